@@ -9,7 +9,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from typing import Any
 import budgets
 import pytest
 from combinations import choose, is_dear
+from commands import Call, called, forget_modules
 from hypothesis import settings
 
 from shardwright.core.amount import Step
@@ -116,3 +118,15 @@ def public_functions() -> Callable[[ModuleType], set[str]]:
 def _searches_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long they take on a busy machine."""
     monkeypatch.setattr("shardwright.cli.planning.FIRST", math.inf)
+
+
+@pytest.fixture
+def call(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Call]:
+    """``call("plan", path)`` as typed in an empty folder, away from a terminal."""
+    for name in ("FORCE_COLOR", "NO_COLOR", "SHARDWRIGHT_LOG", "RANK", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    yield partial(called, capsys)
+    forget_modules(tmp_path)

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from shardwright.cli.main import main
+from commands import Call
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?m)^    \$ shardwright (?P<words>.*)\n(?P<shown>(?:    (?!\$ ).*\n)*)")
@@ -29,24 +28,20 @@ def plain(line: str) -> str:
 
 @pytest.fixture
 def printed(
+    call: Call,
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> Callable[[str, int], str]:
     """What a command prints on so many columns, in a folder that has the examples."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path_factory.getbasetemp() / "tour"))
 
     def by(words: str, columns: int) -> str:
         monkeypatch.setenv("COLUMNS", f"{columns}")
-        capsys.readouterr()
-        code = main(shlex.split(words))
-        streams = capsys.readouterr()
-        assert code == 0, streams.err
-        return streams.out
+        said = call(*shlex.split(words))
+        assert said.code == 0, said.err
+        return said.out
 
     return by
 

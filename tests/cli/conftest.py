@@ -1,11 +1,10 @@
-"""The command line called in this process, and a job small enough to plan in a blink."""
+"""A job small enough to plan in a blink, and its plan."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,55 +42,6 @@ name = "small"
 rows = 20
 dim = 16
 """
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a command left: its exit code and both streams."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-    def refuses(self, code: int, *words: str) -> None:
-        """One line on stderr that says all of ``words``; nothing on stdout."""
-        assert self.code == code, self
-        assert self.err.startswith("shardwright"), self
-        assert self.err.count("\n") == 1, self
-        assert self.err.endswith("\n"), self
-        assert "Traceback" not in self.err
-        assert "\x1b" not in self.err
-        assert self.out == ""
-        for word in words:
-            assert word in self.err
-
-
-Call = Callable[..., Answer]
-
-
-@pytest.fixture
-def call(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Call:
-    """``call("plan", path)`` as typed in an empty folder, away from a terminal."""
-    for name in ("FORCE_COLOR", "NO_COLOR", "SHARDWRIGHT_LOG", "RANK", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-
-    def command(*words: object) -> Answer:
-        capsys.readouterr()
-        try:
-            code = main([str(word) for word in words])
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 0
-        streams = capsys.readouterr()
-        return Answer(code, streams.out, streams.err)
-
-    return command
 
 
 @pytest.fixture

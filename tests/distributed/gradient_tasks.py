@@ -216,3 +216,12 @@ def raw_gradients(
         label = ", ".join((accumulation, dtypes, reshard, shape, f"prefetch {prefetch}"))
         found[label] = errors(units, model, true_gradients(size, dtypes, accumulation))
     return found
+
+
+def summed_in_halves(mesh: DeviceMesh) -> float:
+    """The largest error of gradients that travel in fp16, relative to the largest of a tensor."""
+    model = net()
+    units = shard(model, mesh, "flat", precision=MixedPrecision(reduce_dtype=torch.float16))
+    loss_of(model, inputs(mesh.get_local_rank())).backward()
+    true = true_gradients(mesh.size(), "fp32", "one backward")
+    return max(error for error, _ in errors(units, model, true).values())

@@ -128,6 +128,16 @@ def on_a_grid(mesh: DeviceMesh, bad: int) -> str:
     return said(guard.settle)
 
 
+def bad_in_two_places(mesh: DeviceMesh) -> str:
+    """What is said of two gradients: the first is nan on rank 1, the second infinite on rank 2."""
+    guard, rank = Guard(mesh), mesh.get_local_rank()
+    first = torch.full((3,), torch.nan if rank == 1 else 1.0)
+    second = torch.full((3,), torch.inf if rank == 2 else 1.0)
+    parts = [first, second]
+    guard.look(parts, ["gradient of first", "gradient of second"], lambda: parts)
+    return said(guard.settle)
+
+
 def language(mesh: DeviceMesh, job: Job, made: Plan, path: str) -> tuple[str, bool, bool]:
     """A transformer whose module ``path`` gets a bad gradient on the last rank."""
     rank, size = mesh.get_local_rank(), mesh.size()

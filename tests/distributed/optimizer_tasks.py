@@ -413,6 +413,24 @@ def muon_goes_on(mesh: DeviceMesh) -> float:
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
+def muon_without_some(mesh: DeviceMesh) -> float:
+    """The largest difference of any weight from one process, of matrices of which another one gets
+    no gradient in every step."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(n, n - 1, bias=False) for n in (8, 7, 6)))
+    true = copy.deepcopy(model)
+    fully_shard_flat(model, mesh, shard_strategy="flat")
+    for each, ranks in ((model, [mesh.get_local_rank()]), (true, range(mesh.size()))):
+        optimizer = Muon(each.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            for rank in ranks:
+                (each(inputs(rank, step, 8)).square().mean() / len(ranks)).backward()
+            list(each.parameters())[step].grad = None
+            optimizer.step()
+    return furthest(model, true)
+
+
 # ---- what gets no gradient -----------------------------------------------------------------------
 
 SPARED: dict[str, Make] = {**OPTIMIZERS, "Muon": lambda p: Muon(_matrices(p), lr=0.02)}

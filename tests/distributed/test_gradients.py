@@ -42,6 +42,11 @@ def test_so_they_are_in_every_case(pool: Pool, strategy: str, ranks: int, replic
     _hold(pool, strategy, ranks, 1, replicas=replicas)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_those_that_are_summed_in_fp16_are_means_too(pool: Pool, ranks: int) -> None:
+    assert max(pool.run(ranks, tasks.summed_in_halves)) <= 2.0**-9
+
+
 def _hold(pool: Pool, strategy: str, ranks: int, every: int, replicas: int = 0) -> None:
     given = {"strategy": strategy, "every": every, "replicas": replicas}
     for found in pool.run(ranks, tasks.raw_gradients, **given):

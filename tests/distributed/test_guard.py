@@ -134,6 +134,12 @@ def test_on_a_grid_the_rank_of_the_job_is_named(threads: Threads) -> None:
         assert found.startswith("RunError: gradient of weight on rank 2: expected finite numbers")
 
 
+def test_a_rank_with_another_bad_gradient_is_not_named_for_the_first(threads: Threads) -> None:
+    for found in threads.run(3, tasks.bad_in_two_places):
+        assert found.startswith("RunError: gradient of first on rank 1: expected finite numbers")
+        assert ", got nan. " in found
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("world_size", "prefetch"), [(2, 1), (3, 0)])
 def test_a_transformer_is_left_as_it_was(

@@ -176,6 +176,11 @@ def test_states_of_muon_are_saved_and_loaded(pool: Pool) -> None:
     assert pool.run(2, tasks.muon_goes_on) == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_matrices_may_have_gradients_in_some_steps_alone(pool: Pool, ranks: int) -> None:
+    assert max(pool.run(ranks, tasks.muon_without_some)) <= 1e-6
+
+
 def test_matrices_beyond_a_bucket_travel_in_several(
     pool: Pool,
 ) -> None:

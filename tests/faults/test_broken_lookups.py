@@ -6,12 +6,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from test_training_faults import HANGS, outcome
+from commands import Call
+from test_training_faults import outcome
 
 HERE = Path(__file__).parent
 TIMEOUT = 6.0
@@ -48,7 +47,7 @@ IDS = {
 PHASES = {"request": "(exchange_ids|lookup)", "take": "reduce"}
 
 
-def broken(folder: Path, kind: str, how: str) -> str:
+def broken(call: Call, folder: Path, kind: str, how: str) -> str:
     """What is said of a run that goes wrong, which is over in time."""
     shutil.copy(HERE / "broken_lookup.py", folder / "sitecustomize.py")
     shutil.copy(HERE.parent / "distributed" / "recommenders.py", folder)
@@ -56,15 +55,13 @@ def broken(folder: Path, kind: str, how: str) -> str:
     timeout = TIMEOUT if "SIGSTOP" in how else 60.0
     rest = f'timeout = {timeout}\nout = "run"\n[batch]\nsize = 16\n'
     (folder / "job.toml").write_text(JOBS[kind] + rest)
-    path = os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    env = {**os.environ, "PYTHONPATH": path, "BROKEN": how}
-    line = [sys.executable, "-m", "shardwright", "train", "job.toml", "-n", "2"]
-    done = subprocess.run(
-        line, capture_output=True, text=True, timeout=HANGS, cwd=folder, env=env, check=False
-    )
-    assert "Traceback" not in done.stderr
-    assert done.returncode == outcome(folder).code
-    return done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        patch.setenv("BROKEN", how)
+        done = call("train", "job.toml", "-n", "2")
+    assert "Traceback" not in done.err
+    assert done.code == outcome(folder).code
+    return done.err
 
 
 def daily(*chosen: tuple[str, str]) -> pytest.MarkDecorator:
@@ -77,16 +74,20 @@ def daily(*chosen: tuple[str, str]) -> pytest.MarkDecorator:
 
 @pytest.mark.product  # daily one that hangs there, and one that is killed in its backward
 @daily()
-def test_a_rank_that_is_killed_in_a_lookup_is_named(tmp_path: Path, kind: str, where: str) -> None:
-    said = broken(tmp_path, kind, f"SIGKILL {where}")
+def test_a_rank_that_is_killed_in_a_lookup_is_named(
+    call: Call, tmp_path: Path, kind: str, where: str
+) -> None:
+    said = broken(call, tmp_path, kind, f"SIGKILL {where}")
     assert re.search(rf"rank 1 died without a word at step \d+ in {PHASES[where]}", said), said
     assert outcome(tmp_path).code == 5
 
 
 @pytest.mark.slow
 @daily(("fp16", "request"))
-def test_a_rank_that_hangs_in_a_lookup_is_named(tmp_path: Path, kind: str, where: str) -> None:
-    said = broken(tmp_path, kind, f"SIGSTOP {where}")
+def test_a_rank_that_hangs_in_a_lookup_is_named(
+    call: Call, tmp_path: Path, kind: str, where: str
+) -> None:
+    said = broken(call, tmp_path, kind, f"SIGSTOP {where}")
     stopped = r"rank 1 made no progress for \d+ s \(the process is stopped\)"
     assert re.search(rf"{stopped}; step \d+, {PHASES[where]}", said), said
     assert outcome(tmp_path).code == 5
@@ -94,8 +95,10 @@ def test_a_rank_that_hangs_in_a_lookup_is_named(tmp_path: Path, kind: str, where
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["collections", pytest.param("fp16", marks=pytest.mark.product)])
-def test_a_wrong_id_ends_the_run_with_its_rank_table_and_value(tmp_path: Path, kind: str) -> None:
-    said = broken(tmp_path, kind, "id")
+def test_a_wrong_id_ends_the_run_with_its_rank_table_and_value(
+    call: Call, tmp_path: Path, kind: str
+) -> None:
+    said = broken(call, tmp_path, kind, "id")
     (line,) = [text for text in said.splitlines() if text.startswith("shardwright: rank 1")]
     assert re.search(IDS[kind], line), said
     assert outcome(tmp_path).code == 2

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from cases import CASES, PAGE, page_with_table
+from commands import Call
 
 from shardwright.core.job import parse_job
 from shardwright.core.plan import write_plan
@@ -86,33 +87,33 @@ def numbers() -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", numbers())
-def test_a_run_in_which_rank_1_goes_wrong(tmp_path: Path, number: str) -> None:
+def test_a_run_in_which_rank_1_goes_wrong(call: Call, tmp_path: Path, number: str) -> None:
     case = CASES[number]
     timeout = TIMEOUT if number in ("4", "5") else 60.0
     own = OWN.format(where=case.where, fault=case.fault, timeout=timeout)
     (tmp_path / "own.py").write_text(own)
     (tmp_path / "job.toml").write_text(JOB.format(timeout=timeout))
-    line = [sys.executable, "-m", "shardwright", "train", "job.toml", "-n", "2"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=SECONDS, cwd=tmp_path)
-    assert done.returncode == case.code, done.stderr
-    said = re.search(case.says, done.stderr + done.stdout)
-    assert said, done.stderr
+    done = call("train", "job.toml", "-n", "2")
+    assert done.code == case.code, done.err
+    said = re.search(case.says, done.err + done.out)
+    assert said, done.err
     if number == "4":  # the job's own timeout, not the usual one
         seconds = re.search(r"for (\d+) s", said[0])
         assert seconds is not None
         assert TIMEOUT <= int(seconds[1]) < TrainSection().timeout
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.err
     outcome = decode_outcome((tmp_path / "run" / "outcome.json").read_bytes())
     assert outcome.code == case.code
     assert not at_work(tmp_path)
 
 
 def at_work(folder: Path) -> list[str]:
-    """Processes whose working directory is the folder."""
+    """Processes other than this one whose working directory is the folder."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if Path(os.readlink(process / "cwd")) == folder:
+            own = process.name == str(os.getpid())
+            if Path(os.readlink(process / "cwd")) == folder and not own:
                 found.append((process / "cmdline").read_text())
         except OSError:
             continue

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import Answer, Call
 
 from shardwright.core.train_section import TrainSection
 from shardwright.launcher.heartbeat import Beat, read_heartbeat
@@ -64,11 +65,9 @@ def command(
     return [sys.executable, "-m", "shardwright", "train", str(job), "-n", "2"]
 
 
-def finished(
-    folder: Path, steps: int, env: dict[str, str] | None = None, **kwargs: str
-) -> subprocess.CompletedProcess[str]:
+def finished(folder: Path, steps: int, **kwargs: str) -> subprocess.CompletedProcess[str]:
     line = command(folder, steps, **kwargs)
-    return subprocess.run(line, capture_output=True, text=True, timeout=HANGS, env=env, check=False)
+    return subprocess.run(line, capture_output=True, text=True, timeout=HANGS, check=False)
 
 
 def outcome(folder: Path) -> Outcome:
@@ -200,37 +199,36 @@ BREAKS = {
     ],
 )
 def test_batches_of_a_user_s_own_that_fail_on_one_rank_end_the_run_on_all(
-    folder: Path, breaks: str
+    call: Call, folder: Path, breaks: str
 ) -> None:
-    done = finished_own(folder, OWN.format(breaks=breaks))
-    (said,) = [text for text in done.stderr.splitlines() if BREAKS[breaks] in text]
+    done = finished_own(call, folder, OWN.format(breaks=breaks))
+    (said,) = [text for text in done.err.splitlines() if BREAKS[breaks] in text]
     assert said.startswith("shardwright: rank 1")
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.err
     assert outcome(folder).code == 2
 
 
-def finished_own(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+def finished_own(call: Call, folder: Path, text: str) -> Answer:
     (folder / "own.py").write_text(text)
     (folder / "job.toml").write_text(
         '[model]\npython = "own:build"\n[data]\npython = "own:batches"\n[batch]\nsize = 2\n'
         f'[train]\nsteps = 1000\nout = "{folder / "run"}"\n'
     )
-    line = [sys.executable, "-m", "shardwright", "train", "job.toml", "-n", "2"]
-    done = subprocess.run(
-        line, capture_output=True, text=True, timeout=HANGS, cwd=folder, check=False
-    )
-    assert done.returncode == 2, done.stderr
+    done = call("train", "job.toml", "-n", "2")
+    assert done.code == 2, done.err
     return done
 
 
 @pytest.mark.slow
-def test_an_error_in_a_user_s_own_forward_names_its_line_and_its_rank(folder: Path) -> None:
-    done = finished_own(folder, STEP)
-    (said,) = [text for text in done.stderr.splitlines() if "own.py" in text]
+def test_an_error_in_a_user_s_own_forward_names_its_line_and_its_rank(
+    call: Call, folder: Path
+) -> None:
+    done = finished_own(call, folder, STEP)
+    (said,) = [text for text in done.err.splitlines() if "own.py" in text]
     assert said.startswith("shardwright: rank 1: model.python 'own:build', own.py:10 (forward)")
     assert "got RuntimeError: mat1 and mat2 shapes cannot be multiplied" in said
     assert said.endswith("(step 3, forward)")
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.err
     log = (folder / "run" / "rank-1.log").read_text()
     assert "return self.inner(x)" in log
 
@@ -248,17 +246,18 @@ NOT_FINITE = {
     [*(pytest.param(what, marks=pytest.mark.product) for what in ("tables", "bottom.0")), "loss"],
 )
 def test_a_gradient_or_loss_that_is_not_finite_ends_the_run_and_updates_nothing(
-    folder: Path, what: str
+    call: Call, monkeypatch: pytest.MonkeyPatch, folder: Path, what: str
 ) -> None:
     """A module of Python's own start lets rank 1 go wrong, and every rank compare its weights."""
     shutil.copy(Path(__file__).parent / "spoilt_step.py", folder / "sitecustomize.py")
-    path = os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    env = {**os.environ, "PYTHONPATH": path, "SPOILT": what, "SPOILT_FOLDER": str(folder)}
-    done = finished(folder, 6, env=env)
-    assert done.returncode == 5
-    (line,) = [text for text in done.stderr.splitlines() if NOT_FINITE[what] in text]
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setenv("SPOILT", what)
+    monkeypatch.setenv("SPOILT_FOLDER", str(folder))
+    done = call(*command(folder, 6)[3:])
+    assert done.code == 5
+    (line,) = [text for text in done.err.splitlines() if NOT_FINITE[what] in text]
     assert "rank 1" in line
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.err
     assert outcome(folder).code == 5
     for rank in (0, 1):
         assert (folder / f"rank-{rank}.kept").read_text() == "as before step 3"
