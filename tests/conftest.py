@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import inspect
 import math
 import os
@@ -54,6 +55,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     budgets.register(config)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # no collection looks at what was imported and collected again
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Call
 from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).parents[2]
@@ -31,22 +29,15 @@ OF_OTHER_RUNTIMES = ("llama8b", "llama405b")  # which no plan follows
     ],
 )
 def test_an_example_is_trained_with_the_memory_of_its_plan(
-    name: str, peak: str, tmp_path: Path
+    name: str, peak: str, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, changes = f"examples/{name}.toml", ("train.steps=6", f"train.out={tmp_path / 'run'}")
-    line = [sys.executable, "-m", "shardwright", "train", job]
-    line += [word for change in changes for word in ("--set", change)]
-    done = subprocess.run(
-        line,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-        env=os.environ | {"COLUMNS": "80"},
-    )
-    assert done.returncode == 0, done.stderr
-    _is_one_screen(done.stdout)
-    said = " ".join(done.stdout.split())
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(ROOT)
+    changes = ("--set", "train.steps=6", "--set", f"train.out={tmp_path / 'run'}")
+    done = call("train", f"examples/{name}.toml", *changes)
+    assert done.code == 0, done.err
+    _is_one_screen(done.out)
+    said = " ".join(done.out.split())
     assert "exact bytes equal on 2 of 2 ranks, peak " + peak in said
     if name in ("own_model", "vision", "recommender"):
         assert "no samples were held out to be scored: model.python may return an sw.Task" in said

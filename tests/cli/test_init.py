@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +117,13 @@ def test_what_init_cannot_write_is_refused(call: Any, words: tuple[str, ...], sa
     call("init", *words).refuses(2, said)
 
 
-def trained(kind: str, steps: int, folder: Path) -> str:
+def trained(call: Any, kind: str, steps: int) -> str:
     """What is said of a run of what is written."""
-    job = f"{NAMES.get(kind, kind)}.toml"
-    for words in (("init", kind), ("train", job, "--set", f"train.steps={steps}")):
-        line = [sys.executable, "-m", "shardwright", *words]
-        done = subprocess.run(line, capture_output=True, text=True, cwd=folder, check=False)
-        assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert call("init", kind).code == 0
+    done = call("train", f"{NAMES.get(kind, kind)}.toml", "--set", f"train.steps={steps}")
+    assert done.code == 0, done.err
+    said: str = done.out
+    return said
 
 
 AS_PLANNED = "exact bytes equal on 2 of 2 ranks, peak "
@@ -134,13 +131,13 @@ AS_PLANNED = "exact bytes equal on 2 of 2 ranks, peak "
 
 @pytest.mark.product  # daily that of a module, below, and jobs of examples/
 @pytest.mark.parametrize("kind", ["dlrm", "llama"])
-def test_what_is_written_is_trained_with_the_memory_of_its_plan(kind: str, tmp_path: Path) -> None:
-    assert AS_PLANNED in trained(kind, 6, tmp_path)
+def test_what_is_written_is_trained_with_the_memory_of_its_plan(kind: str, call: Any) -> None:
+    assert AS_PLANNED in trained(call, kind, 6)
 
 
 @pytest.mark.slow
-def test_the_example_of_a_module_learns_with_the_memory_of_its_plan(tmp_path: Path) -> None:
-    said = trained("python", 40, tmp_path)
+def test_the_example_of_a_module_learns_with_the_memory_of_its_plan(call: Any) -> None:
+    said = trained(call, "python", 40)
     assert AS_PLANNED in said
     found = re.search(r"loss ([\d.]+) at the start, ([\d.]+) at step 40;", said)
     assert found is not None

@@ -6,6 +6,7 @@ mesh that was made at the start. Every wait has a timeout, and a pool that misse
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import tempfile
 import threading
@@ -134,6 +135,7 @@ def serve(rank: int, store: str, link: Connection) -> None:
 
     torch.set_num_threads(1)
     share_one_device()
+    gc.freeze()  # no collection looks at what was imported again
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, WORLD_SIZE),
