@@ -141,7 +141,8 @@ COMMANDS = {
         "cli/test_examples.py::test_an_example_is_trained_with_the_memory_of_its_plan"
     ),
     "shardwright train examples/criteo_csv.toml": (
-        "cli/test_examples.py::test_an_example_is_trained_with_the_memory_of_its_plan"
+        "faults/test_training_faults.py::"
+        "test_bad_rows_are_counted_and_the_plan_is_trained_again_and_stays_as_it_is"
     ),
     "shardwright train": "faults/test_own_torchrun.py::"
     "test_a_plan_is_trained_into_another_folder_and_says_what_on",

@@ -20,6 +20,7 @@ from shardwright.launcher.heartbeat import Beat, read_heartbeat
 from shardwright.launcher.outcome import Outcome, decode_outcome
 
 TIMEOUT = 4.0  # of runs that are to hang
+ROOT = Path(__file__).parents[2]
 HANGS = 300.0  # seconds after which nothing will come
 HEADER = ",".join(["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))])
 
@@ -136,7 +137,15 @@ def test_bad_rows_are_counted_and_the_plan_is_trained_again_and_stays_as_it_is(
     call: Call, folder: Path
 ) -> None:
     (folder / "bad.csv").write_text(rows(64, {9: "1,2,3", 40: "not a row"}))
-    done = call(*command(folder, 8, data="bad.csv", extra="skip_bad_rows = true\n")[3:])
+    changes = {
+        "data.path": folder / "bad.csv",
+        "data.skip_bad_rows": "true",
+        "batch.size": 4,
+        "train.steps": 8,
+        "train.out": folder / "run",
+    }
+    words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    done = call("train", ROOT / "examples" / "criteo_csv.toml", "-n", "2", *words)
     assert done.code == 0, done.err
     assert "2 bad rows were left out" in done.out
     assert "exact bytes equal on 2 of 2 ranks" in done.out
