@@ -50,9 +50,9 @@ def logged(tmp_path: Path) -> Path:
     return path
 
 
-def write(folder: Path, zipf: float) -> None:
+def write(folder: Path, zipf: float, rows: int = 8192) -> None:
     model = ClickModel.named(["large", "seen"], [20000, 3000], [1.0, 3.0], 2, zipf=zipf)
-    model.write(folder / "log.csv", rows=8192, start=0)
+    model.write(folder / "log.csv", rows=rows, start=0)
 
 
 @pytest.mark.slow_after(1)
@@ -71,6 +71,16 @@ def test_the_exponent_of_made_up_ids_is_found_and_can_be_put_into_the_job(
     first = call("inspect", logged, "--json", "--rows", "512").json[0]
     assert (first["table"], first["ids"]) == ("large", 512)
     assert first["distinct"] == first["distinct_per_batch"] <= 512
+
+
+def test_a_last_batch_that_is_short_counts_in_no_mean_of_batches(call: Any, logged: Path) -> None:
+    means = []
+    for rows in (1024, 1024 + 10):
+        write(logged.parent, 1.1, rows)
+        found = call("inspect", logged, "--json").json
+        assert found[0]["ids"] == rows
+        means.append([table["distinct_per_batch"] for table in found])
+    assert means[0] == means[1]
 
 
 def test_a_folder_of_days_is_read_as_training_reads_it(call: Any, logged: Path) -> None:

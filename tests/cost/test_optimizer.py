@@ -75,7 +75,10 @@ def test_an_update_reads_and_writes_every_state(kind: str, passes: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "state"),
-    [("none", 0), ("sgd", 0), ("rowwise_adagrad", 40), ("adagrad", 640), ("adam", 1280)],
+    [
+        *(("none", 0), ("sgd", 0), ("rowwise_adagrad", 40), ("adagrad", 640), ("adam", 1280)),
+        ("partial_rowwise_adam", 640 + 40),
+    ],
 )
 def test_a_table_keeps_its_state_by_row_or_by_element(kind: str, state: int) -> None:
     assert optimizer.table_state_bytes(10, 16, kind) == state

@@ -40,7 +40,8 @@ def train(
         return [], {"stopped": str(stopped)}
     record = read_document(record_file(out, rank), Record, RECORD_SCHEMA, "train")
     assert record.saved
-    found = {"resumed": record.saved.resumed, "skipped": record.skipped}
+    found: dict[str, Any] = {"resumed": record.saved.resumed, "skipped": record.skipped}
+    found["timed"] = record.time_steps
     return list(record.losses), found | {"seed": torch.initial_seed()}
 
 

@@ -20,7 +20,7 @@ from shardwright.core.job import parse_job
 from shardwright.core.plan import read_plan, sealed, write_plan
 from shardwright.lab.recordings import plan
 from shardwright.lab.resharding import reshard
-from shardwright.lab.resuming import check_resume
+from shardwright.lab.resuming import check_resume, facts_of
 from shardwright.lab.sources import source_of
 from shardwright.runtime.checkpoint.read import read_full
 
@@ -171,6 +171,7 @@ def test_a_training_that_a_signal_stopped_goes_on_bit_by_bit(
     assert [losses for losses, _ in again] == [losses for losses, _ in before.whole]
     assert len(again[0][0]) == 12
     assert again[0][1]["resumed"] == (7,)
+    assert again[0][1]["timed"][0] == 9  # its first step warms up, as any run's
 
 
 @pytest.mark.slow
@@ -244,6 +245,21 @@ def test_batches_that_do_not_know_where_to_start_refuse_other_ranks(
     with pytest.raises(InputError, match=r"data of 2 ranks to go on with.*parameter 'start'"):
         check_resume(job, tmp_path / "run", 1, resume=True)
     check_resume(job, tmp_path / "run", 2, resume=True)
+
+
+def test_what_a_checkpoint_says_of_its_data_names_every_choice_among_rows() -> None:
+    def said(**data: Any) -> str:
+        document = JOBS["dlrm"] | {"data": JOBS["dlrm"]["data"] | data}
+        return facts_of(parse_job(document), "")["data"]
+
+    choices: list[dict[str, Any]] = [
+        {},
+        {"seed": 1},
+        {"days": 3},
+        {"kind": "criteo", "path": "x.csv", "drop_negatives": 0.5},
+        {"kind": "criteo", "path": "x.csv", "drop_negatives": 0.25},
+    ]
+    assert len({said(**choice) for choice in choices}) == len(choices)
 
 
 def test_a_changed_text_is_refused_before_it_is_read(pool: Pool, tmp_path: Path) -> None:

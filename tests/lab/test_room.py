@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from plans import plan
 
+from shardwright.core.errors import NoPlanError
+from shardwright.core.job import parse_job
 from shardwright.lab import room
 
 
@@ -20,3 +23,23 @@ def test_ranks_of_a_host_share_what_is_left_of_its_limit(
     monkeypatch.setattr(room, "_GROUPS", ((str(limit), str(used)),))
     found = [room.free_bytes(torch.device("cpu"), ranks) for ranks in (1, 4)]
     assert found == [2**20, 2**18]
+
+
+def test_a_save_beside_training_needs_room_for_a_copy_of_weights_and_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = {
+        "model": {"kind": "transformer", "layers": 1, "dim": 16, "heads": 2},
+        "cluster": {"preset": "local", "world_size": 1},
+        "train": {"optimizer": "adam"},
+    }
+    made, device = plan(parse_job(job)), torch.device("cpu")
+    (totals,) = made.ranks
+    needed = totals.peak_bytes + totals.exact["weight"] + totals.exact["optimizer_state"]
+    assert totals.exact["optimizer_state"] > 0
+    monkeypatch.setattr(room, "free_bytes", lambda *_: needed - 1)
+    room.check_room(made, 0, device, copied=False)
+    with pytest.raises(NoPlanError, match="for the copy that a save writes, as planned"):
+        room.check_room(made, 0, device, copied=True)
+    monkeypatch.setattr(room, "free_bytes", lambda *_: needed)
+    room.check_room(made, 0, device, copied=True)

@@ -53,6 +53,15 @@ def test_traffic_adds_up_over_its_groups() -> None:
     assert TWO_GROUPS.served_bytes == (12 * 16 + 6 * 8) * FLOAT
 
 
+def test_weights_of_ids_travel_in_a_section_of_their_own() -> None:
+    weighted = msgspec.structs.replace(UNCUT, weighted=True)
+    served = (Served(12, 12, 16, 9, weighted=True),)
+    assert not WHOLE.is_joined
+    assert _traffic(weighted, served=served).is_joined
+    apart = _peak(route.exchange_ids, WHOLE)
+    assert _peak(route.exchange_ids, _traffic(weighted, served=served)) > 2 * apart
+
+
 def test_ids_of_a_whole_table_are_sent_as_they_are() -> None:
     assert _peak(route.exchange_ids, WHOLE) == (10 + 12) * ID
     assert _left(WHOLE, route.exchange_ids) == 12 * ID

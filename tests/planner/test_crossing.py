@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import plan
@@ -91,6 +93,40 @@ def test_windows_are_what_is_computed_before_rows_are_needed_and_after_their_gra
     spent = draft.dense_seconds["bottom"]
     assert rows.window == {"bottom": pytest.approx(spent["forward"])}
     assert 0 < gradients.window["bottom"] <= spent["backward"]
+
+
+class Twice(torch.nn.Module):
+    """Names a table first that it looks up last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = torch.nn.Embedding(4000, 16)
+        self.soon = torch.nn.Embedding(4000, 16)
+        self.before, self.between = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        x = self.before(x) + self.soon(ids)
+        return torch.tanh(self.between(x)) + self.late(ids)
+
+
+def twice(batch: int) -> Any:
+    return Twice(), (torch.randn(batch, 16), torch.randint(4000, (batch,)))
+
+
+def test_what_hides_behind_least_hides_first_whatever_the_order_of_tables() -> None:
+    document = {
+        "model": {"python": f"{__name__}:twice"},
+        "cluster": {"preset": "local", "world_size": 2},
+        "batch": {"size": 64},
+        "train": {"overlap": "rows", "table_optimizer": "sgd"},
+        "planner": {"tables": dict.fromkeys(("late", "soon"), "row_wise")},
+    }
+    draft = draft_of(plan(parse_job(document)))
+    assert [exchange.path for exchange in draft.exchanges] == ["late", "soon"]
+    (rows, _) = draft.crossings
+    assert [leg.exchange.path for leg in rows.legs] == ["soon", "late"]
+    soon, late = (math.fsum(leg.window.values()) for leg in rows.legs)
+    assert 0 < soon < late
 
 
 def test_ids_hide_behind_the_whole_step_before() -> None:

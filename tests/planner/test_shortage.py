@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
+from operator import le
 from typing import Any
 
 import msgspec
@@ -15,6 +17,7 @@ from shardwright.core.plan import Plan
 from shardwright.lab.recordings import described, plan
 from shardwright.planner import shortage
 from shardwright.planner.problem import make_problem
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.strategy.steps import smallest
 
 MakeJob = Callable[..., Job]
@@ -300,6 +303,12 @@ def test_every_way_out_of_a_model_is_one(too_large: Job) -> None:
     assert ways
     for way in ways:
         plan(_with_way(too_large, way))
+
+
+@pytest.mark.parametrize("start", [0, 3, 8])
+def test_the_smallest_number_that_fits_is_found_wherever_it_is(start: int) -> None:
+    for least in range(2, 40):
+        assert shortage._first(partial(le, least), 2, 64, Watch(), start) == least
 
 
 def test_a_few_ranks_less_than_named_do_not_fit() -> None:

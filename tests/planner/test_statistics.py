@@ -23,6 +23,8 @@ from shardwright.core.plan import (
 )
 from shardwright.planner.explain import draft_of
 from shardwright.planner.statistics import memory_prices, statistics
+from shardwright.planner.statistics.memory import set_aside
+from shardwright.planner.statistics.times import parts_of
 
 MIB, GIB = 2**20, 2**30
 
@@ -474,3 +476,29 @@ def test_one_more_gib_lowers_the_bound_by_what_is_shown() -> None:
     assert told["hbm"].bound_falls == pytest.approx(fall, rel=1e-6)
     assert told["hbm"].price >= told["hbm"].bound_falls
     assert told["ddr"].bound_falls == 0
+
+
+def test_waiting_names_the_part_in_which_ranks_differ_not_the_largest() -> None:
+    job = parse_job(
+        {
+            "tables": [{"name": "a", "rows": 500, "dim": 8, "sharding_types": ["table_wise"]}],
+            "model": {"bottom": [512, 8], "top": [512, 1]},
+            "cluster": {"world_size": 2},
+        }
+    )
+    made = plan(job)
+    found = statistics(made).waiting
+    parts = parts_of(made)
+    lost = {name: values[found.slowest] - plain.mean(values) for name, values in parts.items()}
+    assert found.part == max(lost, key=lost.__getitem__)
+    assert found.part != max(parts, key=lambda name: parts[name][found.slowest])
+
+
+@pytest.mark.parametrize("kind", ["heuristic", "inference"])
+def test_what_a_reservation_subtracts_is_set_aside_by_name(kind: str) -> None:
+    planner = {"constants": "torchrec-1.9", "reservation": {"kind": kind}}
+    made = plan(_tables(planner=planner))
+    aside, place = set_aside(made, "hbm"), TIERS.index("hbm")
+    assert aside["dense"] == made.reserved.dense[place]
+    assert aside["inputs"] == made.reserved.inputs[place] > 0
+    assert sum(aside.values()) == made.cluster.hbm_cap - made.reserved.hbm_left

@@ -15,6 +15,8 @@ from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.model import UnitSpec
 from shardwright.core.planning import DenseSection
+from shardwright.cost.dense import update_seconds
+from shardwright.cost.network import latency_seconds
 from shardwright.cost.presets import LOCAL
 from shardwright.lab.recordings import described, plan
 from shardwright.planner.explain import draft_of
@@ -376,6 +378,14 @@ def test_nonsense_in_the_dense_section_is_refused(dense: dict[str, Any], found: 
     with pytest.raises(InputError) as caught:
         make_layers(planner={"dense": dense})
     assert found in str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_layers_that_may_be_replicated_share_one_reduce_at_least(ranks: int) -> None:
+    space = _problem(make_layers(ranks=ranks)).unit_space
+    shared = [floor.seconds for floor in unit_floors(space) if floor.name.endswith(", once")]
+    one = latency_seconds("all_reduce", ranks, VALUES, space.context.local)
+    assert 0 < max(shared) <= one + update_seconds(0, VALUES)
 
 
 def test_units_of_a_dlrm_are_gathered_ahead_on_request(make_job: MakeJob) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from shardwright.core.errors import InputError
 from shardwright.core.llama_local import LocalShape
+from shardwright.trace import checkpointing
 from shardwright.trace.checkpointing import NAMES, apply_checkpointing, policy, table
 from shardwright.trace.lowering import lowering
 
@@ -88,6 +89,7 @@ def test_layers_checkpoints_every_nth_block(block: Any) -> None:
         blocks = [block(small=True) for _ in range(5)]
     with apply_checkpointing(blocks, "layers:2") as applied:
         assert applied.blocks == [blocks[1], blocks[3]]
+    assert checkpointing.treated(range(5), 2) == [1, 3]  # so an estimate counts them
 
 
 def test_selective_keeps_what_a_reduce_scatter_returned(step: Step) -> None:
