@@ -39,6 +39,16 @@ def test_what_is_freed_stays_in_the_peak_of_its_phase() -> None:
     tracker.close()
 
 
+def test_a_peak_that_is_the_last_thing_of_a_phase_is_of_that_phase() -> None:
+    with MemoryTracker() as tracker:
+        with tracker.during("forward"):
+            x = torch.ones(100)
+        with tracker.during("backward"):
+            del x
+        assert (tracker.peak.phase, tracker.peak.bytes) == ("forward", 100 * FLOAT)
+    tracker.close()
+
+
 def test_an_adopted_tensor_keeps_its_kind() -> None:
     weight = torch.ones(7)
     with MemoryTracker() as tracker:

@@ -56,6 +56,21 @@ def test_the_peak_of_a_module_is_that_of_what_runs_in_it() -> None:
     assert rows["blocks.0"].backward_peak < rows["blocks.1"].backward_peak
 
 
+@pytest.mark.parametrize("rows", [(9, 3), (3, 9)])
+def test_the_peak_of_a_module_is_that_of_its_highest_iteration(rows: tuple[int, int]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with MemoryTracker(model, optimizer) as tracker:
+        for count in rows:
+            model(torch.ones(count, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (first, second) = (row for row in tracker.by_module() if row.name in ("0", "1"))
+    least = bytes_of(model.parameters()) + max(rows) * 8 * FLOAT
+    assert first.forward_peak >= least
+    assert second.forward_peak >= least + max(rows) * 8 * FLOAT
+
+
 def test_what_a_forward_leaves_is_saved() -> None:
     hidden = ROWS * LENGTH * FLOAT
     rows = {row.name: row for row in train().by_module()}
