@@ -9,6 +9,7 @@ import random
 from typing import Any
 
 import pytest
+from combinations import rare, slow
 
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.job import parse_job
@@ -155,7 +156,7 @@ def asked(seeds: range, most: int) -> tuple[int, list[Any]]:
     return compared, wrong
 
 
-@pytest.mark.parametrize(("first", "most"), [(0, 6), pytest.param(100, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "most"), [(0, 6), slow(100, 8), rare(100, 20)])
 def test_a_replanned_answer_is_that_of_a_job_with_the_way_written_in_it(
     first: int, most: int
 ) -> None:

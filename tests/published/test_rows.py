@@ -14,6 +14,7 @@ from typing import Any
 
 import published
 import pytest
+from combinations import rare
 from published.comparison import compare
 from published.torchtitan_rows import predict_torchtitan
 
@@ -69,7 +70,7 @@ def test_every_row_of_megatron_is_predicted_as_written_down() -> None:
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("number", [2, 0, 1, *range(3, 10)])
+@pytest.mark.parametrize("number", [2, 0, 5, 9, *(rare(n) for n in (1, 3, 4, 6, 7, 8))])
 def test_every_row_of_torchtitan_is_predicted_as_written_down(number: int) -> None:
     row, written = RUNS["torchtitan"][number], carried("torchtitan")[number]
     found = predict_torchtitan(row)

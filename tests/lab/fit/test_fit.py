@@ -257,7 +257,7 @@ def test_every_variant_is_estimated_once_and_shown() -> None:
 def test_a_llama_that_can_be_planned_is_planned_for_each_size() -> None:
     document: dict[str, Any] = {
         "model": {"kind": "llama", "layers": 2, "dim": 32, "heads": 4, "vocab": 64},
-        "cluster": {"preset": "local", "world_size": 2, "ddr_cap": "4 MiB"},
+        "cluster": {"preset": "local", "world_size": 2, "ddr_cap": "2 MiB"},
         "batch": {"size": 1, "sequence": 64},
         "memory": {"param_dtype": "fp32"},
     }
