@@ -172,6 +172,14 @@ def test_rows_without_gradients_are_those_with_them(name: str) -> None:
     assert (found - module(ids)).abs().max().item() <= 1e-6
 
 
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_ids_stay_as_they_were_given(name: str, batch: int) -> None:
+    module, ids = Embeddings(_tables(name)), _ids(batch=batch)
+    module(ids)
+    assert ids.equal(_ids(batch=batch))
+
+
 def test_an_array_without_gradients_goes_round_at_its_end() -> None:
     (table,) = _tables("robe", rows=(9,), collisions=9)
     array = SharedArray(table, "cpu")

@@ -118,7 +118,8 @@ class Embeddings(nn.Module):
         self._check(ids)
         if self.is_plain:
             # table after table, as what a processor knows of where pages lie is soon forgotten
-            places = ids.t().contiguous().add_(self.first.unsqueeze(1))
+            places = ids.t().clone(memory_format=torch.contiguous_format)
+            places += self.first.unsqueeze(1)
             return self._looked(places, self.kinds.members[0]).transpose(0, 1)
         if self.is_widened and not torch.is_grad_enabled():
             return torch.stack([self._one(n, own) for n, own in enumerate(ids.unbind(1))], 1)
