@@ -32,7 +32,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 # Cases that a test of properties draws, anew in every run, and as many more where a person asks:
 # pytest --hypothesis-profile thorough
-settings.register_profile("usual", deadline=None, max_examples=25)
+settings.register_profile("usual", deadline=None, max_examples=15)
 settings.register_profile("thorough", deadline=None, max_examples=500)
 settings.load_profile("usual")
 

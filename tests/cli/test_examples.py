@@ -21,7 +21,7 @@ OF_OTHER_RUNTIMES = ("llama8b", "llama405b")  # which no plan follows
     ("name", "peak"),
     [
         ("transformer", "equal"),
-        ("llama_experts", "equal"),
+        pytest.param("llama_experts", "equal", marks=pytest.mark.product),
         pytest.param("own_model", "equal", marks=pytest.mark.product),
         # of one percent: a plan's ids spread evenly
         pytest.param("recommender", "within 0.", marks=pytest.mark.product),

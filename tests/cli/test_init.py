@@ -129,13 +129,13 @@ def trained(call: Any, kind: str, steps: int) -> str:
 AS_PLANNED = "exact bytes equal on 2 of 2 ranks, peak "
 
 
-@pytest.mark.product  # daily that of a module, below, and jobs of examples/
+@pytest.mark.product  # daily those of the tour and of examples/
 @pytest.mark.parametrize("kind", ["dlrm", "llama"])
 def test_what_is_written_is_trained_with_the_memory_of_its_plan(kind: str, call: Any) -> None:
     assert AS_PLANNED in trained(call, kind, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.product  # daily the tour trains it
 def test_the_example_of_a_module_learns_with_the_memory_of_its_plan(call: Any) -> None:
     said = trained(call, "python", 40)
     assert AS_PLANNED in said

@@ -180,7 +180,7 @@ def test_ranks_that_share_parameters_take_what_was_predicted(
     assert len(real["peak_bytes_of_ranks"]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.product  # daily one whose rank fails, below, and a llama's
 def test_a_module_of_one_s_own_is_measured_on_ranks_too(
     call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,7 @@ def test_every_rank_of_replicas_of_shards_is_measured(pool: Pool) -> None:
     assert {line.rank for line in compared.exact if line.measured} == {0, 1, 2, 3}
 
 
-@pytest.mark.slow
+@pytest.mark.product  # daily without torchrun, above
 def test_it_prints_the_comparison_under_torchrun() -> None:
     done = tasks.under_torchrun(tasks.OWN_LOOP)
     assert "Memory as predicted: exact bytes equal on 2 of 2 ranks" in done

@@ -13,7 +13,7 @@ from public_model_tasks import WAYS, trained_apart
 from public_models import MODELS
 
 FEW = 2  # ways that an architecture is cut in daily, by turns
-WIDELY = {("GPT2", 3), ("T5", 2), ("ResNet", 2)}  # and in all of them
+WIDELY = {("GPT2", 3)}  # and in all of them
 
 
 def architectures() -> Iterator[Any]:
@@ -24,7 +24,7 @@ def architectures() -> Iterator[Any]:
             yield case
         else:
             yield slow(*case) if case[:2] in WIDELY else rare(*case)
-        if name not in ("GPT2", "T5", "ResNet") and world_size == 2:
+        if name != "GPT2" and world_size == 2:
             turn = tuple(WAYS[(place // 3 + 3 * n) % len(WAYS)] for n in range(FEW))
             yield slow(name, world_size, turn)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from combinations import rare
 from test_training_faults import HANGS, TIMEOUT, alive, outcome, wait_for_step
 
 TABLES = "".join(f'[[tables]]\nname = "t{i}"\nrows = {20 + i}\ndim = 4\n' for i in range(5))
@@ -87,7 +88,7 @@ WRONG = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["hang", pytest.param("error", marks=pytest.mark.product), "id"])
+@pytest.mark.parametrize("what", ["hang", rare("error"), rare("id")])
 def test_what_goes_wrong_in_one_thread_ends_all_in_one_line(folder: Path, what: str) -> None:
     shutil.copy(Path(__file__).parent / "spoilt_thread.py", folder / "sitecustomize.py")
     path = os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])

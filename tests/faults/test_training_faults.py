@@ -195,13 +195,10 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize(
     "breaks",  # tests/lab/test_python_task.py has the others' words
-    [
-        each if each == "return" else pytest.param(each, marks=pytest.mark.product)
-        for each in BREAKS
-    ],
+    BREAKS,
 )
 def test_batches_of_a_user_s_own_that_fail_on_one_rank_end_the_run_on_all(
     call: Call, folder: Path, breaks: str

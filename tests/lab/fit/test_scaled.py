@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from combinations import rare, slow
 from torch import nn
 
 from shardwright.core.job import Job, parse_job
@@ -77,8 +78,7 @@ def test_what_does_not_lie_on_a_line_of_whole_numbers_is_traced() -> None:
     assert not any(scaled.drawn.values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("squares", [False, True])
+@pytest.mark.parametrize("squares", [slow(True), rare(False)])
 def test_answers_are_those_of_tracing_every_batch(squares: bool) -> None:
     job = job_of(8, squares=squares)
     found, plain = fit(job), fit(job, footprint)
