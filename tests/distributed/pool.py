@@ -149,5 +149,7 @@ def serve(rank: int, store: str, link: Connection) -> None:
             world_size, task, arguments = link.recv()
         except EOFError:
             return
-        Comm(meshes[world_size]).forget()  # a task that failed on one rank left another
+        comm = Comm(meshes[world_size])
+        comm.forget()  # a task that failed on one rank left another
+        comm.step = None  # which the one before may have been in
         link.send(_answer(meshes[world_size], task, arguments))
