@@ -56,7 +56,7 @@ test test-all test-products: $(ENVIRONMENT)
 	@$(TEST) $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(CHOSEN) $(ARGS)
 
 test-torchrec: $(TORCHREC)/.installed
-	@PYTHONPATH="$(CURDIR)/src:$(CURDIR)/validation" $(TEST) "$(TORCHREC)/bin/python" -m pytest -n $(JOBS) $(ARGS) tests/torchrec/adapter
+	@PYTHONPATH="$(CURDIR)/src:$(CURDIR)/validation" $(TEST) "$(TORCHREC)/bin/python" -m pytest -n $(JOBS) -m "not product" $(ARGS) tests/torchrec/adapter
 
 # Beside the environment of all other targets, whose torch it reads: TorchRec and what it needs.
 $(TORCHREC)/.installed: requirements-torchrec.txt $(ENVIRONMENT)
