@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
 from shardwright.data.criteo import FIELD_NAMES, CriteoLog
+from shardwright.data.dealing import Dealt
 from shardwright.data.reading import ClickBatch, ClickReader, evaluation_batches
 
 TABLES = [1000 + i for i in range(26)]
@@ -260,6 +261,16 @@ def test_a_file_repeats_without_end_and_epochs_count_its_passes(tmp_path: Path) 
     read = [n for batch in islice(reader, 6) for n in numbers(batch)]
     assert read == [i % 3 for i in range(24)]
     assert reader.epoch == 7
+
+
+@pytest.mark.parametrize("taken", [0, 2, 4, 7, 10, 16])
+def test_who_goes_on_in_a_pass_reads_all_rows_of_those_that_follow(
+    tmp_path: Path, taken: int
+) -> None:
+    log = CriteoLog(numbered(tmp_path, 7), HUGE)
+    reader = ClickReader(log, 2, dealt=[Dealt(2, (taken,))])
+    read = [n for batch in islice(reader, 12) for n in numbers(batch)]
+    assert read == [n % 7 for n in range(taken, taken + 24)]
 
 
 @given(

@@ -28,13 +28,13 @@ Model = nn.Module
 
 
 class Branches(nn.Module):
-    """Two parts of one shape, of which each rank may run its own."""
+    """Three parts of one shape, of which each rank may run its own."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.parts = nn.ModuleList(nn.Linear(8, 8).double() for _ in range(2))
-        self.order = [0, 1]
+        self.parts = nn.ModuleList(nn.Linear(8, 8).double() for _ in range(3))
+        self.order = [0, 1, 2]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index in self.order:
@@ -61,6 +61,21 @@ def branches(mesh: DeviceMesh, strategy: str, orders: dict[int, list[int]]) -> t
     error = said(steps)
     now = {name: p.to_local() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     return error, all(torch.equal(now[name], before[name]) for name in before)
+
+
+def looked_in_another_order(mesh: DeviceMesh) -> str:
+    """What a step says after a forward without gradients whose units rank 1 ran in another order,
+    the last of them alike."""
+    world = World(mesh, "flat")
+    model = Branches()
+    for part in model.parts:
+        world.unit(part)
+    world.unit(model)
+    model.order = [1, 0, 2] if world.rank else [0, 1, 2]
+    with torch.no_grad():
+        model(torch.ones(2, 8, dtype=torch.float64))
+    model.order = [0, 1, 2]
+    return said(lambda: step(world, model, 0))
 
 
 def seeded_apart(mesh: DeviceMesh, grid: bool) -> float:

@@ -278,6 +278,22 @@ def on_grid(mesh: DeviceMesh) -> float:
     return apart(model, weights_alone(4))
 
 
+def dropped(mesh: DeviceMesh) -> float:
+    """A step that is dropped before its sums are taken, and then those that count."""
+    model, rank = net(), mesh.get_local_rank()
+    buckets = sw.Buckets(model, mesh, **CONFIGS["one sum"])
+    optimizers = two_optimizers(model, flat=True)
+    loss_of(model, inputs(rank, 100)).backward()
+    for step in range(STEPS):
+        buckets.zero_grad_buffer()
+        for number in range(BACKWARDS):
+            loss_of(model, inputs(rank, step * BACKWARDS + number)).backward()
+        buckets.finish_grad_sync()
+        for optimizer in optimizers:
+            optimizer.step()
+    return apart(model, weights_alone(mesh.size()))
+
+
 def in_another_dtype(mesh: DeviceMesh) -> Any:
     """bf16 parameters whose gradients are summed in fp32, and their dtypes."""
     model = net().bfloat16()

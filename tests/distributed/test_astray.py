@@ -8,6 +8,7 @@ from astray_tasks import (
     called_late,
     clipped_over_two_meshes,
     frozen_by_the_group,
+    looked_in_another_order,
     lost_in_a_call,
     refusals,
     replicas_diverge,
@@ -33,6 +34,13 @@ def test_ranks_that_run_other_units_are_noticed(
     for error, unchanged in pool.run(2, branches, strategy=strategy, orders=orders):
         assert error.startswith(("MismatchError", "PeerError")), error
         assert unchanged
+
+
+def test_ranks_that_looked_at_units_in_another_order_are_noticed_in_the_next_sum(
+    pool: Pool,
+) -> None:
+    for error in pool.run(2, looked_in_another_order):
+        assert error.startswith("MismatchError"), error
 
 
 @pytest.mark.parametrize(("size", "grid"), [(2, False), (3, False), (4, True)])

@@ -147,3 +147,8 @@ def test_what_cannot_be_is_refused_in_a_line(pool: Pool) -> None:
         for what, wanted in REFUSALS.items():
             assert found[what].startswith(wanted)
             assert "\n" not in found[what]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_that_is_dropped_leaves_nothing_to_the_next_one(pool: Pool, ranks: int) -> None:
+    assert max(pool.run(ranks, tasks.dropped)) <= 1e-6

@@ -86,7 +86,6 @@ def test_without_a_name_the_cache_is_in_the_home_folder(
     assert len(files(tmp_path / ".cache" / "shardwright" / "recordings")) == 1
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -337,3 +337,33 @@ def test_a_worker_leaves_a_last_word(
     assert status.message.startswith(message)
     assert status.peer == ("peers" in message)
     assert (tmp_path / "rank-0.log").exists() == (state == "failed" and "exit" not in body)
+
+
+@pytest.mark.parametrize(
+    ("number", "saves", "seconds"),
+    [
+        (signal.SIGINT, False, launching._GRACE),
+        (signal.SIGINT, True, 17.0),
+        (signal.SIGTERM, False, 17.0),
+        (signal.SIGTERM, True, 17.0),
+    ],
+)
+def test_ranks_that_save_have_their_time_whatever_the_signal(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    saves: bool,
+    seconds: float,
+) -> None:
+    given: list[float] = []
+
+    def ended(*words: object) -> set[int]:
+        given.append(words[4])  # type: ignore[arg-type]
+        return set()
+
+    monkeypatch.setattr(launching, "end_run", ended)
+    request = Launch("none", (), 1, tmp_path, stop_grace=17.0, saves=saves)
+    with subprocess.Popen(["true"]) as torchrun:
+        watch = Watch(tmp_path, 1, torchrun, "mark")
+        launching._end(request, watch, [number])
+    assert given == [seconds]
