@@ -76,6 +76,8 @@ def test_a_switch_is_true_and_several_values_are_the_first() -> None:
         ("--num-experts 8 --moe-layer-freq [0]*2+[1]*30", "model", "moe_layers", [*range(2, 32)]),
         ("--num-experts 8 --moe-layer-freq 16", "model", "moe_layers", [0, 16]),
         ("--context-parallel-size 2", "parallel", "context", 2),
+        ("--tensor-model-parallel-size 2", "parallel", "sequence", False),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "parallel", "sequence", True),
         ("--global-batch-size 12 --micro-batch-size 4", "parallel", "microbatches", 3),
         (
             "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2",

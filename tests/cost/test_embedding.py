@@ -163,6 +163,12 @@ def test_a_shard_keeps_weights_states_and_a_replica_its_gradient(
     assert (found["weight"], found["gradient"], found["optimizer_state"]) == held
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_gradient_of_a_replica_in_half_precision_is_whole(dtype: str) -> None:
+    found = embedding.shard_bytes(10, 16, dtype, "sgd", "dense")
+    assert (found["weight"], found["gradient"]) == (320, 640)
+
+
 def test_inference_keeps_weights_alone() -> None:
     found = embedding.shard_bytes(10, 16, "fp32", "adam", "fused", training=False)
     assert found == {"weight": 640}

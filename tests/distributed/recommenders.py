@@ -140,6 +140,7 @@ class Uses(nn.Module):
         self.read = nn.Embedding(20, 8)
         self.twice = nn.Embedding(20, 8)
         self.normed = nn.Embedding(20, 8, max_norm=1.0)
+        self.scaled = nn.Embedding(20, 8, scale_grad_by_freq=True)
         self.precise = nn.Embedding(20, 8, dtype=torch.float64)
         self.offsets = nn.EmbeddingBag(20, 8)
         self.largest = nn.EmbeddingBag(20, 8, mode="max")
@@ -154,6 +155,7 @@ class Uses(nn.Module):
         x = self.tied(ids) + self.twice(ids) + self.twice(ids) + self.precise(ids).float()
         x = x + self.read(ids) + self.read.weight.mean(0) + self.fine(ids) + self.normed(ids)
         each = torch.arange(len(ids))
+        x = x + self.scaled(ids)
         x = x + self.offsets(ids, each) + self.largest(ids.unsqueeze(1))
         x = x + self.held(ids) + self.holder["also"](ids)
         for layer in self.layers:

@@ -20,7 +20,7 @@ from shardwright.core.job import parse_job
 from shardwright.core.plan import read_plan, sealed, write_plan
 from shardwright.lab.recordings import plan
 from shardwright.lab.resharding import reshard
-from shardwright.lab.resuming import check_resume, facts_of
+from shardwright.lab.resuming import Start, check_resume, facts_of
 from shardwright.lab.sources import source_of
 from shardwright.runtime.checkpoint.read import read_full
 
@@ -245,6 +245,11 @@ def test_batches_that_do_not_know_where_to_start_refuse_other_ranks(
     with pytest.raises(InputError, match=r"data of 2 ranks to go on with.*parameter 'start'"):
         check_resume(job, tmp_path / "run", 1, resume=True)
     check_resume(job, tmp_path / "run", 2, resume=True)
+
+
+def test_bad_rows_that_were_left_out_are_rows_that_were_taken() -> None:
+    place = Start(0).place(batch=4, rank=0, world_size=1, losses=[0.5] * 3, bad_rows=2)
+    assert (place["taken"], place["bad_rows"]) == (3 * 4 + 2, 2)
 
 
 def test_what_a_checkpoint_says_of_its_data_names_every_choice_among_rows() -> None:

@@ -62,6 +62,7 @@ REASONS = {
     "read": "a use of its weight",
     "twice": "looked up several times in a step",
     "normed": "with max_norm or scale_grad_by_freq",
+    "scaled": "with max_norm or scale_grad_by_freq",
     "precise": "of float64",
     "offsets": "offsets, while ids [B, L] with a padding_idx can be one",
     "largest": "a bag with mode max or include_last_offset",

@@ -129,6 +129,17 @@ def test_what_hides_behind_least_hides_first_whatever_the_order_of_tables() -> N
     assert 0 < soon < late
 
 
+def test_no_second_of_compute_hides_two_exchanges() -> None:
+    draft = draft_of(_plan("ids_and_rows", 1))
+    *_, ids = draft.crossings
+    others = sum(crossing.hidden for crossing in draft.crossings[:-1])
+    assert ids.name == "ids"
+    whole = math.fsum(ids.legs[0].window.values())
+    assert all(hidden >= 0 for hidden in ids.hidden)
+    assert all(ids.hidden + others <= whole * (1 + 1e-9))
+    assert ids.taken == pytest.approx(others)
+
+
 def test_ids_hide_behind_the_whole_step_before() -> None:
     made = _plan("ids_and_rows")
     exchanges = exchange_seconds(decode(made.timeline))

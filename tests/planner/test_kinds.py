@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from shardwright.core.kinds import KNOWN_AUC, SEEDS_VARY, kind_of, nbytes
 from shardwright.core.plan import Plan
 from shardwright.core.study import read_study, spread_of
 from shardwright.planner.explain.basis import basis
+from shardwright.planner.kinds import find_kinds
 
 STUDY = Path(__file__).parents[2] / "validation" / "cpu-2-cores" / "embeddings_study.json"
 ROWS = {"a": 20_000, "b": 60_000, "c": 30_000, "d": 150, "e": 40_000}
@@ -143,3 +145,21 @@ def test_a_placement_that_a_part_cannot_have_is_refused_by_its_name(
     )
     with pytest.raises(InputError, match=f"tables '{part}': expected a sharding type"):
         plan(job)
+
+
+@pytest.mark.parametrize("third", [1, 2, 3, 4])
+def test_as_few_tables_as_can_be_are_of_the_third_kind_and_all_others_of_the_second(
+    third: int,
+) -> None:
+    def of(job: Job) -> list[str]:
+        """Kinds of the tables that are worth one, the largest first."""
+        free = [table for table in job.tables if ROWS[table.name] > 1000]
+        return [kind_of(t) for t in sorted(free, key=lambda table: -ROWS[table.name])]
+
+    def look(job: Job) -> Any:
+        kinds = of(job)
+        fits = "full" not in kinds and kinds.count("hash") >= third
+        return SimpleNamespace(draft=job if fits else None)
+
+    found: Any = find_kinds(_job("1 MiB"), look)
+    assert of(found.draft) == ["hash"] * third + ["qr"] * (4 - third)

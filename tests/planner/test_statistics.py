@@ -24,6 +24,7 @@ from shardwright.core.plan import (
 from shardwright.planner.explain import draft_of
 from shardwright.planner.statistics import memory_prices, statistics
 from shardwright.planner.statistics.memory import set_aside
+from shardwright.planner.statistics.ranks import each_rank, medians
 from shardwright.planner.statistics.times import parts_of
 
 MIB, GIB = 2**20, 2**30
@@ -502,3 +503,10 @@ def test_what_a_reservation_subtracts_is_set_aside_by_name(kind: str) -> None:
     assert aside["dense"] == made.reserved.dense[place]
     assert aside["inputs"] == made.reserved.inputs[place] > 0
     assert sum(aside.values()) == made.cluster.hbm_cap - made.reserved.hbm_left
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_medians_are_those_of_all_ranks(count: int) -> None:
+    values = [float(7 * rank % 5) for rank in range(count)]
+    low, high = medians(each_rank(values))
+    assert (low, high) == (plain.median_low(values), plain.median_high(values))

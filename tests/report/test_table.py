@@ -242,6 +242,17 @@ def test_a_step_is_shown_with_its_error_and_as_a_ratio_beyond_twice(
     assert hint not in flowed(comparison_summary(made, samples.plan(job=job)))
 
 
+def test_the_slowest_rank_is_the_one_that_was_measured_so() -> None:
+    lines = (
+        Line(0, "forward", "time", "forward", 2.0, 1.0),
+        Line(1, "forward", "time", "forward", 1.0, 5.0),
+    )
+    found = time_verdict(samples.comparison(seconds=lines))
+    assert found is not None
+    assert not found.held
+    assert found.sentence.startswith("Step on rank 1, the slowest: 5 s measured, 1 s predicted")
+
+
 def test_a_comparison_of_many_ranks_and_failures_is_one_screen() -> None:
     lines = tuple(
         Line(r, phase, "time", phase, 1.0, 1.0 + r) for r in range(64) for phase in PHASES[:9]

@@ -266,6 +266,14 @@ def test_a_grid_takes_neighbours_in_the_order_of_time_and_goes_around() -> None:
     assert place([busy, around], machine)[1] == [2, 3, 4, 5, 0, 1, 2, 3]
 
 
+def test_a_grid_is_put_on_the_busiest_hosts_where_they_alone_have_room() -> None:
+    machine = ranks_of(6, local=2)
+    full = candidate(machine, size=95, seconds=0.01)
+    busy = [candidate(machine, size=50, seconds=5.0) for _ in range(5)]
+    placed = place([full, *busy, candidate(machine, "grid_shard")], machine, 100)
+    assert placed == [[0], [2], [4], [1], [3], [5], [2, 3, 4, 5]]
+
+
 def test_even_shards_are_placed_before_all_others() -> None:
     machine = ranks_of(2)
     tables = [candidate(machine, size=60), candidate(machine, "row_wise", size=50, name="even")]
