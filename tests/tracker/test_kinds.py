@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tracker_nets import FLOAT, LENGTH, ROWS, WIDTH, WORDS, Net, adam, bytes_of, train, words
 
 from shardwright.tracker.memory import MemoryTracker
+from shardwright.tracker.tensors import tensors_in
 
 WEIGHTS = bytes_of(Net().parameters())
 IDLE = bytes_of(Net().idle.parameters())
@@ -166,3 +169,19 @@ def test_checkpointing_keeps_less_and_says_what_is_computed_again() -> None:
     states = {s.state for s in again.snapshots if s.module == "blocks.0.up"}
     assert {"before recompute", "after recompute"} <= states
     assert not {s.state for s in kept.snapshots} & {"before recompute", "after recompute"}
+
+
+@dataclass(slots=True)
+class Held:
+    one: torch.Tensor
+
+
+@dataclass(slots=True)
+class Both(Held):
+    other: torch.Tensor
+
+
+def test_tensors_in_slots_of_a_base_class_are_found() -> None:
+    one, other = torch.ones(1), torch.ones(2)
+    found = tensors_in([Both(one, other)])
+    assert {id(tensor) for tensor in found} == {id(one), id(other)}
