@@ -311,3 +311,27 @@ def test_ranks_whose_experts_receive_more_are_not_called_all_ranks() -> None:
     skewed = {"expert": 4, "routing": "skewed"}
     names = {name for name, _ in _names(cluster={"world_size": 8}, parallel=skewed)}
     assert names == {"99th percentile of experts", "median of experts"}
+
+
+def _in_microbatches(number: int, size: int, **memory: Any) -> RankMemory:
+    """The fullest rank of a llama whose batch of ``size`` is so many microbatches."""
+    job = {
+        "model": {"kind": "llama", "layers": 2, "dim": 32, "heads": 2, "ffn_dim": 32, "vocab": 64},
+        "cluster": {"world_size": 2},
+        "batch": {"size": size, "sequence": 16},
+        "parallel": {"microbatches": number},
+        "memory": {"param_dtype": "fp32", **memory},
+    }
+    return footprint(parse_job(job), details=True).worst
+
+
+def test_a_module_saves_what_one_microbatch_leaves() -> None:
+    one, several = (_in_microbatches(number, 2 * number) for number in (1, 3))
+    saved = {module.name: module.saved for module in one.modules}
+    assert sum(saved.values()) > 0
+    assert {module.name: module.saved for module in several.modules} == saved
+
+
+def test_gradients_of_zero_1_are_whole_between_microbatches() -> None:
+    (forward,) = (p for p in _in_microbatches(2, 4, zero=1).phases if p.phase == "forward")
+    assert forward.by_category["unreduced_gradient"] == forward.by_category["weight"]
