@@ -388,6 +388,15 @@ def test_layers_that_may_be_replicated_share_one_reduce_at_least(ranks: int) -> 
     assert 0 < max(shared) <= one + update_seconds(0, VALUES)
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_the_floor_of_a_layer_alone_is_no_more_than_its_fastest_placement(zero: int) -> None:
+    memory = {"param_dtype": "fp32", "zero": zero}
+    space = _problem(make_layers(layers=1, dim=768, memory=memory)).unit_space
+    least = [min(math.fsum(c.seconds.values()) for c in space.choices(run)) for run in space.runs]
+    floors = math.fsum(floor.seconds for floor in unit_floors(space))
+    assert 0 < floors <= math.fsum(least) * (1 + 1e-9)
+
+
 def test_units_of_a_dlrm_are_gathered_ahead_on_request(make_job: MakeJob) -> None:
     units = {"bottom": "shard", "top": "shard"}
     forced = {"units": units, "dense": {"prefetch": 1, "reshard": True}}
