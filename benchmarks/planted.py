@@ -5,6 +5,7 @@ see them.
 
 Each is run against the tests that are likeliest to see it, then those of its folder, then others
 that use the file; quick tests before slow ones. One whose text is no longer in its file is named.
+Those that are ``missed`` there no test saw when they were first planted.
 """
 
 from __future__ import annotations

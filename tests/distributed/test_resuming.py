@@ -13,6 +13,7 @@ import pytest
 import resuming_tasks as tasks
 import torch
 from combinations import in_turn
+from commands import LITTLE_TEXT
 from pool import Pool
 
 from shardwright.core.errors import InputError
@@ -102,7 +103,7 @@ def planned(
     if kind in ("transformer", "llama", "hsdp", "hfsdp"):
         document["batch"]["sequence"] = 8
         folder.mkdir(exist_ok=True)
-        (folder / "text").write_bytes(bytes(range(256)) * 10)  # of which little is held out
+        (folder / "text").write_bytes(LITTLE_TEXT)
         document["data"] = {"path": str(folder / "text")}
     document["train"] = {**JOBS[kind]["train"], "steps": steps, "out": str(folder)} | more
     document["checkpoint"] = {"every": "5 steps"}

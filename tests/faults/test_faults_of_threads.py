@@ -49,14 +49,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def started(
-    folder: Path, *words: str, steps: int = 1_000_000, saves: str = "", **env: str
+    folder: Path, *words: str, steps: int = 1_000_000, saves: str = ""
 ) -> subprocess.Popen[str]:
     text = JOB.format(steps=steps, timeout=TIMEOUT, saves=saves, tables=TABLES)
     (folder / "job.toml").write_text(text)
     line = [sys.executable, "-m", "shardwright", "train", str(folder / "job.toml"), *words]
     pipe = subprocess.PIPE
-    given = {**os.environ, **env}
-    return subprocess.Popen(line, cwd=folder, stdout=pipe, stderr=pipe, text=True, env=given)
+    return subprocess.Popen(line, cwd=folder, stdout=pipe, stderr=pipe, text=True)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -89,10 +88,13 @@ WRONG = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["hang", rare("error"), rare("id")])
-def test_what_goes_wrong_in_one_thread_ends_all_in_one_line(folder: Path, what: str) -> None:
+def test_what_goes_wrong_in_one_thread_ends_all_in_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     shutil.copy(Path(__file__).parent / "spoilt_thread.py", folder / "sitecustomize.py")
-    path = os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    code, errors = ended(started(folder, PYTHONPATH=path, SPOILT_THREAD=what))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setenv("SPOILT_THREAD", what)
+    code, errors = ended(started(folder))
     wanted, said = WRONG[what]
     assert code == wanted, errors
     (line,) = [text for text in errors.splitlines() if said in text]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -24,41 +25,9 @@ test_rows = 64
 OWN = """
 [model]
 kind = "python"
-python = "own:build"
+python = "resuming_tasks:looked"
 [data]
-python = "own:batches"
-"""
-MODULE = """
-import torch
-from torch import nn
-
-
-class Own(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bottom = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3))
-        self.user = nn.Embedding(200_000, 8)
-
-    def forward(self, dense, ids):
-        return (self.bottom(dense) * self.user(ids)).sum(1)
-
-
-def loss(found, wanted):
-    return (found - wanted).square().mean()
-
-
-def batch_of(batch):
-    return (torch.randn(batch, 3), torch.randint(200_000, (batch,))), torch.randn(batch)
-
-
-def build(batch):
-    inputs, targets = batch_of(batch)
-    return Own(), inputs, loss, targets
-
-
-def batches(batch):
-    while True:
-        yield batch_of(batch)
+python = "resuming_tasks:clicked"
 """
 REST = """
 [cluster]
@@ -83,7 +52,7 @@ TABLES = "".join(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "own.py").write_text(MODULE)
+    shutil.copy(Path(__file__).parents[1] / "distributed" / "resuming_tasks.py", tmp_path)
     return tmp_path
 
 

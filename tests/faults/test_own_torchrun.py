@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import LITTLE_TEXT, Call
 
-from shardwright.cli.main import main
 from shardwright.core.job import parse_job
 from shardwright.core.plan import write_plan
 from shardwright.lab.recordings import plan
@@ -34,7 +34,7 @@ def shardwright(*words: object, **environment: str) -> subprocess.CompletedProce
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small")
-    (folder / "text").write_bytes(bytes(range(256)) * 10)
+    (folder / "text").write_bytes(LITTLE_TEXT)
     data, train = {"path": str(folder / "text")}, {"steps": 6, "out": str(folder / "unused")}
     job = JOB | {"data": data, "train": train}
     write_plan(plan(parse_job(job)), folder / "small.json")
@@ -81,7 +81,7 @@ def test_a_rank_that_is_no_number_is_one_line(small: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_what_it_leaves_can_be_compared_and_reported(
-    small: Path, elsewhere: Done, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    call: Call, small: Path, elsewhere: Done, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(elsewhere[0], run)
@@ -94,11 +94,11 @@ def test_what_it_leaves_can_be_compared_and_reported(
     assert "replacing the results of an earlier run" in ended.stderr
     assert "replacing the results" not in elsewhere[1].stderr
     assert (run / "plan.json").read_bytes() == small.read_bytes()
-    assert main(["compare", str(run)]) == 0
-    found = capsys.readouterr().out
-    assert "Memory as predicted: exact bytes equal on 2 of 2 ranks" in found
+    found = call("compare", run)
+    assert found.code == 0, found.err
+    assert "Memory as predicted: exact bytes equal on 2 of 2 ranks" in found.out
     page = tmp_path / "page.html"
-    assert main(["report", str(run), "-o", str(page)]) == 0
+    assert call("report", run, "-o", page).code == 0
     assert "Memory as predicted" in page.read_text()
 
 

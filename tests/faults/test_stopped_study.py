@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from combinations import rare, slow
 
 from shardwright.core.study import Study, read_study
 from shardwright.launcher.heartbeat import read_heartbeat
@@ -23,7 +24,7 @@ bottom = [8]
 top = [1]
 
 [cluster]
-world_size = 1
+world_size = {ranks}
 
 [batch]
 size = 32
@@ -38,7 +39,7 @@ steps = 600
 learning_rate = 0.1
 
 [study]
-kinds = [{ kind = "qr", above = 1000 }]
+kinds = [{{ kind = "qr", above = 1000 }}]
 seeds = 2
 
 [[tables]]
@@ -85,9 +86,12 @@ def wait_for_a_step(run: Path, process: subprocess.Popen[str]) -> None:
     raise AssertionError(f"{run} never came to a step")
 
 
-@pytest.mark.slow
-def test_a_study_that_was_stopped_goes_on_and_keeps_what_it_found(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text(JOB)
+@pytest.mark.parametrize("ranks", [slow(1), rare(2)])
+def test_a_study_that_was_stopped_goes_on_and_keeps_what_it_found(
+    tmp_path: Path, ranks: int
+) -> None:
+    """On two ranks it is also beside one that never stopped, which takes as long again."""
+    (tmp_path / "job.toml").write_text(JOB.format(ranks=ranks))
     process = start(tmp_path, "stopped")
     wait_for_a_step(tmp_path / "stopped" / "qr-seed-1", process)
     process.send_signal(signal.SIGINT)
@@ -104,7 +108,8 @@ def test_a_study_that_was_stopped_goes_on_and_keeps_what_it_found(tmp_path: Path
     assert process.returncode == 0, errors
     assert "trained before, in stopped/qr-seed-0" in errors
     assert "timing lookups" not in errors
-    assert shown.startswith("1 kind of embeddings of a dlrm, 600 steps of 32 samples, 2 seeds\n")
+    words = f"600 steps of {32 * ranks} samples"
+    assert shown.startswith(f"1 kind of embeddings of a dlrm, {words}, 2 seeds\n")
     assert max(map(len, shown.splitlines())) <= 80
     gone_on = read_study(tmp_path / "stopped" / "study.json")
     assert not gone_on.left
@@ -119,3 +124,10 @@ def test_a_study_that_was_stopped_goes_on_and_keeps_what_it_found(tmp_path: Path
     shown, errors = ended(start(tmp_path, "stopped", "--json"))
     assert errors.count("trained before, in ") == 2
     assert msgspec.json.decode(shown, type=Study) == gone_on
+    if ranks == 1:
+        return
+    shown, errors = ended(start(tmp_path, "whole", "--json"))
+    whole = read_study(tmp_path / "whole" / "study.json")
+    assert msgspec.json.decode(shown, type=Study) == whole
+    assert [kind.trials for kind in whole.kinds] == [kind.trials for kind in gone_on.kinds]
+    assert whole.seen == gone_on.seen

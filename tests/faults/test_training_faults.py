@@ -25,11 +25,11 @@ HANGS = 300.0  # seconds after which nothing will come
 HEADER = ",".join(["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))])
 
 
-def job_text(data: str, out: Path, steps: int, extra: str, timeout: float) -> str:
+def job_text(data: str, out: Path, steps: int, timeout: float) -> str:
     tables = "".join(f'[[tables]]\nname = "C{i}"\nrows = 50\ndim = 4\n' for i in range(1, 27))
     return (
         "[model]\nbottom = [4]\ntop = [8, 1]\n[batch]\nsize = 4\n"
-        f'[data]\nkind = "criteo"\npath = "{data}"\n{extra}'
+        f'[data]\nkind = "criteo"\npath = "{data}"\n'
         f'[train]\nsteps = {steps}\ntimeout = {timeout}\nout = "{out}"\n{tables}'
     )
 
@@ -58,11 +58,9 @@ def alive(folder: Path) -> list[int]:
     return found
 
 
-def command(
-    folder: Path, steps: int, data: str = "data.csv", extra: str = "", timeout: float = HANGS
-) -> list[str]:
+def command(folder: Path, steps: int, data: str = "data.csv", timeout: float = HANGS) -> list[str]:
     job = folder / "job.toml"
-    job.write_text(job_text(str(folder / data), folder / "run", steps, extra, timeout))
+    job.write_text(job_text(str(folder / data), folder / "run", steps, timeout))
     return [sys.executable, "-m", "shardwright", "train", str(job), "-n", "2"]
 
 

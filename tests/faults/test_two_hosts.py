@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from commands import LITTLE_TEXT, Call
 from test_cases import OWN
 
-from shardwright.cli.main import main
 from shardwright.core.job import parse_job
 from shardwright.core.plan import Plan, write_plan
 from shardwright.lab.recordings import plan
@@ -42,7 +42,7 @@ class Agents:
         self.started: list[subprocess.Popen[bytes]] = []
         for folder in self.folders:
             folder.mkdir()
-            (folder / "text").write_bytes(bytes(range(256)) * 10)
+            (folder / "text").write_bytes(LITTLE_TEXT)
 
     def start(self, *outs: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -109,11 +109,7 @@ def written(made: Plan, agents: Agents) -> None:
     ],
 )
 def test_two_hosts_train_and_what_they_leave_is_compared_and_reported(
-    agents: Agents,
-    tmp_path: Path,
-    shared: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    call: Call, agents: Agents, tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(agents.folders[0])  # where the text is
     written(plan(parse_job(TEXT)), agents)
@@ -125,9 +121,10 @@ def test_two_hosts_train_and_what_they_leave_is_compared_and_reported(
     (run,) = {out for out in outs if (out / "measured.json").exists()}
     assert sum(f"results in {run} on " in text for text in said) == 1
     assert sum(f"results in {run}; shardwright compare {run}" in text for text in said) == 1
-    assert main(["compare", str(run)]) == 0
-    assert "Memory as predicted: exact bytes equal on 2 of 2 ranks" in capsys.readouterr().out
-    assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+    compared = call("compare", run)
+    assert compared.code == 0, compared.err
+    assert "Memory as predicted: exact bytes equal on 2 of 2 ranks" in compared.out
+    assert call("report", run, "-o", tmp_path / "page.html").code == 0
 
 
 def test_another_plan_on_one_host_is_one_line_on_each(
@@ -184,7 +181,6 @@ def test_a_host_that_is_lost_ends_the_other_with_one_line(
 
 
 MAKE = """
-from shardwright.cli.main import main
 from shardwright.core.job import parse_job
 from shardwright.core.plan import write_plan
 from shardwright.lab.recordings import plan

@@ -10,7 +10,7 @@ import samples
 from rich.console import Console, RenderableType
 
 from shardwright.core.cluster import SCHEMA, Calibration
-from shardwright.core.measurement import Line
+from shardwright.core.measurement import Line, Saved
 from shardwright.core.option import ShardRun
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes
@@ -24,6 +24,7 @@ from shardwright.report.table import (
     differences,
     plan_difference,
 )
+from shardwright.report.wording import saved_text
 
 
 def printed(renderable: RenderableType, width: int = 80) -> str:
@@ -378,3 +379,10 @@ def test_a_rank_without_exact_bytes_is_not_counted_as_equal() -> None:
     good = samples.comparison()
     one = msgspec.structs.replace(good, exact=tuple(e for e in good.exact if e.rank == 0))
     assert "exact bytes equal on 1 of 2 ranks" in flowed(comparison_summary(one))
+
+
+def test_what_saving_took_names_saves_that_failed_and_where_a_run_went_on() -> None:
+    saved = Saved(2, 1, 2048, 0.5, 0.25, (4, 7))
+    said = "saved 2 times; 2.00 KiB in 250 ms; training stood still for 500 ms; 1 save failed"
+    assert saved_text(saved) == f"{said}; resumed 2 times, after step 4, 7"
+    assert "failed" not in saved_text(msgspec.structs.replace(saved, failed=0))

@@ -41,6 +41,10 @@ class Answer:
 
 Call = Callable[..., Answer]
 
+# A text of which little is held out. Without data.path a run makes up 300 kB and scores a tenth of
+# it, which takes longer than the few steps that a test trains.
+LITTLE_TEXT = bytes(range(256)) * 10
+
 
 def called(capsys: pytest.CaptureFixture[str], *words: object) -> Answer:
     """What ``shardwright words ...`` leaves."""

@@ -118,6 +118,7 @@ class Embeddings(nn.Module):
         self._check(ids)
         if self.is_plain:
             # table after table, as what a processor knows of where pages lie is soon forgotten
+            # (a copy in any case: the ids of one sample are contiguous the other way round as well)
             places = ids.t().clone(memory_format=torch.contiguous_format)
             places += self.first.unsqueeze(1)
             return self._looked(places, self.kinds.members[0]).transpose(0, 1)
