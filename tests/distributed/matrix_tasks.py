@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
 from worlds import Found, World, train, weights
@@ -18,6 +19,12 @@ from worlds import Found, World, train, weights
 import shardwright as sw
 
 FORMS = ("dcp", "torch", "ours")
+SHARED = StagingOptions(
+    use_pinned_memory=False,
+    use_shared_memory=True,
+    use_async_staging=False,
+    use_non_blocking_copy=False,
+)
 
 
 def _net(seed: int, wrapped: bool) -> nn.Sequential:
@@ -82,3 +89,53 @@ def load(mesh: DeviceMesh, folder: str, strategy: str, wrapped: bool, form: str)
     else:
         sw.load_checkpoint(f"{folder}/ours", model, optimizer)
     return _all(model, optimizer)
+
+
+def save_asynchronously(mesh: DeviceMesh, folder: str, strategy: str) -> list[str]:
+    """What torch saved asynchronously and is not what was there when it was asked to: with and
+    without biases, weights and states, twice by one stager."""
+    try:
+        return _saved_otherwise(mesh, folder, strategy)
+    except CheckpointException as error:  # no Exception: it would end the worker
+        raise AssertionError(str(error)) from None
+
+
+def _saved_otherwise(mesh: DeviceMesh, folder: str, strategy: str) -> list[str]:
+    group, wrong = mesh.get_group(), []
+    for bias in (True, False):
+        torch.manual_seed(1)
+        model = World(mesh, strategy).shard(nn.Sequential(nn.Linear(8, 7, bias), nn.Linear(7, 5)))
+        optimizer = AdamW(sw.optimizer_parameters(model), lr=0.1)
+        shared = DefaultStager(SHARED)
+        for number, stager in enumerate((None, shared, shared)):
+            _step(model, optimizer, number)
+            state = {
+                "model": model.state_dict(),
+                "optimizer": sw.optimizer_state_dict(model, optimizer),
+            }
+            then, place = _all(model, optimizer), f"{folder}/{bias}{number}"
+            saving: Any = dcp.async_save(
+                state, checkpoint_id=place, process_group=group, async_stager=stager
+            )
+            _clear(model, optimizer)  # which needs no group: torch is using it
+            getattr(saving, "upload_completion", saving).result(timeout=60)
+            dcp.load(state, checkpoint_id=place, process_group=group)
+            model.load_state_dict(state["model"])
+            sw.load_optimizer_state_dict(model, optimizer, state["optimizer"])
+            found = _all(model, optimizer)
+            wrong += [f"{bias} {number} {n}" for n in then if not torch.equal(found[n], then[n])]
+    return wrong
+
+
+def _step(model: nn.Module, optimizer: AdamW, seed: int) -> None:
+    torch.manual_seed(seed)
+    optimizer.zero_grad()
+    model(torch.randn(3, 8)).square().mean().backward()
+    optimizer.step()
+
+
+def _clear(model: nn.Module, optimizer: AdamW) -> None:
+    states = (v for state in optimizer.state.values() for v in state.values())
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *states):
+            tensor.zero_()

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
+import safetensors.torch
 import torch
 from probe_tasks import said
 from torch import nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -112,6 +118,11 @@ PURE: dict[str, Callable[[Any, Any, torch.Tensor], Any]] = {  # of a, b, and a w
     "norms of lists": lambda a, b, v: torch.stack(list(torch._foreach_norm([a, v, b]))),
     "largest of lists": lambda a, b, v: torch.stack(list(torch._foreach_max([a, b]))),
     "copy": lambda a, b, v: copy.deepcopy(a),
+    "shallow copy": lambda a, b, v: copy.copy(a),
+    "staged": lambda a, b, v: StateDictStager().stage([a])[0],
+    "staged and shared": lambda a, b, v: StateDictStager(share_memory=True).stage([a])[0],
+    "shared": lambda a, b, v: a.clone().share_memory_(),
+    "in a queue": lambda a, b, v: pickle.loads(ForkingPickler.dumps(a)),
 }
 
 
@@ -211,3 +222,27 @@ def _same(found: Any, true: Any) -> bool:
 def says(mesh: DeviceMesh) -> str:
     """How a sharded tensor shows itself."""
     return repr(sharded(Comm(mesh), torch.ones(3, 2, dtype=torch.float64), Shard(0)))
+
+
+MEMORY: dict[str, Callable[[ShardTensor], Any]] = {
+    "storage": lambda a: a.storage(),
+    "untyped storage": lambda a: a.untyped_storage(),
+    "dlpack": torch.from_dlpack,
+    "numpy": lambda a: a.numpy(),
+    "array": np.asarray,
+    "list": lambda a: a.tolist(),
+    "safetensors": lambda a: safetensors.torch.save({"a": a}),
+    "other memory": lambda a: a.set_(torch.zeros(a.shape).double()),
+    "resized": lambda a: a.resize_(2),
+    "a view copied": lambda a: copy.deepcopy(a.T),
+    "a view pickled": lambda a: pickle.dumps(a.T),
+    "a view staged": lambda a: StateDictStager().stage({"a": a.T}),
+}
+
+
+def of_memory(mesh: DeviceMesh) -> dict[str, str]:
+    """What those are told who want to have its memory, or a copy of a view of it."""
+    shard = sharded(Comm(mesh), torch.ones(3, 2, dtype=torch.float64), Shard(0))
+    before, shared = shard.is_shared(), shard.clone().share_memory_()
+    assert (before, shared.is_shared(), shared.data_ptr()) == (False, True, 0)
+    return {name: said(partial(ask, shard)) for name, ask in MEMORY.items()}

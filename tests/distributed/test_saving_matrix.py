@@ -58,3 +58,26 @@ def _hold(pool: Pool, folder: Path, source: str, wrapped: bool, turn: int | None
                 assert all(torch.equal(plain[name], saved[name]) for name in plain)
                 assert set(plain) >= {name for name in saved if " " not in name}
                 assert form == "torch" or set(plain) == set(saved)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [(1, "flat"), (2, "owned"), (3, "flat"), (3, "per_param")],
+)
+def test_torch_saves_asynchronously_what_was_there_when_it_was_asked_to(
+    pool: Pool, tmp_path: Path, world_size: int, strategy: str
+) -> None:
+    options = {"folder": str(tmp_path), "strategy": strategy}
+    for wrong in pool.run(world_size, tasks.save_asynchronously, **options):
+        assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "owned"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_strategy_is_saved_asynchronously(
+    pool: Pool, tmp_path: Path, world_size: int, strategy: str
+) -> None:
+    options = {"folder": str(tmp_path), "strategy": strategy}
+    for wrong in pool.run(world_size, tasks.save_asynchronously, **options):
+        assert wrong == []

@@ -17,7 +17,7 @@ KERNELS = "UnsupportedError: t0: expected a kernel of fused, dense, key_value on
 SHAPES = {"t0": (9, 4), "t1": (7, 8), "s0": (6, 4), "seen": (11, 4), "user.weight": (5, 8)}
 
 
-def _plan(world_size: int, kinds: tuple[str, ...] = TYPES) -> Plan:
+def planned_tables(world_size: int, kinds: tuple[str, ...] = TYPES) -> Plan:
     tables: list[dict[str, Any]] = []
     for number, (name, (rows, dim)) in enumerate(SHAPES.items()):
         kind = kinds[number % len(kinds)]
@@ -43,7 +43,7 @@ def _plan(world_size: int, kinds: tuple[str, ...] = TYPES) -> Plan:
 def test_losses_and_rows_are_those_of_one_process(
     pool: Pool, kinds: tuple[str, ...], world_size: int
 ) -> None:
-    for found in pool.run(world_size, tasks.trained, made=_plan(world_size, kinds)):
+    for found in pool.run(world_size, tasks.trained, made=planned_tables(world_size, kinds)):
         assert max(found.values()) <= 1e-6, found
 
 
@@ -58,6 +58,6 @@ WRONG = {
 
 
 def test_a_module_that_the_plan_is_not_for_is_refused(pool: Pool) -> None:
-    for found in pool.run(2, tasks.refused, made=_plan(2), changes=list(WRONG)):
+    for found in pool.run(2, tasks.refused, made=planned_tables(2), changes=list(WRONG)):
         for change, text in WRONG.items():
             assert text in found[change], change

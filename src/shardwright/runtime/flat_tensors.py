@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from shardwright.runtime.units.cut import Cut
 from shardwright.runtime.units.dstorage import DStorage
 from shardwright.runtime.units.linked import (
     FlatReplica,
+    Home,
     call_accumulated,
     call_gradient_hooks,
     trainable,
@@ -233,7 +235,13 @@ def flat_tensor_of(parameter: torch.Tensor) -> FlatTensor | None:
 
 TAKEN = "_taken_by"  # what an original parameter says once it is sharded: its name and unit
 FLAT = "_flat_tensor"  # what a flat tensor's parameter says: whose it is
-register_optimizer_step_pre_hook(_before_step)
+
+
+@cache
+def follow_optimizers() -> None:
+    """Look at every optimizer before its steps, from now on: that of a parameter which was sharded
+    since cannot be known otherwise. A process in which nothing is sharded has no such hook."""
+    register_optimizer_step_pre_hook(_before_step)
 
 
 class Stretch(NamedTuple):
@@ -285,7 +293,7 @@ class Stretch(NamedTuple):
         self.flat.follow_freezing()
 
 
-class FlatHome:
+class FlatHome(Home):
     """Where a parameter is in a flat tensor, so that its own gradient is a view of the flat one."""
 
     def __init__(
@@ -336,11 +344,14 @@ class FlatHome:
         self.is_cleared = cleared
 
     def follow_strays(self) -> None:
-        """Take what autograd adds to the parameter itself, which no unit computes with."""
+        """Take what autograd adds to the parameter itself, which no unit computes with. A hook is
+        kept where no garbage collector looks: it must not lead back to the parameter, or neither
+        is ever freed."""
         with trainable(self.parameter):
-            self.parameter.register_post_accumulate_grad_hook(self.take_stray)
+            hook = partial(_take_stray, weakref.ref(self))
+            self.parameter.register_post_accumulate_grad_hook(hook)
 
-    def take_stray(self, parameter: nn.Parameter) -> None:
+    def take_stray(self, parameter: torch.Tensor) -> None:
         """What autograd added to the sharded parameter itself, as for a penalty on weights."""
         stray = C_GRAD.__get__(parameter)
         if stray is not None:
@@ -359,3 +370,9 @@ class FlatHome:
                 "model.parameters().",
             )
         )
+
+
+def _take_stray(home: weakref.ref[FlatHome], parameter: torch.Tensor) -> None:
+    found = home()
+    if found is not None:
+        found.take_stray(parameter)

@@ -15,7 +15,7 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.layout import balanced_owners
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard, Zero
 from shardwright.runtime.comm import Comm, CutTwice, check_mesh
-from shardwright.runtime.flat_tensors import TAKEN
+from shardwright.runtime.flat_tensors import TAKEN, follow_optimizers
 from shardwright.runtime.sharded_module import as_sharded, class_name
 from shardwright.runtime.state import follow_state_dict
 from shardwright.runtime.units import replicas
@@ -413,6 +413,7 @@ def make_storage(
     """The storage of ``members``, whose parameters no other unit can have from then on."""
     originals = [(member.parameter, member.fqn) for member in members]
     storage = DStorage(members, comm, placements, name=name, bucket=bucket, **options)
+    follow_optimizers()
     for parameter, fqn in originals:
         setattr(parameter, TAKEN, (fqn, name or bucket))
     return storage

@@ -298,10 +298,13 @@ class Backwards:
         """``given`` by the caller by position, and ``final`` as the module's own code gets them."""
         same = len(given) == len(final) and all(map(_is, given, final))
         if same or not given:
-            self._when_complete(final, backward.leave)
+            callbacks = [(final, backward.leave)]
         else:
-            self._when_complete(final, backward.leaving)
-            self._when_complete(given, backward.left)
+            callbacks = [(final, backward.leaving), (given, backward.left)]
+        # Taken away at the end: leaves outlive the graph, and a hook that knows its node is in a
+        # circle with it, through memory in which Python's collector does not look.
+        for tensors, callback in callbacks:
+            self._handles += when_complete(tensors, callback)
 
     def watch_outputs(
         self, backward: Backward, outputs: Iterable[torch.Tensor], *, inner: bool
@@ -324,11 +327,6 @@ class Backwards:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def _when_complete(self, tensors: Sequence[torch.Tensor], callback: Callable[[], None]) -> None:
-        handles = when_complete(tensors, callback)
-        if any(tensor.grad_fn is None for tensor in tensors):
-            self._handles += handles  # leaves outlive the graph
 
 
 def _is(one: object, other: object) -> bool:

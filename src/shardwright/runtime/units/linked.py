@@ -32,6 +32,10 @@ class Home(Protocol):
         """What to say to someone who wants to give the parameter other memory."""
         ...
 
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of a parameter has its own gradient. Who copies tensors with their attributes, as
+        torch's stagers do, would copy optimizer and model through this."""
+
 
 class LinkedParameter(nn.Parameter):
     """A plain parameter with a ``home``: what modules compute with while a unit is UNSHARDED.
@@ -198,7 +202,7 @@ def norm_of_many(name: str) -> UnsupportedError:
     )
 
 
-class AtShard:
+class AtShard(Home):
     """The home of a whole parameter: the sharded one. ``memory`` is what the whole one lives in."""
 
     def __init__(

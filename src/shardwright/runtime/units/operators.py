@@ -38,6 +38,7 @@ ELEMENTWISE = {  # besides those that torch marks so
 SAME = {aten.view, aten._unsafe_view, aten.expand, aten.squeeze, aten._reshape_alias}
 WHOLE = "whole"
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+MEMORY = {aten.set_, aten.resize_}
 NEW = {aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided}
 
 
@@ -52,6 +53,9 @@ class View(NamedTuple):
         for step in self.steps:
             whole = step(whole)
         return whole
+
+    def __deepcopy__(self, memo: Any) -> View:
+        raise refused(self.base.cut, "a view to be copied", "Clone it first.")
 
 
 class Operators:
@@ -75,6 +79,8 @@ class Operators:
             return self._alias
         if func.namespace in COLLECTIVES:
             return _refuse_collective
+        if packet in MEMORY:
+            return _refuse_memory
         if func.is_view:
             return self._viewed
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -251,7 +257,13 @@ class Operators:
         return tensor
 
     def _new(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return func(args[0]._local_tensor, *args[1:], **kwargs)
+        """A plain tensor. But an empty one of this shape on a device that is named, with which
+        torch's ``StateDictStager`` begins a copy, is cut alike."""
+        tensor, size, *rest = args
+        copied = func.overloadpacket is aten.new_empty and kwargs.get("device") is not None
+        if copied and tensor.view_of_base is None and tuple(size) == tuple(tensor.shape):
+            return self.kind(func(tensor._local_tensor, tensor.cut.sizes, **kwargs), tensor.cut)
+        return func(tensor._local_tensor, size, *rest, **kwargs)
 
     # ---- reductions ------------------------------------------------------------------------------
 
@@ -375,6 +387,13 @@ def _refuse_collective(func: Any, args: Any, kwargs: Any) -> Any:
         f"{name}, for ranks have different parts",
         "Gradients are means over ranks already; broadcast or compare full_tensor().",
     )
+
+
+def _refuse_memory(func: Any, args: Any, kwargs: Any) -> Any:
+    shard = next(leaf for leaf in tree_flatten((args, kwargs))[0] if hasattr(leaf, "cut"))
+    name = operator_name(func).partition("::")[2]
+    remedy = "Copy values with copy_(); its memory is a part of its unit's."
+    raise refused(shard.cut, f"{name}, which gives it other memory", remedy)
 
 
 def _refuse_training(shards: Sequence[Any], func: Any, found: Any) -> None:

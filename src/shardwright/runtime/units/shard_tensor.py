@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from shardwright.runtime.torch_private import (
 from shardwright.runtime.units.cut import Cut, restored_cut
 from shardwright.runtime.units.linked import Home
 from shardwright.runtime.units.operators import Operators, View, refused
+
+OF_THE_PART = "Ask to_local(), this rank's part, or full_tensor(), the whole."
 
 
 @classmethod  # type: ignore[misc]
@@ -46,7 +48,9 @@ class ShardTensor(DTensor):
     view_of_base: View | None
     home: Home | None
     _local_tensor: torch.Tensor
-    __slots__ = ("cut", "home", "view_of_base")
+    # Torch's stagers copy a tensor as an empty one of its shape and then each of its class's slots:
+    # the part is among them again, although it is DTensor's; nothing else leads to memory.
+    __slots__ = ("_local_tensor", "cut", "home", "view_of_base")
     __torch_function__ = no_torch_function if HEARS_OF_OPERATORS else _listening
 
     def __new__(
@@ -170,6 +174,8 @@ class ShardTensor(DTensor):
         if id(self) in memo:
             found: ShardTensor = memo[id(self)]
             return found
+        if self.view_of_base is not None:
+            raise refused(self.cut, "a view to be copied", "Clone it first.")
         made = ShardTensor(self._local_tensor.detach().clone(), self.cut)
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
@@ -185,6 +191,38 @@ class ShardTensor(DTensor):
         is_parameter = isinstance(self, nn.Parameter)
         local = self._local_tensor.detach().clone()  # the part alone, not the unit's buffer
         return restored, (local, self.cut, self.requires_grad, is_parameter)
+
+    # The memory is the part's. Torch has none for a tensor that wraps another: it gives an offset
+    # for an address, which stagers would copy from, and ends the process where it is read.
+
+    def data_ptr(self) -> int:
+        """0, as torch says of tensors without memory of their own."""
+        return 0
+
+    def is_shared(self) -> bool:
+        """Whether the part is in memory that processes share."""
+        return self._local_tensor.is_shared()
+
+    def share_memory_(self) -> ShardTensor:
+        """Move what the part is in, its unit's memory, to where processes share it."""
+        self._local_tensor.share_memory_()
+        return self
+
+    def untyped_storage(self) -> NoReturn:
+        """Refused."""
+        raise refused(self.cut, "its storage, which only the part has", OF_THE_PART)
+
+    def __dlpack__(self, **_: Any) -> NoReturn:
+        """Refused."""
+        raise refused(self.cut, "DLPack, which would hand its memory over", OF_THE_PART)
+
+    def numpy(self, **_: Any) -> NoReturn:
+        """Refused."""
+        raise refused(self.cut, "numpy()", OF_THE_PART)
+
+    def tolist(self) -> NoReturn:
+        """Refused."""
+        raise refused(self.cut, "tolist()", OF_THE_PART)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_local_tensor"], (self.cut, self.view_of_base, self.requires_grad)
