@@ -384,11 +384,18 @@ class Deferred(TorchDispatchMode):
         if len(set(storages)) < len(storages):
             raise NotDeferredError("parameters that share memory")
 
+        last: dict[str, torch.Tensor] = {}
+
         def initial_block(
             fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
         ) -> torch.Tensor:
-            spans = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-            return self.value(sources[fqn])[spans]
+            if all(offset == 0 for offset in offsets) and sizes == tuple(sources[fqn].shape):
+                last.clear()
+                return self.value(sources[fqn])
+            if fqn not in last:  # a table is asked for piece after piece
+                last.clear()
+                last[fqn] = self.value(sources[fqn])
+            return last[fqn][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
         vars(module)["initial_block"] = initial_block
 

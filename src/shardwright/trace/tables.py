@@ -25,13 +25,15 @@ _POOLINGS: dict[str, Pooling] = {"sum": "sum", "mean": "mean", "none": "none"}
 
 
 class CollectedTable(NamedTuple):
-    """A table of a collection; ``inside`` is the name of its ``weight`` there."""
+    """A table of a collection; ``inside`` is the name of its ``weight`` there, ``start`` what
+    initialises it there, if anything does."""
 
     name: str
     inside: str
     weight: nn.Parameter
     pooling: Pooling
     features: tuple[str, ...]
+    start: Callable[[torch.Tensor], Any] | None
 
 
 def collected(part: nn.Module) -> list[CollectedTable]:
@@ -48,7 +50,10 @@ def collected(part: nn.Module) -> list[CollectedTable]:
             pooling = getattr(config, "pooling", "none")
             pooling = _POOLINGS[str(getattr(pooling, "value", pooling)).lower()]
             features = tuple(config.feature_names)
-            found.append(CollectedTable(config.name, inside, parameters[inside], pooling, features))
+            start = getattr(config, "init_fn", None)
+            found.append(
+                CollectedTable(config.name, inside, parameters[inside], pooling, features, start)
+            )
     return found
 
 

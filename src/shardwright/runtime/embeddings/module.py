@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.runtime.embeddings.bags import INTEGERS, versions_of
-from shardwright.runtime.embeddings.store import blocks_of_whole
+from shardwright.runtime.embeddings.initial import blocks_of_whole
 
 
 class NoTableError(UnsupportedError, AttributeError):

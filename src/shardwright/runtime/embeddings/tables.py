@@ -37,11 +37,12 @@ from shardwright.runtime.embeddings.bags import (
 )
 from shardwright.runtime.embeddings.disk import make_store
 from shardwright.runtime.embeddings.guide import Guide, Rows, each_of
+from shardwright.runtime.embeddings.initial import InitialBlock
 from shardwright.runtime.embeddings.learning import Learning
 from shardwright.runtime.embeddings.module import Entrance
 from shardwright.runtime.embeddings.replicas import Learnt, Replicas
 from shardwright.runtime.embeddings.route import Held, Route, Table
-from shardwright.runtime.embeddings.store import InitialBlock, Store
+from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.embeddings.strips import Strips
 from shardwright.runtime.embeddings.trip import (
     Arrived,
