@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 from table_tasks import Given, Keyed, apart
 from torch import nn
@@ -109,6 +110,54 @@ def trained(mesh: DeviceMesh, made: Plan) -> dict[str, float]:
     found = sw.full_state_dict(sharded)
     assert set(found) == set(alone.state_dict())
     return far | {name: apart(found[name], value) for name, value in alone.state_dict().items()}
+
+
+class Once(Keyed):
+    """Bags that come once for several samples, as in TorchRec."""
+
+    def __init__(self, given: Given, inverse: Any) -> None:
+        super().__init__(given)
+        self.inverse = inverse
+
+    def stride_per_key(self) -> list[int]:
+        return [len(offsets) - 1 for _, offsets in self.given.values()]
+
+    def inverse_indices_or_none(self) -> Any:
+        return self.inverse
+
+
+def bags_once(mesh: DeviceMesh, made: Plan) -> tuple[dict[str, float], list[str]]:
+    """How far bags that come once, and their updates, are from the same bags sample by sample; and
+    what is said to places that are none, and to none."""
+    bags = {"a": [[0, 8], [3]], "b": [[6], [], [1, 1]], "c": [[mesh.get_rank()]]}
+    places = {"a": [1, 0, 0, 1], "b": [0, 0, 2, 1], "c": [0, 0, 0, 0]}
+    every = {name: [bags[name][place] for place in places[name]] for name in bags}
+    order = ["c", "a", "b"]
+    inverse = (order, torch.tensor([places[name] for name in order]))
+    found = []
+    for given in (Once(_given(bags), inverse), Keyed(_given(every))):
+        model = sw.shard_embeddings(Model(), made, mesh, optimizer="sgd", learning_rate=RATE)
+        values = model.get_submodule("bags")(given).values()
+        (values.square() * torch.arange(values.numel()).view_as(values)).sum().backward()
+        found.append({"values": values.detach(), **sw.full_state_dict(model)})
+    far = {name: apart(value, found[1][name]) for name, value in found[0].items()}
+    said = []
+    high, flat = torch.full((3, 4), 2), torch.zeros(3, dtype=torch.int64)
+    for wrong in ((order, high), (order, flat), (order[:2], high[:2]), None):
+        with pytest.raises(sw.ShardwrightError) as error:
+            model.get_submodule("bags")(Once(_given(bags), wrong)).values()
+        said.append(str(error.value))
+    return far, said
+
+
+def _given(bags: dict[str, list[list[int]]]) -> Given:
+    return {
+        name: (
+            torch.tensor([id_ for bag in own for id_ in bag], dtype=torch.int64),
+            nn.functional.pad(torch.tensor([*map(len, own)]).cumsum(0), (1, 0)),
+        )
+        for name, own in bags.items()
+    }
 
 
 def refused(mesh: DeviceMesh, made: Plan, changes: Sequence[str]) -> dict[str, str]:

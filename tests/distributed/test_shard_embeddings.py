@@ -47,6 +47,17 @@ def test_losses_and_rows_are_those_of_one_process(
         assert max(found.values()) <= 1e-6, found
 
 
+def test_bags_that_come_once_for_several_samples_are_given_to_each(pool: Pool) -> None:
+    for far, said in pool.run(2, tasks.bags_once, made=_plan(2)):
+        assert max(far.values()) <= 1e-6, far
+        assert [text.partition(". ")[0].rstrip(".") for text in said] == [
+            "inverse_indices of feature 'a': expected bags from 0 to 1, got 2",
+            "inverse_indices of features: expected a tensor [3, samples], got [3]",
+            "features: expected 'b', got c, a",
+            "values: expected as many bags of every feature, got 2 of 'a', 3 of 'b', 1 of 'c'",
+        ]
+
+
 WRONG = {
     "rows": "MismatchError: user.weight: expected shape (5, 8) as planned, got (6, 8)",
     "missing": "expected an embedding for every table of the plan, got none for 'user",

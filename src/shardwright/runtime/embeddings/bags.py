@@ -139,7 +139,8 @@ def cat(parts: list[torch.Tensor]) -> torch.Tensor:
 class Keyed:
     """Ids of features ``names``, one feature after the other: ``values`` [N], ``sizes`` of them of
     each; of their ``bags`` the ``lengths``, None: one id in each; of each feature ``weights`` of
-    ids, or None, and the ``ends`` of its lengths where they are known."""
+    ids, or None, and the ``ends`` of its lengths where they are known. Where bags come once for
+    several samples ``inverse`` has of each feature the bag of every sample [B]."""
 
     names: list[str]
     values: torch.Tensor
@@ -148,6 +149,7 @@ class Keyed:
     lengths: torch.Tensor | None
     weights: Sequence[torch.Tensor | None]
     ends: Sequence[Ends] | None = None
+    inverse: Mapping[str, torch.Tensor] | None = None
 
     @property
     def has_one_each(self) -> bool:
@@ -171,6 +173,7 @@ class Keyed:
             None if lengths is None else _picked(lengths, self.bags, chosen),
             [self.weights[place] for place in chosen],
             None if self.ends is None else [self.ends[place] for place in chosen],
+            self.inverse,
         )
 
 
@@ -319,11 +322,35 @@ def keyed_of(given: Any) -> Keyed:
     sizes = [total for total, _, _ in ends]
     if sum(sizes) != len(values) or min(sizes, default=0) < 0:
         raise InputError(expected("values of features", str(sum(sizes)), str(len(values))))
+    inverse = _inverse_of(given, keys, bags)
     given = given.weights_or_none() if hasattr(given, "weights_or_none") else None
     weights: Sequence[torch.Tensor | None] = [None] * len(keys)
     if given is not None:
         weights = _weights(given, values, "features").split(sizes)
-    return Keyed(keys, values, sizes, bags, lengths, weights, ends)
+    return Keyed(keys, values, sizes, bags, lengths, weights, ends, inverse)
+
+
+def _inverse_of(given: Any, keys: list[str], bags: list[int]) -> dict[str, torch.Tensor] | None:
+    """Of every feature the bag of each sample, where bags come once for several of them;
+    InputError where one of these is none."""
+    found = given.inverse_indices_or_none() if hasattr(given, "inverse_indices_or_none") else None
+    if found is None:
+        return None
+    names, places = found
+    places = _checked(places, "inverse_indices of features")
+    _check_dtype(places, "inverse_indices of features")
+    if places.dim() != 2 or len(places) != len(names):
+        wanted = f"a tensor [{len(names)}, samples]"
+        raise InputError(expected("inverse_indices of features", wanted, str(list(places.shape))))
+    inverse = dict(zip(map(str, names), places.unbind(), strict=True))
+    _check_names(keys, inverse)
+    for key, count in zip(keys, bags, strict=True):
+        low, high = inverse[key].aminmax() if len(inverse[key]) else (0, -1)
+        if int(low) < 0 or int(high) >= count:
+            found = int(low) if int(low) < 0 else int(high)
+            spot = f"inverse_indices of feature '{key}'"
+            raise InputError(expected(spot, f"bags from 0 to {count - 1}", str(found)))
+    return inverse
 
 
 def _checked(part: Any, spot: str, *, flat: bool = False) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.core.errors import InputError, expected
 from shardwright.runtime.embeddings.bags import Keyed, keyed_of
 from shardwright.runtime.embeddings.module import Entrance
 from shardwright.trace.tables import collected, is_weighted
@@ -28,7 +29,12 @@ class Pooled:
         return list(self._rows)
 
     def values(self) -> torch.Tensor:
-        """Their rows side by side [B, sum of dims]."""
+        """Their rows side by side [B, sum of dims]; InputError where there are not as many of
+        each."""
+        if len({len(rows) for rows in self._rows.values()}) > 1:
+            found = ", ".join(f"{len(rows)} of '{name}'" for name, rows in self._rows.items())
+            remedy = "Give the KeyedJaggedTensor inverse_indices, or take to_dict()."
+            raise InputError(expected("values", "as many bags of every feature", found, remedy))
         return torch.cat(list(self._rows.values()), 1)
 
     def length_per_key(self) -> list[int]:
@@ -80,6 +86,9 @@ class RoutedCollection(Entrance):
         """Look every feature up."""
         given: Any = self.given(features)
         found: dict[str, torch.Tensor] = self._looked_up(self.rows, given)
+        if self.pooled and given.inverse is not None:
+            bags = {name: given.inverse[name.partition("@")[0]] for name in found}
+            return Pooled({n: rows.index_select(0, bags[n]) for n, rows in found.items()})
         if self.pooled:
             return Pooled(found)
         lengths = dict(zip(given.names, given.lengths.split(given.bags), strict=True))
