@@ -160,6 +160,70 @@ def _given(bags: dict[str, list[list[int]]]) -> Given:
     }
 
 
+class Pair(nn.Module):
+    """A collection of two tables alike, whose rows lie in one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding_bags = nn.ModuleDict({n: nn.EmbeddingBag(6, 4, mode="sum") for n in "xy"})
+
+    def embedding_bag_configs(self) -> list[Any]:
+        sums = SimpleNamespace(value="SUM")
+        return [SimpleNamespace(name=n, feature_names=[n], pooling=sums) for n in "xy"]
+
+
+def moved(mesh: DeviceMesh, made: Plan, optimizer: str) -> list[dict[str, float]]:
+    """How far rows of two tables go in steps: both learn, x is frozen, the rate is 0, both learn;
+    and in one where x was frozen before."""
+    holder, early = nn.Module(), nn.Module()
+    holder.pair, early.pair = Pair(), Pair()
+    early.pair.embedding_bags["x"].requires_grad_(False)
+    given = Keyed(_given({name: [[0, 1], [mesh.get_rank()]] for name in "xy"}))
+    found = []
+
+    def step(model: nn.Module) -> None:
+        before = sw.full_state_dict(model)
+        model.pair(given).values().square().sum().backward()
+        after = sw.full_state_dict(model)
+        found.append({n[-8]: apart(before[n], after[n]) for n in before})
+
+    options = {"optimizer": optimizer, "learning_rate": RATE}
+    model = sw.shard_embeddings(holder, made, mesh, **options)
+    step(model)
+    model.get_submodule("pair.embedding_bags.x").requires_grad_(False)
+    step(model)
+    model.pair.learning_rate = 0.0
+    step(model)
+    model.pair.learning_rate = RATE
+    model.pair.embedding_bags.requires_grad_(True)
+    step(model)
+    step(sw.shard_embeddings(early, made, mesh, **options))
+    return found
+
+
+def set_in_vain(mesh: DeviceMesh, made: Plan) -> dict[str, str]:
+    """What is said to settings of what stands for collections and embeddings."""
+    model = sw.shard_embeddings(Model(), made, mesh, optimizer="sgd", learning_rate=RATE)
+    settings: list[tuple[str, str, Any]] = [
+        ("bags", "overlap", True),
+        ("bags", "embedding_bags", nn.ModuleDict()),
+        ("seen", "mode", "sum"),
+        ("user", "weight", nn.Parameter(torch.zeros(5, 8))),
+        ("user", "max_norm", 1.0),
+        ("user", "padding_idx", 1),
+        ("user", "note", "of one's own"),
+    ]
+    said = {}
+    for path, name, value in settings:
+        try:
+            setattr(model.get_submodule(path), name, value)
+            said[name] = ""
+        except sw.UnsupportedError as error:
+            said[name] = str(error)
+    return said
+
+
 def refused(mesh: DeviceMesh, made: Plan, changes: Sequence[str]) -> dict[str, str]:
     """What is said to modules that the plan is not for."""
     return {change: _refused(mesh, made, change) for change in changes}

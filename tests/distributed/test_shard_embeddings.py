@@ -58,6 +58,30 @@ def test_bags_that_come_once_for_several_samples_are_given_to_each(pool: Pool) -
         ]
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "partial_rowwise_adam"])
+def test_a_table_of_a_collection_is_frozen_alone_and_a_collection_has_a_rate(
+    pool: Pool, optimizer: str
+) -> None:
+    kinds = ["row_wise"] if optimizer == "sgd" else ["column_wise"]
+    table = {"rows": 6, "dim": 4, "min_partition": 2, "sharding_types": kinds}
+    cluster = {"preset": "local", "world_size": 2}
+    tables = [{"name": name, **table} for name in "xy"]
+    made = plan(parse_job({"tables": tables, "cluster": cluster, "batch": {"size": 2}}))
+    for steps in pool.run(2, tasks.moved, made=made, optimizer=optimizer):
+        went = [{name for name, far in step.items() if far} for step in steps]
+        assert went == [{"x", "y"}, {"y"}, set(), {"x", "y"}, {"y"}]
+
+
+def test_what_would_change_nothing_cannot_be_set(pool: Pool) -> None:
+    had = "expected a setting of sharded tables (learning_rate"
+    for said in pool.run(2, tasks.set_in_vain, made=_plan(2)):
+        assert [name for name, text in said.items() if not text] == ["padding_idx", "note"]
+        assert said["overlap"] == (
+            f"'bags.overlap': {had}), got one of its rows. Set it there: .rows.overlap = ..."
+        )
+        assert all(had in text for text in said.values() if text)
+
+
 WRONG = {
     "rows": "MismatchError: user.weight: expected shape (5, 8) as planned, got (6, 8)",
     "missing": "expected an embedding for every table of the plan, got none for 'user",

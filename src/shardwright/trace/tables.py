@@ -89,12 +89,15 @@ def embeddings(module: nn.Module) -> Iterator[tuple[str, Embedding, str]]:
             yield path, part, inside or shared or own_reason(part)
 
 
-def own_reason(part: Embedding, dtypes: Container[torch.dtype] = OWN_DTYPES) -> str:
-    """What of an embedding itself a table with weights of ``dtypes`` does not do."""
+def own_reason(
+    part: Embedding, dtypes: Container[torch.dtype] = OWN_DTYPES, *, frozen: bool = False
+) -> str:
+    """What of an embedding itself a table with weights of ``dtypes``, perhaps ``frozen`` ones, does
+    not do."""
     if type(part) not in (nn.Embedding, nn.EmbeddingBag):
         return f"a class of its own, {type(part).__name__}"
     weight = part.weight
-    if not weight.requires_grad:
+    if not weight.requires_grad and not frozen:
         return "frozen"
     if weight.dtype not in dtypes:
         return f"of {str(weight.dtype).removeprefix('torch.')}"

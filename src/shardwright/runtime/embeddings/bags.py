@@ -104,7 +104,8 @@ def _check_ids(ids: torch.Tensor, feature: Feature) -> None:
         raise InputError(bad_id(spot, rows, int(ids[place])))
 
 
-def _check_dtype(ids: torch.Tensor, spot: str) -> None:
+def check_dtype(ids: torch.Tensor, spot: str) -> None:
+    """InputError for ids that are no integers."""
     if ids.dtype not in INTEGERS:
         raise InputError(expected(spot, "int64 or int32", str(ids.dtype).removeprefix("torch.")))
 
@@ -120,7 +121,7 @@ def check_columns(ids: Any, features: Sequence[Feature], limits: torch.Tensor) -
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != len(features):
         found = list(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
         raise InputError(expected("ids", f"shape [batch, {len(features)}]", str(found)))
-    _check_dtype(ids, "ids")
+    check_dtype(ids, "ids")
     if not ids.numel() or (int(ids.min()) >= 0 and bool((ids.amax(0) < limits).all())):
         return
     wrong = (ids < 0) | (ids >= limits)
@@ -162,7 +163,7 @@ class Keyed:
         if names == self.names:
             return self
         places = {name: place for place, name in enumerate(self.names)}
-        _check_names(names, places)
+        check_names(names, places)
         chosen = [places[name] for name in names]
         lengths = self.lengths
         return Keyed(
@@ -182,7 +183,8 @@ def _picked(values: torch.Tensor, sizes: list[int], chosen: list[int]) -> torch.
     return torch.cat([values[:0], *(parts[place] for place in chosen)])
 
 
-def _check_names(names: Iterable[str], found: Mapping[str, Any]) -> None:
+def check_names(names: Iterable[str], found: Mapping[str, Any]) -> None:
+    """InputError for the first of ``names`` that is not ``found``."""
     for name in names:
         if name not in found:
             had = ", ".join(found) or "none"
@@ -218,7 +220,7 @@ def read_bags(
         keyed = _joined(given, features)
     else:
         keyed = keyed_of(given).of([feature.name for feature in features])
-        _check_dtype(keyed.values, features[0].spot)
+        check_dtype(keyed.values, features[0].spot)
     if keyed.has_one_each:
         columns = keyed.values.long().view(len(features), -1)
         _check_range(columns, keyed.sizes, features, limits)
@@ -309,9 +311,9 @@ def keyed_of(given: Any) -> Keyed:
         wanted = "a mapping of features to ids, or a KeyedJaggedTensor"
         raise InputError(expected("features", wanted, type(given).__name__))
     keys = [*map(str, given.keys())]
-    values = _checked(given.values(), "values of features", flat=True)
-    lengths = _checked(given.lengths(), "lengths of features").reshape(-1)
-    _check_dtype(lengths, "lengths of features")
+    values = checked(given.values(), "values of features", flat=True)
+    lengths = checked(given.lengths(), "lengths of features").reshape(-1)
+    check_dtype(lengths, "lengths of features")
     bags = [len(lengths) // max(len(keys), 1)] * len(keys)
     if hasattr(given, "stride_per_key"):
         bags = list(given.stride_per_key())
@@ -322,38 +324,14 @@ def keyed_of(given: Any) -> Keyed:
     sizes = [total for total, _, _ in ends]
     if sum(sizes) != len(values) or min(sizes, default=0) < 0:
         raise InputError(expected("values of features", str(sum(sizes)), str(len(values))))
-    inverse = _inverse_of(given, keys, bags)
     given = given.weights_or_none() if hasattr(given, "weights_or_none") else None
     weights: Sequence[torch.Tensor | None] = [None] * len(keys)
     if given is not None:
         weights = _weights(given, values, "features").split(sizes)
-    return Keyed(keys, values, sizes, bags, lengths, weights, ends, inverse)
+    return Keyed(keys, values, sizes, bags, lengths, weights, ends)
 
 
-def _inverse_of(given: Any, keys: list[str], bags: list[int]) -> dict[str, torch.Tensor] | None:
-    """Of every feature the bag of each sample, where bags come once for several of them;
-    InputError where one of these is none."""
-    found = given.inverse_indices_or_none() if hasattr(given, "inverse_indices_or_none") else None
-    if found is None:
-        return None
-    names, places = found
-    places = _checked(places, "inverse_indices of features")
-    _check_dtype(places, "inverse_indices of features")
-    if places.dim() != 2 or len(places) != len(names):
-        wanted = f"a tensor [{len(names)}, samples]"
-        raise InputError(expected("inverse_indices of features", wanted, str(list(places.shape))))
-    inverse = dict(zip(map(str, names), places.unbind(), strict=True))
-    _check_names(keys, inverse)
-    for key, count in zip(keys, bags, strict=True):
-        low, high = inverse[key].aminmax() if len(inverse[key]) else (0, -1)
-        if int(low) < 0 or int(high) >= count:
-            found = int(low) if int(low) < 0 else int(high)
-            spot = f"inverse_indices of feature '{key}'"
-            raise InputError(expected(spot, f"bags from 0 to {count - 1}", str(found)))
-    return inverse
-
-
-def _checked(part: Any, spot: str, *, flat: bool = False) -> torch.Tensor:
+def checked(part: Any, spot: str, *, flat: bool = False) -> torch.Tensor:
     """``part``, which has to be a tensor, a ``flat`` one [N]."""
     if isinstance(part, torch.Tensor) and (part.dim() == 1 or not flat):
         return part
@@ -363,7 +341,7 @@ def _checked(part: Any, spot: str, *, flat: bool = False) -> torch.Tensor:
 
 def _weights(given: Any, ids: torch.Tensor, spot: str) -> torch.Tensor:
     """The weights ``given`` for ids [N]; InputError for what are none."""
-    weights = _checked(given, f"weights of {spot}")
+    weights = checked(given, f"weights of {spot}")
     if weights.shape != ids.shape:
         raise InputError(expected(spot, f"{len(ids)} weights", str(list(weights.shape))))
     if weights.is_complex():
@@ -416,14 +394,14 @@ class _Part(NamedTuple):
 def _joined(given: Mapping[str, Any], features: Sequence[Feature]) -> Keyed:
     """What is given feature by feature."""
     names = [feature.name for feature in features]
-    _check_names(names, given)
+    check_names(names, given)
     keyed = _one_each_of(names, given)
     if keyed is not None:
         return keyed
     parts = [_part(feature, given[feature.name]) for feature in features]
     for part, feature in zip(parts, features, strict=True):
         if part.ids.dtype not in INTEGERS:
-            _check_dtype(part.ids, feature.spot)
+            check_dtype(part.ids, feature.spot)
         if part.weights is not None:
             _weights(part.weights, part.ids, feature.spot)
     sizes = [part.ids.shape[0] for part in parts]
@@ -500,12 +478,12 @@ def _part(feature: Feature, given: Any) -> _Part:
         values, offsets, *rest = given
         if not all(isinstance(part, torch.Tensor) and part.dim() == 1 for part in given[:2]):
             raise InputError(expected(feature.spot, _FORMS, "something else"))
-        _check_dtype(offsets, f"offsets of {feature.spot}")
+        check_dtype(offsets, f"offsets of {feature.spot}")
         return _Part(values, offsets, None, rest[0] if rest else None)
     if isinstance(given, torch.Tensor) or not all(map(partial(hasattr, given), _METHODS)):
         raise InputError(expected(feature.spot, _FORMS, type(given).__name__))
     weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
-    values = _checked(given.values(), feature.spot, flat=True)
-    lengths = _checked(given.lengths(), f"lengths of {feature.spot}", flat=True)
-    _check_dtype(lengths, f"lengths of {feature.spot}")
+    values = checked(given.values(), feature.spot, flat=True)
+    lengths = checked(given.lengths(), f"lengths of {feature.spot}", flat=True)
+    check_dtype(lengths, f"lengths of {feature.spot}")
     return _Part(values, None, lengths, weights)

@@ -192,7 +192,7 @@ class DiskStore(Store):
     def step(
         self, touched: Touched, squares: torch.Tensor | None, rate: float, number: int
     ) -> None:
-        rows, gradient = touched
+        (rows, gradient), squares = self.moved(touched, squares)
         if not len(rows):
             return
         states = [self.rows.read(name, rows) for name in self.states]

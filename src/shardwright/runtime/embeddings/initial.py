@@ -103,8 +103,10 @@ def blocks_of_whole(weights: Mapping[str, torch.Tensor]) -> InitialBlock:
 def facts_of(starts: Sequence[Start], initial: Initial | None) -> dict[str, str]:
     """What ranks have to have in common for their parts to be of one table."""
     empty = ",".join(start.fqn for start in starts if start.weight.is_meta)
+    frozen = ",".join(start.fqn for start in starts if not start.weight.requires_grad)
     given = ",".join(initial) if isinstance(initial, Mapping) else str(callable(initial))
-    return {"parameters on the meta device": empty, "initial=": given}
+    meta = "parameters on the meta device"
+    return {meta: empty, "frozen parameters": frozen, "initial=": given}
 
 
 def freeing(

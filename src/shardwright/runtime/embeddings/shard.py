@@ -73,9 +73,6 @@ class _Found:
         if shape != (plan.rows, plan.dim):
             wanted = f"shape ({plan.rows}, {plan.dim}) as planned"
             raise MismatchError(expected(fqn, wanted, str(shape)))
-        if not weight.requires_grad:
-            remedy = "Shard it as it trains, then call requires_grad_(False) of what stands there."
-            raise UnsupportedError(expected(fqn, "weights that learn", "frozen ones", remedy))
         named = plan.optimizer if plan.optimizer != "none" else optimizer
         if not named:
             remedy = "Pass optimizer=..., or name one in the job."
@@ -167,9 +164,13 @@ def shard_embeddings(
             communication=trained_communication(plan.job.planner.estimator),
         )
 
+    frozen = {start.fqn for start in starts if not start.weight.requires_grad}
     made = filled(comm, lambda: {path: make(path, own) for path, own in parts.items()})
     for path, sharded in made.items():
         sharded.path = path or "tables"
+        for table in sharded.tables:
+            if table.fqn in frozen:
+                sharded.learning.say_of(table.fqn, False)
         module = _replaced(module, path, _stand_in(path, module.get_submodule(path), sharded))
     note_trained(module)
     if overlap:
@@ -260,7 +261,7 @@ def _tables_in(path: str, part: nn.Module) -> Iterator[_Found]:
 
 def _check_own(path: str, part: nn.Module) -> None:
     """UnsupportedError for an embedding that no table can be."""
-    if isinstance(part, Embedding) and (reason := own_reason(part, _WEIGHTS)):
+    if isinstance(part, Embedding) and (reason := own_reason(part, _WEIGHTS, frozen=True)):
         wanted = "an embedding that a table can be"
         raise UnsupportedError(expected(f"embedding '{path}'", wanted, f"one {reason}"))
 

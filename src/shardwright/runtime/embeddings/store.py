@@ -50,6 +50,7 @@ class Store:
         kept = self._allocate(like)
         self.weight, self.states = kept["weight"], {name: kept[name] for name in shapes}
         self._fill(initial)
+        self.still: list[tuple[int, int]] = []  # ranges of rows that no step changes
         self.moving_rows = rows if self.rule.moves else 0  # change without a gradient, too
         self.gradient_bytes = 0  # of the last backward, if it is dense
         for tensor, kind in self.lasting():
@@ -153,7 +154,7 @@ class Store:
         self, touched: Touched, squares: torch.Tensor | None, rate: float, number: int
     ) -> None:
         """Change the rows of ``touched``; ``squares`` [M] are means over all columns."""
-        rows, gradient = touched
+        (rows, gradient), squares = self.moved(touched, squares)
         if not len(rows):
             return
         states = [state.index_select(0, rows) for state in self.states.values()]
@@ -165,6 +166,20 @@ class Store:
         else:
             weight = self.weight.index_select(0, rows).float().add_(change)
             self.weight.index_copy_(0, rows, weight.to(self.weight.dtype))
+
+    def moved(
+        self, touched: Touched, squares: torch.Tensor | None
+    ) -> tuple[Touched, torch.Tensor | None]:
+        """Those of rows that a step changes."""
+        if not self.still:
+            return touched, squares
+        rows = touched.rows
+        keeps = torch.zeros_like(rows, dtype=torch.bool)
+        for low, high in self.still:
+            keeps |= (rows >= low) & (rows < high)
+        places = keeps.logical_not_().nonzero().squeeze(1)
+        left = Touched(*(part.index_select(0, places) for part in touched))
+        return left, None if squares is None else squares.index_select(0, places)
 
     def update_all(
         self, gradient: torch.Tensor, looked: torch.Tensor | None, rate: float, number: int

@@ -101,7 +101,7 @@ class ShardedTables(Entrance):
         self.comm = comm
         self.learning_rate = learning_rate
         self.flow = flow  # of the units beside them
-        self.learning = Learning()
+        self.learning = Learning(tables)
         self.overlap = overlap
         self.ahead: list[Lookup] = []  # of forwards to come
         self._waiting: weakref.ref[Waiting] | None = None
@@ -337,6 +337,7 @@ class ShardedTables(Entrance):
         """
         self.learning.check(self.path)
         self._refuse_accumulation(trip)
+        gradient = self.learning.of_trained(gradient, self.features)
         self.advance()
         if any(share is not None for share in trip.shares):
             pairs = zip(gradient, trip.shares, strict=True)
@@ -379,6 +380,7 @@ class ShardedTables(Entrance):
             if arrived.returning is not None:
                 with probe.phase("reduce"):
                     self._receive(arrived)
+        self.learning.hold((*self.stores, *self.replicas.stores))
         self.updates += 1
         number = int(self.updates)
         with probe.phase("step"):
@@ -463,8 +465,6 @@ class ShardedTables(Entrance):
         own = [guide.take(gradient, asked) for guide, asked in pairs]
         guard.look(own, self.gradient_names, partial(each_of, gradient))
         return self.replicas.learnt(own, trip.replicas)
-
-    # ---- shared --------------------------------------------------------------------------------
 
     def _exchange(
         self, label: str, sent: torch.Tensor, out: wire.Counts, into: wire.Counts
