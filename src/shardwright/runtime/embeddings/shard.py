@@ -164,13 +164,10 @@ def shard_embeddings(
             communication=trained_communication(plan.job.planner.estimator),
         )
 
-    frozen = {start.fqn for start in starts if not start.weight.requires_grad}
     made = filled(comm, lambda: {path: make(path, own) for path, own in parts.items()})
     for path, sharded in made.items():
         sharded.path = path or "tables"
-        for table in sharded.tables:
-            if table.fqn in frozen:
-                sharded.learning.say_of(table.fqn, False)
+        _freeze(sharded, [each.start for each, _ in parts[path]])
         module = _replaced(module, path, _stand_in(path, module.get_submodule(path), sharded))
     note_trained(module)
     if overlap:
@@ -194,6 +191,13 @@ def _parts_of(module: nn.Module, plan: Plan) -> dict[str, list[tuple[_Found, Tab
         wanted = "an embedding for every table of the plan"
         raise MismatchError(expected("module", wanted, f"none for '{next(iter(left))}'", remedy))
     return parts
+
+
+def _freeze(sharded: ShardedTables, starts: Iterable[Start]) -> None:
+    """Rows of what was frozen stay as they are."""
+    for start in starts:
+        if not start.weight.requires_grad:
+            sharded.learning.say_of(start.fqn, False)
 
 
 def make_tables(
