@@ -3,6 +3,7 @@ and where all that trains beside them is frozen without a word of them, a backwa
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
@@ -106,6 +107,25 @@ class AroundTables:
         for _, learning in _tables(self):
             learning.say(requires_grad)
         return self
+
+    def __copy__(self) -> Self:
+        made: Self = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As tables say that are still below."""
+        for path, _ in _tables(self):
+            self.get_submodule(path).__deepcopy__(memo)  # type: ignore[attr-defined]
+        made = memo[id(self)] = self.__copy__()
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As tables say that are still below: the class is one of this process."""
+        for path, _ in _tables(self):
+            self.get_submodule(path).__reduce_ex__(protocol)  # type: ignore[attr-defined]
+        return super().__reduce_ex__(protocol)
 
 
 def _tables(model: Any) -> Iterator[tuple[str, Learning]]:

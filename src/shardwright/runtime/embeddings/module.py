@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import nn
@@ -58,6 +58,17 @@ class Entrance(nn.Module):
             "sw.average_weights keeps a moving average in it."
         )
         raise UnsupportedError(expected(where, wanted, found, remedy))
+
+    def __copy__(self) -> Self:
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """InputError: they are of ranks, which no file has."""
+        where, remedy = f"a pickle of tables '{self.rows_of().path}'", "Pickle full_state_dict()."
+        found = "a sharded one, which needs its ranks"
+        raise InputError(expected(where, "a module that is not sharded", found, remedy))
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local: Any, strict: bool, *found: list[str]
