@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from probe_tasks import MESHES, make_grids, said
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from worlds import World, net, step, weights, whole
 
@@ -95,6 +95,17 @@ def seeded_apart(mesh: DeviceMesh, grid: bool) -> float:
         torch.distributed.all_gather(every, mine)
         return max((one - every[0]).abs().max().item() for one in every)
     return (whole(model.weight) - first.weight).abs().max().item()
+
+
+def begun_apart(mesh: DeviceMesh, *, grid: bool) -> None:
+    """Shard two models that begin with other values on every rank, or on every replica."""
+    if grid:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for _ in range(2):
+        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+        nn.init.constant_(model[1].weight, float(mesh.get_local_rank(0)))
+        nn.init.zeros_(model[1].bias)
+        sw.fully_shard_flat(model, mesh)
 
 
 def replicas_diverge(mesh: DeviceMesh) -> str:

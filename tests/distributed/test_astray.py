@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from astray_tasks import (
+    begun_apart,
     branches,
     called_late,
     clipped_over_two_meshes,
@@ -16,7 +17,7 @@ from astray_tasks import (
     seeded_apart,
     torchs_tensors,
 )
-from pool import Pool
+from pool import Pool, Threads
 
 STRATEGIES = ("flat", "per_param", "param_boundary")
 
@@ -50,6 +51,22 @@ def test_replicas_that_were_seeded_apart_begin_alike(pool: Pool, size: int) -> N
 
 def test_replicas_of_shards_that_were_seeded_apart_begin_alike(pool: Pool) -> None:
     assert pool.run(4, seeded_apart, grid=True) == [0.0] * 4
+
+
+@pytest.mark.parametrize("grid", [False, True])
+def test_shards_of_weights_that_were_seeded_apart_are_said_to_be_once(
+    threads: Threads, caplog: pytest.LogCaptureFixture, grid: bool
+) -> None:
+    threads.run(4 if grid else 2, begun_apart, grid=grid)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([] if grid else [APART])
+
+
+APART = (
+    "fully_shard_flat: 1.weight: expected the same values on every rank, of which each keeps a "
+    "part, got others on some. Call torch.manual_seed(N) before the model is built, or load its "
+    "values after."
+)
 
 
 def test_replicas_that_differ_later_are_refused(pool: Pool) -> None:

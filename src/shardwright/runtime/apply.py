@@ -24,6 +24,7 @@ from shardwright.core.placement import Replicate
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.planning import trained_communication
 from shardwright.core.recording import Unfolded
+from shardwright.core.sharding import traits
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, CutTwice, check_mesh, fingerprint_of, flat
 from shardwright.runtime.embeddings.ahead import look_ahead
@@ -51,6 +52,7 @@ from shardwright.runtime.fully_shard import (
 )
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.probe import Probe
+from shardwright.runtime.units import replicas
 from shardwright.runtime.units.dstorage import storages_in
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.hooks import cast_inputs
@@ -270,7 +272,11 @@ def _agree(comm: Comm, model: nn.Module, plan: Plan, more: Mapping[str, str]) ->
         "python version": platform.python_version(),
         **more,
     }
-    comm.agree("apply", facts)
+    whole = {fqn for unit in plan.units if _replicated(unit) for fqn in unit.tensors}
+    whole |= {t.fqn for t in plan.tables if traits(t.sharding_type).replicated}
+    replicas.agree(
+        "apply", comm, facts, {n: p for n, p in model.named_parameters() if n not in whole}
+    )
 
 
 def _check_model(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:

@@ -49,6 +49,7 @@ from shardwright.runtime.embeddings.route import (
 )
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
+from shardwright.runtime.units import replicas
 from shardwright.runtime.units.flow import Flow
 from shardwright.trace.tables import Embedding, collected, own_reason
 from shardwright.tracker.tensors import NAMES
@@ -144,7 +145,8 @@ def shard_embeddings(
     for path in parts:
         _check_own(path, module.get_submodule(path))
     starts = [each.start for own in parts.values() for each, _ in own]
-    comm.agree("shard_embeddings", facts_of(starts, initial))
+    facts = facts_of(starts, initial)
+    replicas.agree("shard_embeddings", comm, facts, {each.fqn: each.weight for each in starts})
     blocks_at = initial_blocks(module, starts, initial, comm)
     train = plan.job.train
     rate = train.table_learning_rate or train.learning_rate
