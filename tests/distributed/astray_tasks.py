@@ -149,6 +149,41 @@ def _overlapping(world: World) -> None:
     world.unit(model)
 
 
+class Coded(nn.Parameter):
+    """As quantized parameters are, with a class and attributes of their own."""
+
+
+def _of_a_class(world: World) -> None:
+    model = nn.Linear(8, 8)
+    model.weight = Coded(model.weight.data)
+    world.unit(model)
+
+
+def _expanded(world: World) -> None:
+    model = nn.Linear(8, 8)
+    model.bias = nn.Parameter(torch.zeros(1).expand(8))
+    world.unit(model)
+
+
+def seen_in_a_forward(mesh: DeviceMesh, strategy: str) -> list[str]:
+    """What a module sees in its forward of what was set on its weight, before and after it was
+    sharded."""
+
+    class Reads(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.extend((self.weight.scale_of, self.weight.set_later))
+            assert not hasattr(self.weight, "other")
+            return super().forward(x)
+
+    seen: list[str] = []
+    world, model = World(mesh, strategy), Reads(8, 8).double()
+    model.weight.scale_of = "before"
+    world.unit(model)
+    model.weight.set_later = "after"
+    model(world.inputs()).sum().backward()
+    return seen
+
+
 def _largest_norm(world: World) -> None:
     model = nn.Embedding(16, 8, max_norm=0.1)
     world.unit(model)
@@ -218,6 +253,8 @@ def _taken_twice(world: World) -> None:
 _REFUSED: dict[str, Callable[[World], None]] = {
     "a lazy module": _lazy,
     "two parameters over one memory": _overlapping,
+    "a parameter of another class": _of_a_class,
+    "an expanded parameter": _expanded,
     "an embedding with max_norm": _largest_norm,
     "a codebook": _codebook,
     "a module pickled": _pickled,

@@ -15,6 +15,7 @@ from astray_tasks import (
     replicas_diverge,
     saved_by_torch,
     seeded_apart,
+    seen_in_a_forward,
     torchs_tensors,
 )
 from pool import Pool, Threads
@@ -78,6 +79,8 @@ REFUSALS = {
     "a lazy module": "1.weight: expected a parameter with a shape, got one of a lazy module",
     "two parameters over one memory": "1.weight of unit 'Sequential': expected memory of its own, "
     "or to be the same parameter, got memory of 0.weight in another parameter",
+    "a parameter of another class": "weight: expected an nn.Parameter, got a Coded",
+    "an expanded parameter": "bias: expected memory for each element, got an expanded tensor",
     "an embedding with max_norm": "forward of unit 'Embedding': expected one that only reads",
     "a codebook": "forward of unit '_Book': expected one that only reads",
     "a module pickled": "a pickle of unit 'Sequential': expected a module that is not sharded",
@@ -100,6 +103,12 @@ def test_what_cannot_be_is_refused_in_one_line(pool: Pool, strategy: str) -> Non
         for what, error in found.items():
             assert REFUSALS[what] in error, what
             assert "\n" not in error, what
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_was_set_on_a_parameter_is_seen_in_a_forward(pool: Pool, strategy: str) -> None:
+    for found in pool.run(2, seen_in_a_forward, strategy=strategy):
+        assert found == ["before", "after"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

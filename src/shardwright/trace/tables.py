@@ -99,6 +99,8 @@ def own_reason(
     weight = part.weight
     if not weight.requires_grad and not frozen:
         return "frozen"
+    if len(weight) > 1 and not weight.stride(0):
+        return "whose rows are one, an expanded tensor"
     if weight.dtype not in dtypes:
         return f"of {str(weight.dtype).removeprefix('torch.')}"
     if part.max_norm is not None or part.scale_grad_by_freq:
