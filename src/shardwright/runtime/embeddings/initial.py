@@ -27,7 +27,7 @@ from shardwright.core.errors import InputError, RunError, ShardwrightError, expe
 from shardwright.runtime.checkpoint.agreement import reason, together, together_numbered
 from shardwright.runtime.checkpoint.shard import open_shard
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.deferred_init import FILLS
+from shardwright.runtime.fills import ELEMENTWISE, FILLS, Fill
 from shardwright.runtime.torch_private import set_version
 from shardwright.tracker.private import key_of, operator_name, schema_of
 
@@ -42,11 +42,6 @@ REMEDY = (
     "Give the model initial_block(fqn, offsets, sizes), or pass initial={name: a tensor, an array, "
     "a .npy or .safetensors file}."
 )
-# Besides what fills a tensor: what changes every element by itself, in place
-_ELEMENTWISE = {
-    *("abs_", "add_", "clamp_", "clamp_max_", "clamp_min_", "div_", "erfinv_", "exp_", "log_"),
-    *("mul_", "neg_", "pow_", "round_", "sqrt_", "square_", "sub_", "tanh_"),
-}
 
 
 @runtime_checkable
@@ -279,16 +274,6 @@ def _spans(offsets: Ints, sizes: Ints) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
 
 
-class Fill(NamedTuple):
-    """An operation in place on ``rows`` of a weight from ``first`` on."""
-
-    function: Any
-    first: int
-    rows: int
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-
-
 class Fills:
     """How a weight is initialised: what is done to its rows, in turn; ``block`` does it to a
     rectangle."""
@@ -312,7 +297,7 @@ class Fills:
             found = "one that was initialised on the meta device, which keeps no numbers"
             wanted = "a weight as its own module initialises it"
             raise InputError(expected(start.fqn, wanted, found, REMEDY))
-        if not noted or noted[0].rows != _rows_of(start.weight)[0] or _name(noted[0]) not in FILLS:
+        if not noted or noted[0].rows != _rows_of(start.weight)[0] or noted[0].name not in FILLS:
             wanted = "a real tensor, or a module that initialises it"
             raise InputError(expected(start.fqn, wanted, "one on the meta device", REMEDY))
         return cls(start, noted)
@@ -346,12 +331,7 @@ class Fills:
         rows, columns = min(TILE[0], self.rows - top), min(TILE[1], self.width - left)
         tile = torch.empty(rows, columns, dtype=self.dtype)
         for fill in self.done:
-            low, high = max(fill.first, top), min(fill.first + fill.rows, top + rows)
-            if low < high:
-                options = dict(fill.keywords)
-                if torch.Tag.nondeterministic_seeded in fill.function.tags:
-                    options["generator"] = generator
-                fill.function(tile[low - top : high - top], *fill.arguments, **options)
+            fill.to(tile, top, generator)
         return tile
 
 
@@ -387,7 +367,7 @@ class _Noted(TorchDispatchMode):
             and not target.storage_offset() % width
             and not target.numel() % width
         )
-        if name not in FILLS | _ELEMENTWISE or tensors or not in_rows:
+        if name not in FILLS | ELEMENTWISE or tensors or not in_rows:
             wanted = "an initialisation of every element by itself"
             raise InputError(expected(self.fqn, wanted, f"'{name}' on the meta device", REMEDY))
         first, rows = target.storage_offset() // width, target.numel() // width
@@ -419,10 +399,6 @@ def _written(function: Any, arguments: Any, keywords: Any) -> Iterable[Any]:
         if wanted.alias_info is not None and wanted.alias_info.is_write:
             value = arguments[index] if index < len(arguments) else keywords.get(wanted.name)
             yield from tree_leaves(value)
-
-
-def _name(fill: Fill) -> str:
-    return operator_name(fill.function).removeprefix("aten::")
 
 
 def _rows_of(weight: torch.Tensor) -> tuple[int, int]:
