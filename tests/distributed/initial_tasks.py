@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from embedding_tasks import Bags, Rows
 from safetensors.torch import save_file
@@ -147,6 +148,10 @@ def applied(mesh: DeviceMesh, made: Plan) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model = Net(9, 4)
     torch.manual_seed(mesh.get_rank())
+    model.register_buffer("scale", torch.ones(1, device="meta"))
+    with pytest.raises(sw.InputError, match="scale: expected a real buffer, got one on the meta"):
+        sw.apply(model, made, mesh)
+    model.scale = torch.ones(1)
     return sw.full_state_dict(sw.apply(model, made, mesh))
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import __version__
 from shardwright.core.block import Block, Role, check_tiling
-from shardwright.core.errors import MismatchError, check_type, expected
+from shardwright.core.errors import InputError, MismatchError, check_type, expected
 from shardwright.core.grid import Grid
 from shardwright.core.layout import unit_layout
 from shardwright.core.model_of_job import rows_dtype, step_dtypes
@@ -295,6 +295,10 @@ def _check_model(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
             raise MismatchError(
                 expected(fqn, "a parameter of the model", "none", "Plan again for this model.")
             )
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            remedy = "A plan says nothing of buffers: give this one its memory and its values."
+            raise InputError(expected(name, "a real buffer", "one on the meta device", remedy))
     modules = {name for name, _ in model.named_modules()}
     for unit in plan.units:
         absent = [*set(unit.tensors).difference(have), *set(unit.modules) - modules]
