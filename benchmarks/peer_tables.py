@@ -21,9 +21,9 @@ from shardwright.core.block import Block
 from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.schedule import RIDE_BYTES
 from shardwright.core.sharding import traits
+from shardwright.runtime.embeddings.initial import blocks_of_whole
 from shardwright.runtime.embeddings.route import Table
 from shardwright.runtime.embeddings.shard import make_tables
-from shardwright.runtime.embeddings.store import blocks_of_whole
 
 FLOAT = 4
 

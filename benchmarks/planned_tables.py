@@ -31,9 +31,9 @@ import shardwright as sw
 from shardwright.core.job import Job, parse_job
 from shardwright.core.plan import Plan
 from shardwright.lab.recordings import plan
+from shardwright.runtime.embeddings.initial import blocks_of_whole
 from shardwright.runtime.embeddings.route import Table
 from shardwright.runtime.embeddings.shard import make_tables
-from shardwright.runtime.embeddings.store import blocks_of_whole
 from shardwright.runtime.embeddings.update import EPSILON
 
 MOST_TABLES = 1000

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from probe_tasks import MESHES, make_grids, said
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from worlds import World, net, step, weights, whole
 
@@ -97,6 +97,17 @@ def seeded_apart(mesh: DeviceMesh, grid: bool) -> float:
     return (whole(model.weight) - first.weight).abs().max().item()
 
 
+def begun_apart(mesh: DeviceMesh, *, grid: bool) -> None:
+    """Shard two models that begin with other values on every rank, or on every replica."""
+    if grid:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for _ in range(2):
+        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+        nn.init.constant_(model[1].weight, float(mesh.get_local_rank(0)))
+        nn.init.zeros_(model[1].bias)
+        sw.fully_shard_flat(model, mesh)
+
+
 def replicas_diverge(mesh: DeviceMesh) -> str:
     """What a forward says of replicas that were initialised apart, from the meta device."""
     with torch.device("meta"):
@@ -136,6 +147,41 @@ def _overlapping(world: World) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = nn.Parameter(model[0].weight.data)
     world.unit(model)
+
+
+class Coded(nn.Parameter):
+    """As quantized parameters are, with a class and attributes of their own."""
+
+
+def _of_a_class(world: World) -> None:
+    model = nn.Linear(8, 8)
+    model.weight = Coded(model.weight.data)
+    world.unit(model)
+
+
+def _expanded(world: World) -> None:
+    model = nn.Linear(8, 8)
+    model.bias = nn.Parameter(torch.zeros(1).expand(8))
+    world.unit(model)
+
+
+def seen_in_a_forward(mesh: DeviceMesh, strategy: str) -> list[str]:
+    """What a module sees in its forward of what was set on its weight, before and after it was
+    sharded."""
+
+    class Reads(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.extend((self.weight.scale_of, self.weight.set_later))
+            assert not hasattr(self.weight, "other")
+            return super().forward(x)
+
+    seen: list[str] = []
+    world, model = World(mesh, strategy), Reads(8, 8).double()
+    model.weight.scale_of = "before"
+    world.unit(model)
+    model.weight.set_later = "after"
+    model(world.inputs()).sum().backward()
+    return seen
 
 
 def _largest_norm(world: World) -> None:
@@ -207,6 +253,8 @@ def _taken_twice(world: World) -> None:
 _REFUSED: dict[str, Callable[[World], None]] = {
     "a lazy module": _lazy,
     "two parameters over one memory": _overlapping,
+    "a parameter of another class": _of_a_class,
+    "an expanded parameter": _expanded,
     "an embedding with max_norm": _largest_norm,
     "a codebook": _codebook,
     "a module pickled": _pickled,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from own_tasks import CPU, STEPS, built, kept, measured, on_ranks
 from recommenders import Recommender, wrong_keyed
@@ -445,6 +447,9 @@ def averaged(mesh: DeviceMesh, job: Job, made: Plan) -> tuple[str, dict[str, flo
         copy.deepcopy(model)
     except UnsupportedError as error:
         said = str(error)
+    for part in (model, model.get_submodule("users")):
+        with pytest.raises(InputError, match=r"^a pickle of tables '.*Pickle full_state_dict\(\)"):
+            pickle.dumps(part)
     average_weights(average, model, 0.0)
     means = full_state_dict(model)
     for _ in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from astray_tasks import (
+    begun_apart,
     branches,
     called_late,
     clipped_over_two_meshes,
@@ -14,9 +15,10 @@ from astray_tasks import (
     replicas_diverge,
     saved_by_torch,
     seeded_apart,
+    seen_in_a_forward,
     torchs_tensors,
 )
-from pool import Pool
+from pool import Pool, Threads
 
 STRATEGIES = ("flat", "per_param", "param_boundary")
 
@@ -52,6 +54,22 @@ def test_replicas_of_shards_that_were_seeded_apart_begin_alike(pool: Pool) -> No
     assert pool.run(4, seeded_apart, grid=True) == [0.0] * 4
 
 
+@pytest.mark.parametrize("grid", [False, True])
+def test_shards_of_weights_that_were_seeded_apart_are_said_to_be_once(
+    threads: Threads, caplog: pytest.LogCaptureFixture, grid: bool
+) -> None:
+    threads.run(4 if grid else 2, begun_apart, grid=grid)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([] if grid else [APART])
+
+
+APART = (
+    "fully_shard_flat: 1.weight: expected the same values on every rank, of which each keeps a "
+    "part, got others on some. Call torch.manual_seed(N) before the model is built, or load its "
+    "values after."
+)
+
+
 def test_replicas_that_differ_later_are_refused(pool: Pool) -> None:
     for error in pool.run(2, replicas_diverge):
         assert "replicas of unit 'Linear': expected the same values on every rank" in error
@@ -61,6 +79,8 @@ REFUSALS = {
     "a lazy module": "1.weight: expected a parameter with a shape, got one of a lazy module",
     "two parameters over one memory": "1.weight of unit 'Sequential': expected memory of its own, "
     "or to be the same parameter, got memory of 0.weight in another parameter",
+    "a parameter of another class": "weight: expected an nn.Parameter, got a Coded",
+    "an expanded parameter": "bias: expected memory for each element, got an expanded tensor",
     "an embedding with max_norm": "forward of unit 'Embedding': expected one that only reads",
     "a codebook": "forward of unit '_Book': expected one that only reads",
     "a module pickled": "a pickle of unit 'Sequential': expected a module that is not sharded",
@@ -83,6 +103,12 @@ def test_what_cannot_be_is_refused_in_one_line(pool: Pool, strategy: str) -> Non
         for what, error in found.items():
             assert REFUSALS[what] in error, what
             assert "\n" not in error, what
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_was_set_on_a_parameter_is_seen_in_a_forward(pool: Pool, strategy: str) -> None:
+    for found in pool.run(2, seen_in_a_forward, strategy=strategy):
+        assert found == ["before", "after"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -84,7 +84,7 @@ def _hold_refusal(pool: Pool, fence: tasks.Fence, strategies: tuple[str, ...]) -
 
 def test_the_snippets_of_the_guide_run(pool: Pool) -> None:
     for count, off, decays, (head, others) in pool.run(4, tasks.guide):
-        assert count == 9
+        assert count == 10
         assert off < TOLERANCE
         assert sorted(decays) == [0.0, 0.1]
         assert 66 <= head < 66 + 4 * 32  # with padding

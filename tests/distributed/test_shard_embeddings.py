@@ -47,6 +47,41 @@ def test_losses_and_rows_are_those_of_one_process(
         assert max(found.values()) <= 1e-6, found
 
 
+def test_bags_that_come_once_for_several_samples_are_given_to_each(pool: Pool) -> None:
+    for far, said in pool.run(2, tasks.bags_once, made=_plan(2)):
+        assert max(far.values()) <= 1e-6, far
+        assert [text.partition(". ")[0].rstrip(".") for text in said] == [
+            "inverse_indices of feature 'a': expected bags from 0 to 1, got 2",
+            "inverse_indices of features: expected a tensor [3, samples], got [3]",
+            "features: expected 'b', got c, a",
+            "values: expected as many bags of every feature, got 2 of 'a', 3 of 'b', 1 of 'c'",
+        ]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "partial_rowwise_adam"])
+def test_a_table_of_a_collection_is_frozen_alone_and_a_collection_has_a_rate(
+    pool: Pool, optimizer: str
+) -> None:
+    kinds = ["row_wise"] if optimizer == "sgd" else ["column_wise"]
+    table = {"rows": 6, "dim": 4, "min_partition": 2, "sharding_types": kinds}
+    cluster = {"preset": "local", "world_size": 2}
+    tables = [{"name": name, **table} for name in "xy"]
+    made = plan(parse_job({"tables": tables, "cluster": cluster, "batch": {"size": 2}}))
+    for steps in pool.run(2, tasks.moved, made=made, optimizer=optimizer):
+        went = [{name for name, far in step.items() if far} for step in steps]
+        assert went == [{"x", "y"}, {"y"}, set(), {"x", "y"}, {"y"}]
+
+
+def test_what_would_change_nothing_cannot_be_set(pool: Pool) -> None:
+    had = "expected a setting of sharded tables (learning_rate"
+    for said in pool.run(2, tasks.set_in_vain, made=_plan(2)):
+        assert [name for name, text in said.items() if not text] == ["padding_idx", "note"]
+        assert said["overlap"] == (
+            f"'bags.overlap': {had}), got one of its rows. Set it there: .rows.overlap = ..."
+        )
+        assert all(had in text for text in said.values() if text)
+
+
 WRONG = {
     "rows": "MismatchError: user.weight: expected shape (5, 8) as planned, got (6, 8)",
     "missing": "expected an embedding for every table of the plan, got none for 'user",

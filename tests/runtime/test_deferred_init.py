@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.runtime.deferred_init import Deferred, NotDeferredError
 from shardwright.tracker.memory import MemoryTracker
@@ -149,6 +151,52 @@ def test_numbers_are_those_of_building_it_bit_for_bit(
         found = value(module, name)
         assert found.dtype == true[name].dtype
         assert torch.equal(found, true[name]), name
+
+
+class Tables(nn.Module):
+    """Tables, of which one is scaled, one has a row of padding and one is cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = nn.EmbeddingBag(9001, 3)
+        self.padded = nn.Embedding(4097, 1, padding_idx=4096)
+        self.even = nn.EmbeddingBag(8192, 4).bfloat16()
+        nn.init.uniform_(self.scaled.weight, -0.5, 0.5)
+        with torch.no_grad():
+            self.scaled.weight.mul_(2.0).add_(1.0)
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that was made with memory."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result.is_meta:
+            self.elements = max(self.elements, result.untyped_storage().nbytes() // 4)
+        return result
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["in order", "backwards"])
+def test_rows_of_a_table_are_those_of_building_it_and_never_all_there(backwards: bool) -> None:
+    module, true = deferred(Tables), dict(real(Tables).named_parameters())
+    names = [*true][:2]  # a cast is not done row by row
+    pieces = [(0, 100, 0, 1), (100, 4000, 0, 1), (4000, 4097, 0, 1), (5, 9, 0, 1)]
+    found = {}
+    with Largest() as largest:
+        for name in reversed(names) if backwards else names:
+            for piece in pieces:
+                low, high, first, last = piece
+                block = module.initial_block(name, (low, first), (high - low, last - first))
+                found[name, piece] = block
+    for (name, (low, high, first, last)), block in found.items():
+        assert torch.equal(block, true[name][low:high, first:last]), name
+    assert largest.elements <= 2 * 4096 * 3
+    name = "even.weight"
+    assert torch.equal(module.initial_block(name, (3, 1), (9, 2)), true[name][3:12, 1:3])
 
 
 @pytest.mark.parametrize("build", [defaults, ByHand])

@@ -6,7 +6,7 @@ import dataclasses
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, get_args, runtime_checkable
+from typing import Any, get_args
 
 import torch
 from msgspec import UNSET
@@ -24,16 +24,25 @@ from shardwright.core.placement import Replicate
 from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.planning import trained_communication
 from shardwright.core.recording import Unfolded
+from shardwright.core.sharding import traits
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.comm import Comm, CutTwice, check_mesh, fingerprint_of, flat
 from shardwright.runtime.embeddings.ahead import look_ahead
 from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
+from shardwright.runtime.embeddings.initial import (
+    Initial,
+    InitialBlock,
+    Start,
+    facts_of,
+    filled,
+    freeing,
+    initial_blocks,
+)
 from shardwright.runtime.embeddings.learning import note_trained, reach_tables
 from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table, make_route
 from shardwright.runtime.embeddings.shard import check_kernels
-from shardwright.runtime.embeddings.store import InitialBlock, blocks_of_whole
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.fully_shard import (
     attach,
@@ -43,6 +52,7 @@ from shardwright.runtime.fully_shard import (
 )
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.probe import Probe
+from shardwright.runtime.units import replicas
 from shardwright.runtime.units.dstorage import storages_in
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.hooks import cast_inputs
@@ -54,17 +64,6 @@ from shardwright.trace.tables import collected
 HOSTS = ("host", "device")  # dimensions of a mesh of several hosts
 
 
-@runtime_checkable
-class Initialised(Protocol):
-    """What a model on the meta device offers so that no rank ever builds a whole table."""
-
-    def initial_block(
-        self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
-    ) -> torch.Tensor:
-        """The starting values of a rectangle of a parameter; the same whatever the rectangle."""
-        ...
-
-
 def apply(
     model: nn.Module,
     plan: Plan,
@@ -73,14 +72,17 @@ def apply(
     probe: Probe | None = None,
     guard: Guard | None = None,
     folder: Path | None = None,
+    initial: Initial | None = None,
 ) -> nn.Module:
     """Shard ``model`` in place as ``plan`` says and return it (collective).
 
-    Weights start from the model's own, or, on the meta device, from ``model.initial_block``. Tables
-    are updated inside their backward, which raises :class:`RunError` on every rank, and updates no
-    row, where a row gradient is not finite; with a ``guard`` when that is settled, by the gradients
-    of all backwards until then. Without one, :class:`UnsupportedError` where gradients are
-    accumulated over several. Parameters that
+    Weights start from the model's own, each of which is freed once this rank has its part, or on
+    the meta device, where no rank ever has a whole table, from ``model.initial_block(fqn, offsets,
+    sizes)`` if there is one, else from a module's own initialisation; ``initial`` comes before all
+    of these, as with :func:`shard_embeddings`. Tables are updated inside their backward, which
+    raises :class:`RunError` on every rank, and updates no row, where a row gradient is not finite;
+    with a ``guard`` when that is settled, by the gradients of all backwards until then. Without
+    one, :class:`UnsupportedError` where gradients are accumulated over several. Parameters that
     the plan has no gradient for, since they got none when it was made, are frozen. Raises
     :class:`MismatchError` before anything moves if ranks disagree on plan, model or versions, or if
     the mesh or the model is not the plan's; :class:`UnsupportedError` for what this version plans
@@ -97,7 +99,8 @@ def apply(
     if mesh.mesh_dim_names == HOSTS:
         mesh = flat(mesh)
     comm = Comm(mesh, probe)
-    _agree(comm, model, plan)
+    starts = _starts(model)
+    _agree(comm, model, plan, facts_of([*starts.values()], initial))
     if comm.size != plan.world_size:
         raise MismatchError(
             expected(
@@ -116,11 +119,15 @@ def apply(
     _check_trained(model, plan, blocks)
     for unit in plan.units:
         _check_unit_blocks(unit, blocks, plan.grid, [members[fqn] for fqn in unit.tensors])
-    initial_block = _initial(model)
+    initial_block = initial_blocks(model, [*starts.values()], initial, comm)
     check_offload(comm, any(unit.offloaded is True for unit in plan.units))
     flow = Flow(plan.prefetch, guard)
     if plan.tables:
-        _shard_tables(model, plan, blocks, comm, initial_block, flow, folder)
+        for table in plan.tables:
+            members.pop(table.fqn)  # so that nothing but the model has the whole of it
+        own = [starts[table.fqn] for table in plan.tables]
+        tables_start = freeing(initial_block, own, blocks, comm.rank)
+        _shard_tables(model, plan, blocks, comm, tables_start, flow, folder)
         reach_tables(model)
     _shard_units(model, plan, comm, members, initial_block, flow)
     note_trained(model)
@@ -254,7 +261,7 @@ def _agree_on_replicas(comm: Comm, model: nn.Module) -> None:
         comm.agree("apply", facts)
 
 
-def _agree(comm: Comm, model: nn.Module, plan: Plan) -> None:
+def _agree(comm: Comm, model: nn.Module, plan: Plan, more: Mapping[str, str]) -> None:
     """Every rank must run the same plan on the same model with the same versions."""
     shapes = [f"{n}:{tuple(p.shape)}:{p.dtype}" for n, p in model.named_parameters()]
     facts = {
@@ -263,8 +270,13 @@ def _agree(comm: Comm, model: nn.Module, plan: Plan) -> None:
         "torch version": torch.__version__,
         "shardwright version": __version__,
         "python version": platform.python_version(),
+        **more,
     }
-    comm.agree("apply", facts)
+    whole = {fqn for unit in plan.units if _replicated(unit) for fqn in unit.tensors}
+    whole |= {t.fqn for t in plan.tables if traits(t.sharding_type).replicated}
+    replicas.agree(
+        "apply", comm, facts, {n: p for n, p in model.named_parameters() if n not in whole}
+    )
 
 
 def _check_model(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
@@ -283,6 +295,10 @@ def _check_model(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
             raise MismatchError(
                 expected(fqn, "a parameter of the model", "none", "Plan again for this model.")
             )
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            remedy = "A plan says nothing of buffers: give this one its memory and its values."
+            raise InputError(expected(name, "a real buffer", "one on the meta device", remedy))
     modules = {name for name, _ in model.named_modules()}
     for unit in plan.units:
         absent = [*set(unit.tensors).difference(have), *set(unit.modules) - modules]
@@ -362,13 +378,13 @@ def _shard_tables(
     """Every module of tables by one whose rows lie as the plan says."""
     step, train = plan.model.step, plan.job.train
     rate = train.table_learning_rate or train.learning_rate
-    for path in step.lookups:
+
+    def make(path: str) -> ShardedTables:
         planned = (table for table in plan.tables if step.tables_of(table.fqn) == path)
         tables = [_looked_up(plan, table) for table in planned]
-        route = make_route(tables, blocks, comm.size)
-        sharded: nn.Module = ShardedTables(
+        return ShardedTables(
             tables,
-            route,
+            make_route(tables, blocks, comm.size),
             comm,
             initial,
             rate,
@@ -377,11 +393,15 @@ def _shard_tables(
             folder=folder,
             communication=trained_communication(plan.job.planner.estimator),
         )
+
+    made = filled(comm, lambda: {path: make(path) for path in step.lookups})
+    for path, tables in made.items():
+        sharded: nn.Module = tables
         own = model.get_submodule(path)
         if isinstance(own, (nn.Embedding, nn.EmbeddingBag)):
-            sharded = RoutedEmbedding(path, own, sharded)
+            sharded = RoutedEmbedding(path, own, tables)
         elif collected(own):
-            sharded = RoutedCollection(sharded, own)
+            sharded = RoutedCollection(tables, own)
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, sharded)
 
@@ -398,22 +418,15 @@ def _looked_up(plan: Plan, table: TablePlan) -> Table:
     )
 
 
-def _initial(model: nn.Module) -> InitialBlock:
-    """Starting values of any rectangle: from the model's weights, or made where it is on meta."""
-    own = dict(model.named_parameters())
-    whole = blocks_of_whole(own)
-
-    def block(fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        if not own[fqn].is_meta:
-            return whole(fqn, offsets, sizes)
-        if not isinstance(model, Initialised):
-            raise InputError(
-                expected(
-                    fqn,
-                    "a real tensor, or a model with initial_block(fqn, offsets, sizes)",
-                    "one on the meta device",
-                )
-            )
-        return model.initial_block(fqn, offsets, sizes)
-
-    return block
+def _starts(model: nn.Module) -> dict[str, Start]:
+    """Every parameter of the model, and what initialises it."""
+    more = {
+        f"{path}.{each.inside}" if path else each.inside: each.start
+        for path, part in model.named_modules()
+        for each in collected(part)
+    }
+    found = {}
+    for fqn, _ in model.named_parameters():
+        path, _, name = fqn.rpartition(".")
+        found[fqn] = Start(fqn, model.get_submodule(path), name, more.get(fqn))
+    return found

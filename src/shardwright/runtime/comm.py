@@ -226,11 +226,13 @@ class Comm(Peers):
         if everywhere:
             self.broadcast(label, tensor, 0)
 
-    def agree(self, what: str, facts: Mapping[str, str]) -> None:
-        """Raise on every rank, naming the ranks and the first fact on which they differ."""
+    def agree(self, what: str, facts: Mapping[str, str], values: str = "") -> bool:
+        """Raise on every rank, naming the ranks and the first fact on which they differ. Whether
+        the ``values`` of those among whom the first rank's parameters are cut are the same."""
         if self.is_fake:
-            return
-        digests = [hashlib.sha256(f"{k}={v}".encode()).digest() for k, v in facts.items()]
+            return True
+        texts = [*(f"{k}={v}" for k, v in facts.items()), values]
+        digests = [hashlib.sha256(text.encode()).digest() for text in texts]
         own = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
         everyone = own = own.to(self.mesh.device_type)
         for peers in (self.shards, self._twins):
@@ -254,6 +256,7 @@ class Comm(Peers):
                         "Start every rank from the same plan, code and versions.",
                     )
                 )
+        return all(row[-1].equal(rows[0, -1]) for row in rows[: self.mesh.size(self.mesh.ndim - 1)])
 
 
 class CutTwice(Comm):

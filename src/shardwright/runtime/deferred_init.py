@@ -11,7 +11,6 @@ import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shardwright.runtime.fills import FILLS, Serial
+from shardwright.runtime.noted import Operation, Place, Stream, is_serial, places_in
 from shardwright.tracker.private import (
     key_of,
     operator_name,
@@ -35,69 +36,9 @@ from shardwright.tracker.private import (
 
 Memory = dict[int, tuple[int, torch.UntypedStorage]]  # of storages: who wrote last, and the bytes
 
-# What fills its first argument without reading it.
-FILLS = {
-    *("bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_"),
-    *("normal_", "random_", "uniform_", "zero_"),
-}
-
 
 class NotDeferredError(Exception):
     """A function whose numbers cannot be made later; the text is what stands in the way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor lies: the number of its storage, and what of it."""
-
-    storage: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor over real memory."""
-        empty = torch.empty(0, dtype=self.dtype)
-        return empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload,no-any-return]
-
-    def as_noted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` laid out as this place is."""
-        if tensor.stride() == self.stride and not tensor.storage_offset():
-            return tensor
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype).copy_(tensor)
-
-
-@dataclass(slots=True)
-class Stream:
-    """Random operations that follow one another, and the states of their generator so far."""
-
-    states: list[torch.Tensor]
-    operations: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """A noted call, with places instead of tensors.
-
-    It makes some storages and writes into some that are there, of which it fills some altogether;
-    ``reads`` are those whose numbers it needs. ``turn`` is its place in a stream of random ones.
-    """
-
-    function: Any
-    arguments: Any
-    keywords: dict[str, Any]
-    results: list[Any]
-    makes: frozenset[int]
-    writes: frozenset[int]
-    fills: frozenset[int]
-    reads: frozenset[int]
-    turn: tuple[Stream, int] | None
-
-    @property
-    def touches(self) -> frozenset[int]:
-        """All storages that it has to do with."""
-        return self.makes | self.writes | self.reads
 
 
 class Deferred(TorchDispatchMode):
@@ -196,7 +137,7 @@ class Deferred(TorchDispatchMode):
         if not makes and not written:
             return  # a view
         fills = operator_name(function).removeprefix("aten::") in FILLS
-        read = _places((arguments[1:], keywords) if fills else (arguments, keywords))
+        read = places_in((arguments[1:], keywords) if fills else (arguments, keywords))
         index = len(self._operations)
         operation = Operation(
             function,
@@ -255,7 +196,7 @@ class Deferred(TorchDispatchMode):
         """A nest of places as tensors with other numbers: what leads to them is run, and nothing
         else, and draws from the default generator as it is now."""
         end = len(self._operations)
-        found = self._leading_to((place.storage, end) for place in _places(places))
+        found = self._leading_to((place.storage, end) for place in places_in(places))
         with torch.no_grad():
             real = self._run(found, {}, exact=False)
             return tree_map(lambda v: self._over(v, real), places)
@@ -263,7 +204,7 @@ class Deferred(TorchDispatchMode):
     def _read(self, function: Any, arguments: Any, keywords: Any) -> Any:
         """What an operation says of numbers, no tensor. What led to them is kept until the next,
         for functions often ask in a loop."""
-        wanted = [(p.storage, len(self._operations)) for p in _places((arguments, keywords))]
+        wanted = [(p.storage, len(self._operations)) for p in places_in((arguments, keywords))]
         with without_dispatch_modes(), _again():
             real = self._recent
             ready = {storage: index for storage, (index, _) in real.items()}
@@ -338,13 +279,37 @@ class Deferred(TorchDispatchMode):
                 real[storage] = (index, real[storage][1])
         return real
 
+    def rows_of(self, place: Place) -> Serial | None:
+        """The numbers of a matrix that is drawn row after row; None of another tensor."""
+        found = self._leading_to([(place.storage, len(self._operations))])
+        fills = [self._operations[index].fill_of(place) for index in found]
+        first = self._operations[found[0]] if found else None
+        if first is None or first.turn is None or not is_serial(fills, place):
+            return None
+        with _again():
+            state = self._state(*first.turn)
+        return Serial(fills, place.shape, place.dtype, state)  # type: ignore[arg-type]
+
     def _state(self, stream: Stream, turn: int) -> torch.Tensor:
         """The state at a turn, for which what comes before it draws, and is dropped."""
         while len(stream.states) <= turn:
             index = stream.operations[len(stream.states) - 1]
+            drawn = self._drawn_alone(index, stream.states[-1])
+            if drawn is not None:
+                stream.states.append(drawn.after())
+                continue
             needed = ((storage, index) for storage in self._operations[index].reads)
             self._run([*self._leading_to(needed), index], {})
         return stream.states[turn]
+
+    def _drawn_alone(self, index: int, state: torch.Tensor) -> Serial | None:
+        """What an operation draws, without the memory that it fills; None of others."""
+        operation = self._operations[index]
+        target = operation.arguments[0] if operation.fills else None
+        fill = operation.fill_of(target) if isinstance(target, Place) else None
+        if not is_serial([fill], target):
+            return None
+        return Serial([fill], target.shape, target.dtype, state)  # type: ignore[list-item,arg-type]
 
     # ---- a module --------------------------------------------------------------------------------
 
@@ -384,11 +349,23 @@ class Deferred(TorchDispatchMode):
         if len(set(storages)) < len(storages):
             raise NotDeferredError("parameters that share memory")
 
+        last: dict[str, Serial | torch.Tensor] = {}  # a table is asked for piece after piece
+
         def initial_block(
             fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
         ) -> torch.Tensor:
-            spans = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-            return self.value(sources[fqn])[spans]
+            if all(offset == 0 for offset in offsets) and sizes == tuple(sources[fqn].shape):
+                last.clear()
+                return self.value(sources[fqn])
+            if fqn not in last:
+                last.clear()
+                source = sources[fqn]
+                serial = self.rows_of(source) if isinstance(source, Place) else None
+                last[fqn] = self.value(source) if serial is None else serial
+            found = last[fqn]
+            if isinstance(found, Serial):
+                return found.block(offsets, sizes)
+            return found[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
         vars(module)["initial_block"] = initial_block
 
@@ -426,17 +403,13 @@ def _has_tensors(value: Any) -> bool:
     return several and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
 
 
-def _places(values: Any) -> list[Place]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Place)]
-
-
 def _written(function: Any, arguments: Sequence[Any], keywords: dict[str, Any]) -> list[Place]:
     """The arguments that an operation writes into."""
     found = []
     for index, wanted in enumerate(schema_of(function).arguments):
         if wanted.alias_info is not None and wanted.alias_info.is_write:
             there = index < len(arguments) and not wanted.kwarg_only
-            found += _places(arguments[index] if there else keywords.get(wanted.name))
+            found += places_in(arguments[index] if there else keywords.get(wanted.name))
     return found
 
 

@@ -101,7 +101,7 @@ def fully_shard_flat(
     check_offload(comm, cpu_offload)
     _check_sizes(bucket_size, block_size, chosen, zero, register_hooks)
     cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size, cpu_offload, block_size)
-    _agree(comm, members, (*cut, register_hooks, precision, prefetch))
+    _agree(comm, members, chosen, (*cut, register_hooks, precision, prefetch))
     storages = _storages(
         [("", members)] if bucket_size is None else _buckets(members, bucket_size),
         comm,
@@ -121,10 +121,20 @@ def fully_shard_flat(
     return storages[0]
 
 
-def _agree(comm: Comm, members: Sequence[Member], options: tuple[Any, ...]) -> None:
+def _agree(
+    comm: Comm,
+    members: Sequence[Member],
+    placements: Mapping[str, Placement],
+    options: tuple[Any, ...],
+) -> None:
     """MismatchError unless all ranks shard the same in the same way (collective)."""
-    shapes = [(m.fqn, tuple(m.shape), str(m.dtype), m.parameter.requires_grad) for m in members]
-    comm.agree("fully_shard_flat", {"module": repr(shapes), "options": repr(options)})
+    shapes = [
+        (m.fqn, tuple(m.shape), str(m.dtype), m.parameter.requires_grad, m.parameter.is_meta)
+        for m in members
+    ]
+    facts = {"module": repr(shapes), "options": repr(options)}
+    cut = {m.fqn: m.parameter for m in members if not isinstance(placements[m.fqn], Replicate)}
+    replicas.agree("fully_shard_flat", comm, facts, cut)
 
 
 def _settle(modules: Sequence[nn.Module], names: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ Nothing is ever coalesced: gloo refuses it for a device and ignores every later 
 
 from __future__ import annotations
 
+import logging
 import os
 import zlib
 from collections import deque
@@ -56,7 +57,7 @@ class _Channel:
 
     __slots__ = (
         *("__weakref__", "absence", "history", "last", "limit"),
-        *("narrowed", "paths", "sequence", "step"),
+        *("narrowed", "paths", "sequence", "step", "told"),
     )
 
     def __init__(self) -> None:
@@ -64,6 +65,7 @@ class _Channel:
         self.history = 0
         self.last: deque[str] = deque(maxlen=_REMEMBERED)
         self.step: int | None = None
+        self.told: set[str] = set()
         self.paths: Paths | None = None
         self.limit: timedelta | None = None
         self.narrowed: dict[range, dist.ProcessGroup] = {}
@@ -133,6 +135,12 @@ class Peers:
     def sequence(self) -> int:
         """How many collectives this group has begun, whoever called them."""
         return self._channel.sequence
+
+    def tell(self, what: str, text: str) -> None:
+        """Say ``text`` on the first rank, once for all who use the group."""
+        if self.rank == 0 and what not in self._channel.told:
+            self._channel.told.add(what)
+            logging.getLogger("shardwright").warning("%s", text)
 
     @property
     def step(self) -> int | None:

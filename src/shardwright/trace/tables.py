@@ -25,13 +25,15 @@ _POOLINGS: dict[str, Pooling] = {"sum": "sum", "mean": "mean", "none": "none"}
 
 
 class CollectedTable(NamedTuple):
-    """A table of a collection; ``inside`` is the name of its ``weight`` there."""
+    """A table of a collection; ``inside`` is the name of its ``weight`` there, ``start`` what
+    initialises it there, if anything does."""
 
     name: str
     inside: str
     weight: nn.Parameter
     pooling: Pooling
     features: tuple[str, ...]
+    start: Callable[[torch.Tensor], Any] | None
 
 
 def collected(part: nn.Module) -> list[CollectedTable]:
@@ -48,7 +50,10 @@ def collected(part: nn.Module) -> list[CollectedTable]:
             pooling = getattr(config, "pooling", "none")
             pooling = _POOLINGS[str(getattr(pooling, "value", pooling)).lower()]
             features = tuple(config.feature_names)
-            found.append(CollectedTable(config.name, inside, parameters[inside], pooling, features))
+            start = getattr(config, "init_fn", None)
+            found.append(
+                CollectedTable(config.name, inside, parameters[inside], pooling, features, start)
+            )
     return found
 
 
@@ -84,13 +89,18 @@ def embeddings(module: nn.Module) -> Iterator[tuple[str, Embedding, str]]:
             yield path, part, inside or shared or own_reason(part)
 
 
-def own_reason(part: Embedding, dtypes: Container[torch.dtype] = OWN_DTYPES) -> str:
-    """What of an embedding itself a table with weights of ``dtypes`` does not do."""
+def own_reason(
+    part: Embedding, dtypes: Container[torch.dtype] = OWN_DTYPES, *, frozen: bool = False
+) -> str:
+    """What of an embedding itself a table with weights of ``dtypes``, perhaps ``frozen`` ones, does
+    not do."""
     if type(part) not in (nn.Embedding, nn.EmbeddingBag):
         return f"a class of its own, {type(part).__name__}"
     weight = part.weight
-    if not weight.requires_grad:
+    if not weight.requires_grad and not frozen:
         return "frozen"
+    if len(weight) > 1 and not weight.stride(0):
+        return "whose rows are one, an expanded tensor"
     if weight.dtype not in dtypes:
         return f"of {str(weight.dtype).removeprefix('torch.')}"
     if part.max_norm is not None or part.scale_grad_by_freq:

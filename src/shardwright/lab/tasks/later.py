@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from shardwright.lab.python_model import Built, Call, importable, make
-from shardwright.runtime.deferred_init import Deferred, NotDeferredError, Place
+from shardwright.runtime.deferred_init import Deferred, NotDeferredError
+from shardwright.runtime.noted import Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,22 @@ digest, so its format (a length, a JSON header, the bytes) is written here and r
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from shardwright.core.errors import InputError, MismatchError, expected
-from shardwright.runtime.checkpoint.held import CODES, Held, dtype_name, dtype_of
+from shardwright.runtime.checkpoint.held import CODES, DTYPES, Held, dtype_name, dtype_of
 from shardwright.runtime.checkpoint.manifest import FileDigest, Piece, check_digest, check_size
 
 CHUNK_BYTES = 32 * 2**20  # copied to the host and hashed at a time
@@ -100,12 +103,59 @@ def _check_header(path: Path, shard: Any, pieces: Sequence[Piece]) -> None:
             raise MismatchError(expected(f"{path}: {piece.key}", f"{wanted}", f"{found_look}"))
 
 
+class MappedShard:
+    """A safetensors file, mapped to be read: tensors lie in it, and nothing may write to them.
+
+    safetensors' own tensors lie in a private mapping that can be written to, which a limit on a
+    process's data, or a host that promises no memory twice, counts as if it were copied.
+    """
+
+    def __init__(self, path: Path, opened: Any) -> None:
+        self._opened = opened  # by safetensors, which has checked the header
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._metadata = header.pop("__metadata__", None)
+        self._header, self._start = header, 8 + size
+
+    def keys(self) -> list[str]:
+        """Names of its tensors."""
+        return list(self._header)
+
+    def metadata(self) -> dict[str, str] | None:
+        """What the file says besides."""
+        return self._metadata  # type: ignore[no-any-return]
+
+    def get_slice(self, name: str) -> Any:
+        """safetensors' view of a tensor, for its dtype and shape."""
+        return self._opened.get_slice(name)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """The tensor, of which what is touched is read."""
+        entry = self._header[name]
+        start, end = entry["data_offsets"]
+        dtype = _BY_CODE.get(entry["dtype"])
+        if dtype is None:
+            known = ", ".join(_BY_CODE)
+            raise InputError(expected(f"tensor '{name}'", f"one of {known}", entry["dtype"]))
+        if start == end:
+            return torch.empty(entry["shape"], dtype=dtype)
+        address = np.frombuffer(self._memory, np.uint8).ctypes.data + self._start + start
+        data = (ctypes.c_char * (end - start)).from_address(address)
+        data.mapping = self._memory  # type: ignore[attr-defined]  # which ends with the tensor
+        return torch.frombuffer(data, dtype=dtype).view(entry["shape"])
+
+
+_BY_CODE = {code: DTYPES[name] for name, code in CODES.items()}
+
+
 @contextlib.contextmanager
-def open_shard(path: Path) -> Iterator[Any]:
-    """safetensors' handle; ``get_tensor`` maps the file and reads what is touched."""
+def open_shard(path: Path) -> Iterator[MappedShard]:
+    """A safetensors file; ``get_tensor`` maps it and reads what is touched."""
     try:
-        with safe_open(path, framework="pt", device="cpu") as shard:
-            yield shard
+        with safe_open(path, framework="np") as opened:
+            yield MappedShard(path, opened)
     except SafetensorError as error:
         raise InputError(expected(str(path), "a safetensors file", f"'{error}'")) from None
     except OSError as error:

@@ -104,7 +104,8 @@ def _check_ids(ids: torch.Tensor, feature: Feature) -> None:
         raise InputError(bad_id(spot, rows, int(ids[place])))
 
 
-def _check_dtype(ids: torch.Tensor, spot: str) -> None:
+def check_dtype(ids: torch.Tensor, spot: str) -> None:
+    """InputError for ids that are no integers."""
     if ids.dtype not in INTEGERS:
         raise InputError(expected(spot, "int64 or int32", str(ids.dtype).removeprefix("torch.")))
 
@@ -120,7 +121,7 @@ def check_columns(ids: Any, features: Sequence[Feature], limits: torch.Tensor) -
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != len(features):
         found = list(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
         raise InputError(expected("ids", f"shape [batch, {len(features)}]", str(found)))
-    _check_dtype(ids, "ids")
+    check_dtype(ids, "ids")
     if not ids.numel() or (int(ids.min()) >= 0 and bool((ids.amax(0) < limits).all())):
         return
     wrong = (ids < 0) | (ids >= limits)
@@ -139,7 +140,8 @@ def cat(parts: list[torch.Tensor]) -> torch.Tensor:
 class Keyed:
     """Ids of features ``names``, one feature after the other: ``values`` [N], ``sizes`` of them of
     each; of their ``bags`` the ``lengths``, None: one id in each; of each feature ``weights`` of
-    ids, or None, and the ``ends`` of its lengths where they are known."""
+    ids, or None, and the ``ends`` of its lengths where they are known. Where bags come once for
+    several samples ``inverse`` has of each feature the bag of every sample [B]."""
 
     names: list[str]
     values: torch.Tensor
@@ -148,6 +150,7 @@ class Keyed:
     lengths: torch.Tensor | None
     weights: Sequence[torch.Tensor | None]
     ends: Sequence[Ends] | None = None
+    inverse: Mapping[str, torch.Tensor] | None = None
 
     @property
     def has_one_each(self) -> bool:
@@ -160,7 +163,7 @@ class Keyed:
         if names == self.names:
             return self
         places = {name: place for place, name in enumerate(self.names)}
-        _check_names(names, places)
+        check_names(names, places)
         chosen = [places[name] for name in names]
         lengths = self.lengths
         return Keyed(
@@ -171,6 +174,7 @@ class Keyed:
             None if lengths is None else _picked(lengths, self.bags, chosen),
             [self.weights[place] for place in chosen],
             None if self.ends is None else [self.ends[place] for place in chosen],
+            self.inverse,
         )
 
 
@@ -179,7 +183,8 @@ def _picked(values: torch.Tensor, sizes: list[int], chosen: list[int]) -> torch.
     return torch.cat([values[:0], *(parts[place] for place in chosen)])
 
 
-def _check_names(names: Iterable[str], found: Mapping[str, Any]) -> None:
+def check_names(names: Iterable[str], found: Mapping[str, Any]) -> None:
+    """InputError for the first of ``names`` that is not ``found``."""
     for name in names:
         if name not in found:
             had = ", ".join(found) or "none"
@@ -215,7 +220,7 @@ def read_bags(
         keyed = _joined(given, features)
     else:
         keyed = keyed_of(given).of([feature.name for feature in features])
-        _check_dtype(keyed.values, features[0].spot)
+        check_dtype(keyed.values, features[0].spot)
     if keyed.has_one_each:
         columns = keyed.values.long().view(len(features), -1)
         _check_range(columns, keyed.sizes, features, limits)
@@ -306,9 +311,9 @@ def keyed_of(given: Any) -> Keyed:
         wanted = "a mapping of features to ids, or a KeyedJaggedTensor"
         raise InputError(expected("features", wanted, type(given).__name__))
     keys = [*map(str, given.keys())]
-    values = _checked(given.values(), "values of features", flat=True)
-    lengths = _checked(given.lengths(), "lengths of features").reshape(-1)
-    _check_dtype(lengths, "lengths of features")
+    values = checked(given.values(), "values of features", flat=True)
+    lengths = checked(given.lengths(), "lengths of features").reshape(-1)
+    check_dtype(lengths, "lengths of features")
     bags = [len(lengths) // max(len(keys), 1)] * len(keys)
     if hasattr(given, "stride_per_key"):
         bags = list(given.stride_per_key())
@@ -326,7 +331,7 @@ def keyed_of(given: Any) -> Keyed:
     return Keyed(keys, values, sizes, bags, lengths, weights, ends)
 
 
-def _checked(part: Any, spot: str, *, flat: bool = False) -> torch.Tensor:
+def checked(part: Any, spot: str, *, flat: bool = False) -> torch.Tensor:
     """``part``, which has to be a tensor, a ``flat`` one [N]."""
     if isinstance(part, torch.Tensor) and (part.dim() == 1 or not flat):
         return part
@@ -336,7 +341,7 @@ def _checked(part: Any, spot: str, *, flat: bool = False) -> torch.Tensor:
 
 def _weights(given: Any, ids: torch.Tensor, spot: str) -> torch.Tensor:
     """The weights ``given`` for ids [N]; InputError for what are none."""
-    weights = _checked(given, f"weights of {spot}")
+    weights = checked(given, f"weights of {spot}")
     if weights.shape != ids.shape:
         raise InputError(expected(spot, f"{len(ids)} weights", str(list(weights.shape))))
     if weights.is_complex():
@@ -389,14 +394,14 @@ class _Part(NamedTuple):
 def _joined(given: Mapping[str, Any], features: Sequence[Feature]) -> Keyed:
     """What is given feature by feature."""
     names = [feature.name for feature in features]
-    _check_names(names, given)
+    check_names(names, given)
     keyed = _one_each_of(names, given)
     if keyed is not None:
         return keyed
     parts = [_part(feature, given[feature.name]) for feature in features]
     for part, feature in zip(parts, features, strict=True):
         if part.ids.dtype not in INTEGERS:
-            _check_dtype(part.ids, feature.spot)
+            check_dtype(part.ids, feature.spot)
         if part.weights is not None:
             _weights(part.weights, part.ids, feature.spot)
     sizes = [part.ids.shape[0] for part in parts]
@@ -473,12 +478,12 @@ def _part(feature: Feature, given: Any) -> _Part:
         values, offsets, *rest = given
         if not all(isinstance(part, torch.Tensor) and part.dim() == 1 for part in given[:2]):
             raise InputError(expected(feature.spot, _FORMS, "something else"))
-        _check_dtype(offsets, f"offsets of {feature.spot}")
+        check_dtype(offsets, f"offsets of {feature.spot}")
         return _Part(values, offsets, None, rest[0] if rest else None)
     if isinstance(given, torch.Tensor) or not all(map(partial(hasattr, given), _METHODS)):
         raise InputError(expected(feature.spot, _FORMS, type(given).__name__))
     weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
-    values = _checked(given.values(), feature.spot, flat=True)
-    lengths = _checked(given.lengths(), f"lengths of {feature.spot}", flat=True)
-    _check_dtype(lengths, f"lengths of {feature.spot}")
+    values = checked(given.values(), feature.spot, flat=True)
+    lengths = checked(given.lengths(), f"lengths of {feature.spot}", flat=True)
+    check_dtype(lengths, f"lengths of {feature.spot}")
     return _Part(values, None, lengths, weights)

@@ -25,8 +25,9 @@ from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import Kind
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.comm import Comm
+from shardwright.runtime.embeddings.initial import InitialBlock
 from shardwright.runtime.embeddings.route import Group, Held
-from shardwright.runtime.embeddings.store import InitialBlock, Store
+from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.embeddings.update import Distinct, Looked, Touched
 from shardwright.runtime.probe import Probe
 from shardwright.tracker.private import without_dispatch_modes
@@ -166,18 +167,6 @@ class DiskStore(Store):
         self.rows = DiskRows(self.folder, like, sum(self.slots))
         return self.rows.on_disk
 
-    def _fill(self, initial: InitialBlock) -> None:
-        """Piece by piece, for a block may be larger than memory."""
-        step = max(PIECE_BYTES // max(_bytes((self.width,), self.weight.dtype), 1), 1) * 64
-        for item in self.held:
-            (row, column), (rows, columns) = item.block.offsets, item.block.sizes
-            for start in range(0, rows, step):
-                count = min(step, rows - start)
-                first = item.base + start
-                self.weight[first : first + count] = initial(
-                    item.block.tensor, (row + start, column), (count, columns)
-                )
-
     def lasting(self) -> Iterator[tuple[torch.Tensor, Kind]]:
         for tensor in self.rows.lasting():
             yield tensor, "cache"
@@ -203,7 +192,7 @@ class DiskStore(Store):
     def step(
         self, touched: Touched, squares: torch.Tensor | None, rate: float, number: int
     ) -> None:
-        rows, gradient = touched
+        (rows, gradient), squares = self.moved(touched, squares)
         if not len(rows):
             return
         states = [self.rows.read(name, rows) for name in self.states]

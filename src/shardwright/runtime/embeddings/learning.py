@@ -3,24 +3,32 @@ and where all that trains beside them is frozen without a word of them, a backwa
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from shardwright.core.errors import UnsupportedError, expected
+from shardwright.runtime.embeddings.bags import Feature
+from shardwright.runtime.embeddings.guide import Rows
 from shardwright.runtime.embeddings.module import Entrance
+from shardwright.runtime.embeddings.route import Table
+from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.sharded_module import mix_in
 
 
 class Learning:
-    """What was ``said`` of the rows of a module of tables, None as long as nobody did, and the
-    parameters that trained in ``part``, the smallest part around them that has some, when they were
-    sharded."""
+    """What was ``said`` of the rows of a module of ``tables``, None as long as nobody did, of which
+    ``frozen`` ones stay as they are, and the parameters that trained in ``part``, the smallest part
+    around them that has some, when they were sharded."""
 
-    def __init__(self) -> None:
+    def __init__(self, tables: Sequence[Table] = ()) -> None:
+        self.tables = frozenset(table.fqn for table in tables)
         self.said: bool | None = None
+        self.frozen: set[str] = set()
         self.part = ""
         self._beside: list[weakref.ref[nn.Parameter]] = []
 
@@ -28,6 +36,38 @@ class Learning:
     def is_off(self) -> bool:
         """Whether rows stay as they are."""
         return self.said is False
+
+    def say(self, requires_grad: bool) -> None:
+        """Whether rows are updated, of all tables."""
+        self.said = requires_grad
+        self.frozen.clear()
+
+    def say_of(self, fqn: str, requires_grad: bool) -> None:
+        """The same of one table."""
+        if self.is_off:
+            self.frozen |= self.tables
+            self.said = True
+        (self.frozen.discard if requires_grad else self.frozen.add)(fqn)
+        if self.frozen == self.tables:
+            self.say(False)
+
+    def of_trained(self, gradient: Rows, features: Sequence[Feature]) -> Rows:
+        """The gradient of rows of every feature, 0 of those in frozen tables."""
+        still = [place for place, f in enumerate(features) if f.table.fqn in self.frozen]
+        if not still:
+            return gradient
+        if isinstance(gradient, torch.Tensor):
+            return gradient.index_fill(0, torch.tensor(still, device=gradient.device), 0.0)
+        zeros = {place: torch.zeros_like(gradient[place]) for place in still}
+        return [zeros.get(place, rows) for place, rows in enumerate(gradient)]
+
+    def hold(self, stores: Iterable[Store]) -> None:
+        """Let stores keep the rows of frozen tables, which some optimizers move without a
+        gradient."""
+        for store in stores:
+            own = store.held if self.frozen else ()
+            still = [held for held in own if held.block.tensor in self.frozen]
+            store.still = [(held.base, held.base + held.rows) for held in still]
 
     def check(self, path: str) -> None:
         """UnsupportedError where all that trained around the tables at ``path`` is frozen now, and
@@ -65,8 +105,27 @@ class AroundTables:
         """Whether parameters train, and from the next forward on rows of tables."""
         super().requires_grad_(requires_grad)  # type: ignore[misc]
         for _, learning in _tables(self):
-            learning.said = requires_grad
+            learning.say(requires_grad)
         return self
+
+    def __copy__(self) -> Self:
+        made: Self = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As tables say that are still below."""
+        for path, _ in _tables(self):
+            self.get_submodule(path).__deepcopy__(memo)  # type: ignore[attr-defined]
+        made = memo[id(self)] = self.__copy__()
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As tables say that are still below: the class is one of this process."""
+        for path, _ in _tables(self):
+            self.get_submodule(path).__reduce_ex__(protocol)  # type: ignore[attr-defined]
+        return super().__reduce_ex__(protocol)
 
 
 def _tables(model: Any) -> Iterator[tuple[str, Learning]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.runtime.embeddings.bags import INTEGERS, versions_of
-from shardwright.runtime.embeddings.store import blocks_of_whole
+from shardwright.runtime.embeddings.initial import blocks_of_whole
 
 
 class NoTableError(UnsupportedError, AttributeError):
@@ -46,7 +46,7 @@ class Entrance(nn.Module):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Whether rows are updated in their backward, from the next forward on; say the same on
         every rank."""
-        self.rows_of().learning.said = requires_grad
+        self.rows_of().learning.say(requires_grad)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -58,6 +58,17 @@ class Entrance(nn.Module):
             "sw.average_weights keeps a moving average in it."
         )
         raise UnsupportedError(expected(where, wanted, found, remedy))
+
+    def __copy__(self) -> Self:
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """InputError: they are of ranks, which no file has."""
+        where, remedy = f"a pickle of tables '{self.rows_of().path}'", "Pickle full_state_dict()."
+        found = "a sharded one, which needs its ranks"
+        raise InputError(expected(where, "a module that is not sharded", found, remedy))
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local: Any, strict: bool, *found: list[str]
@@ -130,31 +141,31 @@ class Entrance(nn.Module):
         return self._asked(*arguments)
 
 
-class RoutedEmbedding(Entrance):
-    """Stands in for ``like`` at ``path``: called as it is, and gives what it gives.
+class StandIn(Entrance):
+    """An entrance in place of a module of the user's own, called as that is; ``rows`` has its
+    tables. UnsupportedError where something is set that would change nothing."""
 
-    ``rows`` is a module of one table: ids [N, 1] int64 -> rows [N, 1, D]. Bags are pooled here, or
-    by ``rows`` if that has a feature of the name ``bags``. Rows at ``padding_idx`` get no gradient,
-    and are in no bag, as in torch. NoTableError where it is called with ``offsets`` and pools bags
-    here, or where somebody reads its weight, which is not here.
-    """
+    settings: tuple[str, ...] = ("learning_rate",)
 
-    def __init__(
-        self, path: str, like: nn.Embedding | nn.EmbeddingBag, rows: nn.Module, bags: str = ""
-    ) -> None:
+    def __init__(self, like: nn.Module, rows: nn.Module) -> None:
         super().__init__()
-        self.path, self.bags = path, bags
-        self.num_embeddings, self.embedding_dim = like.num_embeddings, like.embedding_dim
-        self.padding_idx = like.padding_idx
-        self.mode = like.mode if isinstance(like, nn.EmbeddingBag) else ""
         self.rows = rows
         self.training = like.training
+        had = {*vars(like), *like._parameters, *like._modules, *dir(type(like))} - _OF_MODULES
+        self._had = frozenset(name for name in had if not name.startswith("_"))
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            wanted = "to be looked up alone, for a plan routes its rows"
-            raise NoTableError(self.path, wanted, "a use of its weight")
-        return super().__getattr__(name)
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = vars(self)
+        if "_stands" in known and name not in self.settings:
+            if name in known["_had"]:
+                found, remedy = "one that the module had which stood here", "Set it before."
+            elif name not in known and name in vars(self.rows):
+                found, remedy = "one of its rows", f"Set it there: .rows.{name} = ..."
+            else:
+                return super().__setattr__(name, value)
+            wanted = f"a setting of sharded tables ({', '.join(self.settings)})"
+            raise UnsupportedError(expected(f"'{self.rows.path}.{name}'", wanted, found, remedy))
+        return super().__setattr__(name, value)
 
     @property
     def learning_rate(self) -> float:
@@ -165,6 +176,41 @@ class RoutedEmbedding(Entrance):
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
         self.rows.learning_rate = rate  # type: ignore[assignment]
+
+    def rows_of(self) -> Any:
+        """The module of its tables."""
+        return self.rows
+
+
+_OF_MODULES = frozenset((*vars(nn.Module()), *dir(nn.Module)))
+
+
+class RoutedEmbedding(StandIn):
+    """Stands in for ``like`` at ``path``: called as it is, and gives what it gives.
+
+    ``rows`` is a module of one table: ids [N, 1] int64 -> rows [N, 1, D]. Bags are pooled here, or
+    by ``rows`` if that has a feature of the name ``bags``. Rows at ``padding_idx`` get no gradient,
+    and are in no bag, as in torch. NoTableError where it is called with ``offsets`` and pools bags
+    here, or where somebody reads its weight, which is not here.
+    """
+
+    settings = ("learning_rate", "padding_idx")
+
+    def __init__(
+        self, path: str, like: nn.Embedding | nn.EmbeddingBag, rows: nn.Module, bags: str = ""
+    ) -> None:
+        super().__init__(like, rows)
+        self.path, self.bags = path, bags
+        self.num_embeddings, self.embedding_dim = like.num_embeddings, like.embedding_dim
+        self.padding_idx = like.padding_idx
+        self.mode = like.mode if isinstance(like, nn.EmbeddingBag) else ""
+        self._stands = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            wanted = "to be looked up alone, for a plan routes its rows"
+            raise NoTableError(self.path, wanted, "a use of its weight")
+        return super().__getattr__(name)
 
     def forward(
         self,
@@ -234,7 +280,3 @@ class RoutedEmbedding(Entrance):
     ) -> Any:
         """As ``forward`` is called."""
         return super().prepared(input, offsets, per_sample_weights)
-
-    def rows_of(self) -> Any:
-        """The module of its table."""
-        return self.rows

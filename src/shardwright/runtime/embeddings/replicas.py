@@ -15,8 +15,9 @@ from shardwright.core.schedule import replicas_ride
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.bags import cat
 from shardwright.runtime.embeddings.guide import Guide, Request
+from shardwright.runtime.embeddings.initial import InitialBlock
 from shardwright.runtime.embeddings.route import Group
-from shardwright.runtime.embeddings.store import InitialBlock, Store
+from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.embeddings.update import Looked, Touched
 
 

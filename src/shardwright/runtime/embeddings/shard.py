@@ -30,6 +30,15 @@ from shardwright.runtime.comm import Comm, check_mesh, flat
 from shardwright.runtime.embeddings.ahead import look_ahead
 from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
+from shardwright.runtime.embeddings.initial import (
+    Initial,
+    InitialBlock,
+    Start,
+    facts_of,
+    filled,
+    freeing,
+    initial_blocks,
+)
 from shardwright.runtime.embeddings.learning import note_trained
 from shardwright.runtime.embeddings.module import RoutedEmbedding
 from shardwright.runtime.embeddings.route import (
@@ -38,9 +47,9 @@ from shardwright.runtime.embeddings.route import (
     is_by_rows,
     make_route,
 )
-from shardwright.runtime.embeddings.store import InitialBlock, blocks_of_whole
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
+from shardwright.runtime.units import replicas
 from shardwright.runtime.units.flow import Flow
 from shardwright.trace.tables import Embedding, collected, own_reason
 from shardwright.tracker.tensors import NAMES
@@ -50,33 +59,29 @@ _WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A table in a module; ``names`` are those that a plan may have for it."""
+    """A table in a module, and where its weight starts; ``names`` are those that a plan may have
+    for it."""
 
-    fqn: str
+    start: Start
     names: tuple[str, ...]
-    weight: torch.Tensor
     pooling: Pooling
     features: tuple[str, ...]
 
     def planned(self, plan: TablePlan, optimizer: str) -> Table:
         """The table as ``plan`` has it."""
-        shape = tuple(self.weight.shape)
+        weight, fqn = self.start.weight, self.start.fqn
+        shape = tuple(weight.shape)
         if shape != (plan.rows, plan.dim):
             wanted = f"shape ({plan.rows}, {plan.dim}) as planned"
-            raise MismatchError(expected(self.fqn, wanted, str(shape)))
-        if self.weight.is_meta:
-            raise InputError(expected(self.fqn, "a real tensor", "one on the meta device"))
-        if not self.weight.requires_grad:
-            remedy = "Shard it as it trains, then call requires_grad_(False) of what stands there."
-            raise UnsupportedError(expected(self.fqn, "weights that learn", "frozen ones", remedy))
+            raise MismatchError(expected(fqn, wanted, str(shape)))
         named = plan.optimizer if plan.optimizer != "none" else optimizer
         if not named:
             remedy = "Pass optimizer=..., or name one in the job."
-            raise InputError(expected(f"optimizer of {self.fqn}", "one", "none", remedy))
-        dtype = NAMES[self.weight.dtype]
+            raise InputError(expected(f"optimizer of {fqn}", "one", "none", remedy))
+        dtype = NAMES[weight.dtype]
         replicated = traits(plan.sharding_type).replicated
         return Table(
-            self.fqn,
+            fqn,
             plan.name,
             *shape,
             self.features,
@@ -100,6 +105,7 @@ def shard_embeddings(
     learning_rate: float | None = None,
     guard: Guard | None = None,
     overlap: bool = False,
+    initial: Initial | None = None,
 ) -> nn.Module:
     """Replace the embeddings of ``module`` that ``plan`` has tables for by sharded ones.
 
@@ -113,6 +119,12 @@ def shard_embeddings(
     forward, and row gradients travel until its backward ends. Everything else of the module stays
     as it is.
 
+    Rows start as the embeddings' weights, each of which is freed once its rows are taken, or on the
+    meta device, where no rank ever has a whole table, from ``module.initial_block(fqn, offsets,
+    sizes)`` if there is one, else from the embedding's own initialisation. ``initial`` comes before
+    all of these: such a function, or a mapping of names of weights to tensors, arrays, which may be
+    memory-mapped, or paths of .npy and .safetensors files.
+
     MismatchError where plan and module do not fit, UnsupportedError for an embedding that no table
     can be.
     """
@@ -124,43 +136,70 @@ def shard_embeddings(
         wanted = f"{plan.world_size} ranks, as the plan"
         raise MismatchError(expected("mesh", wanted, str(mesh.size())))
     mesh = flat(mesh)
-    Comm(mesh).agree("shard_embeddings", {"plan": plan.fingerprint})
+    comm = Comm(mesh)
+    comm.agree("shard_embeddings", {"plan": plan.fingerprint})
+    parts = _parts_of(module, plan)
+    tables = {
+        path: [each.planned(named, optimizer) for each, named in own] for path, own in parts.items()
+    }
+    for path in parts:
+        _check_own(path, module.get_submodule(path))
+    starts = [each.start for own in parts.values() for each, _ in own]
+    facts = facts_of(starts, initial)
+    replicas.agree("shard_embeddings", comm, facts, {each.fqn: each.weight for each in starts})
+    blocks_at = initial_blocks(module, starts, initial, comm)
     train = plan.job.train
     rate = train.table_learning_rate or train.learning_rate
     rate = rate if learning_rate is None else learning_rate
-    folder = disk_for_tables(plan, Comm(mesh))
-    left = {table.name: table for table in plan.tables}
-    for path, part in list(module.named_modules()):
-        found = list(_tables_in(path, part))
-        own = [(each, name) for each in found for name in each.names if name in left]
-        if not own:
-            continue
-        if len(own) != len(found):
-            raise MismatchError(expected(path, f"{len(found)} tables in the plan", str(len(own))))
-        tables = [each.planned(left.pop(name), optimizer) for each, name in own]
-        names = {name: each.fqn for each, name in own}
-        weights = {each.fqn: each.weight.detach() for each, _ in own}
-        blocks, initial = _renamed(plan, names), blocks_of_whole(weights)
-        sharded = make_tables(
-            tables,
+    folder = disk_for_tables(plan, comm)
+
+    def make(path: str, own: list[tuple[_Found, TablePlan]]) -> ShardedTables:
+        blocks = list(_renamed(plan, {named.name: each.start.fqn for each, named in own}))
+        return make_tables(
+            tables[path],
             blocks,
             mesh,
-            initial,
+            freeing(blocks_at, [each.start for each, _ in own], blocks, comm.rank),
             rate,
             guard=guard,
             folder=folder,
             communication=trained_communication(plan.job.planner.estimator),
         )
+
+    made = filled(comm, lambda: {path: make(path, own) for path, own in parts.items()})
+    for path, sharded in made.items():
         sharded.path = path or "tables"
-        module = _replaced(module, path, _stand_in(path, part, sharded))
-    if left:
-        remedy = "Name tables after the paths of embeddings."
-        wanted = "an embedding for every table of the plan"
-        raise MismatchError(expected("module", wanted, f"none for '{next(iter(left))}'", remedy))
+        _freeze(sharded, [each.start for each, _ in parts[path]])
+        module = _replaced(module, path, _stand_in(path, module.get_submodule(path), sharded))
     note_trained(module)
     if overlap:
         look_ahead(module)
     return module
+
+
+def _parts_of(module: nn.Module, plan: Plan) -> dict[str, list[tuple[_Found, TablePlan]]]:
+    """Every part of the module with tables of the plan, by its path."""
+    left = {table.name: table for table in plan.tables}
+    parts: dict[str, list[tuple[_Found, TablePlan]]] = {}
+    for path, part in module.named_modules():
+        found = list(_tables_in(path, part))
+        own = [(each, left.pop(name)) for each in found for name in each.names if name in left]
+        if own and len(own) != len(found):
+            raise MismatchError(expected(path, f"{len(found)} tables in the plan", str(len(own))))
+        if own:
+            parts[path] = own
+    if left:
+        remedy = "Name tables after the paths of embeddings."
+        wanted = "an embedding for every table of the plan"
+        raise MismatchError(expected("module", wanted, f"none for '{next(iter(left))}'", remedy))
+    return parts
+
+
+def _freeze(sharded: ShardedTables, starts: Iterable[Start]) -> None:
+    """Rows of what was frozen stay as they are."""
+    for start in starts:
+        if not start.weight.requires_grad:
+            sharded.learning.say_of(start.fqn, False)
 
 
 def make_tables(
@@ -211,28 +250,30 @@ def check_kernels(tables: Iterable[TablePlan], mesh: DeviceMesh) -> None:
 
 def _tables_in(path: str, part: nn.Module) -> Iterator[_Found]:
     """The tables of an embedding, or of a collection of them."""
-    start = f"{path}." if path else ""
+    above = f"{path}." if path else ""
     if isinstance(part, Embedding):
-        names = (path, f"{start}weight", path.rpartition(".")[2])
+        names = (path, f"{above}weight", path.rpartition(".")[2])
         pooling: Pooling = "none"
         if isinstance(part, nn.EmbeddingBag):
             pooling = "mean" if part.mode == "mean" else "sum"
-        feature = path or "weight"
-        yield _Found(
-            f"{start}weight", tuple(dict.fromkeys(names)), part.weight, pooling, (feature,)
-        )
+        start = Start(f"{above}weight", part)
+        yield _Found(start, tuple(dict.fromkeys(names)), pooling, (path or "weight",))
         return
     for each in collected(part):
-        yield _Found(
-            f"{start}{each.inside}", (each.name,), each.weight, each.pooling, each.features
-        )
+        owner, _, name = each.inside.rpartition(".")
+        start = Start(f"{above}{each.inside}", part.get_submodule(owner), name, each.start)
+        yield _Found(start, (each.name,), each.pooling, each.features)
+
+
+def _check_own(path: str, part: nn.Module) -> None:
+    """UnsupportedError for an embedding that no table can be."""
+    if isinstance(part, Embedding) and (reason := own_reason(part, _WEIGHTS, frozen=True)):
+        wanted = "an embedding that a table can be"
+        raise UnsupportedError(expected(f"embedding '{path}'", wanted, f"one {reason}"))
 
 
 def _stand_in(path: str, part: nn.Module, sharded: ShardedTables) -> nn.Module:
     if isinstance(part, Embedding):
-        if reason := own_reason(part, _WEIGHTS):
-            wanted = "an embedding that a table can be"
-            raise UnsupportedError(expected(f"embedding '{path}'", wanted, f"one {reason}"))
         return RoutedEmbedding(path, part, sharded, sharded.features[0].name)
     return RoutedCollection(sharded, part)
 

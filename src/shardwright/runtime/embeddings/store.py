@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch.nn import functional
@@ -11,23 +12,14 @@ from shardwright.core.optimizers import BY_ROW
 from shardwright.core.schedule import BAGS_OF_ONE, rows_at_once
 from shardwright.core.timeline import Kind
 from shardwright.runtime.embeddings import update
+from shardwright.runtime.embeddings.initial import TILE, InitialBlock
 from shardwright.runtime.embeddings.pages import use_large_pages
 from shardwright.runtime.embeddings.route import Group, Held
 from shardwright.runtime.embeddings.update import Looked, Touched
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.units.parameter import DTYPES
 
-InitialBlock = Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
-
-
-def blocks_of_whole(weights: Mapping[str, torch.Tensor]) -> InitialBlock:
-    """Rectangles of whole ``weights``, by offsets and sizes."""
-
-    def block(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        spans = (slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-        return weights[name].detach()[tuple(spans)]
-
-    return block
+_PIECE_BYTES = 2**22  # of starting values that are made at a time
 
 
 class Store:
@@ -58,6 +50,7 @@ class Store:
         kept = self._allocate(like)
         self.weight, self.states = kept["weight"], {name: kept[name] for name in shapes}
         self._fill(initial)
+        self.still: list[tuple[int, int]] = []  # ranges of rows that no step changes
         self.moving_rows = rows if self.rule.moves else 0  # change without a gradient, too
         self.gradient_bytes = 0  # of the last backward, if it is dense
         for tensor, kind in self.lasting():
@@ -66,23 +59,30 @@ class Store:
     def _allocate(
         self, like: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     ) -> dict[str, torch.Tensor]:
-        """The weight and the states, which are 0."""
+        """Room for the weight, and the states, which are 0."""
         found = {
             name: torch.empty(shape, dtype=dtype, device=self.device)
             for name, (shape, dtype) in like.items()
         }
-        for tensor in found.values():
+        for name, tensor in found.items():
             use_large_pages(tensor)
-            tensor.zero_()
+            if name != "weight":  # which is filled
+                tensor.zero_()
         return found
 
     def _fill(self, initial: InitialBlock) -> None:
-        """Weights start from ``initial``."""
+        """Weights start from ``initial``, piece by piece, for a block may be most of memory."""
+        row_bytes = max(self.width * self.weight.element_size(), 1)
+        step = max(_PIECE_BYTES // row_bytes // TILE[0], 1) * TILE[0]
         for item in self.held:
-            block = item.block
-            self.weight[item.base : item.base + item.rows] = initial(
-                block.tensor, block.offsets, block.sizes
-            )
+            (first, column), (rows, columns) = item.block.offsets, item.block.sizes
+            cuts = [first, *range(first - first % step + step, first + rows, step), first + rows]
+            # at tiles, of which none is made twice
+            for low, high in itertools.pairwise(cuts if rows else ()):
+                start = item.base + low - first
+                self.weight[start : start + high - low] = initial(
+                    item.block.tensor, (low, column), (high - low, columns)
+                )
 
     def lasting(self) -> Iterator[tuple[torch.Tensor, Kind]]:
         """The memory of the store, and what it is for."""
@@ -154,7 +154,7 @@ class Store:
         self, touched: Touched, squares: torch.Tensor | None, rate: float, number: int
     ) -> None:
         """Change the rows of ``touched``; ``squares`` [M] are means over all columns."""
-        rows, gradient = touched
+        (rows, gradient), squares = self.moved(touched, squares)
         if not len(rows):
             return
         states = [state.index_select(0, rows) for state in self.states.values()]
@@ -166,6 +166,20 @@ class Store:
         else:
             weight = self.weight.index_select(0, rows).float().add_(change)
             self.weight.index_copy_(0, rows, weight.to(self.weight.dtype))
+
+    def moved(
+        self, touched: Touched, squares: torch.Tensor | None
+    ) -> tuple[Touched, torch.Tensor | None]:
+        """Those of rows that a step changes."""
+        if not self.still:
+            return touched, squares
+        rows = touched.rows
+        keeps = torch.zeros_like(rows, dtype=torch.bool)
+        for low, high in self.still:
+            keeps |= (rows >= low) & (rows < high)
+        places = keeps.logical_not_().nonzero().squeeze(1)
+        left = Touched(*(part.index_select(0, places) for part in touched))
+        return left, None if squares is None else squares.index_select(0, places)
 
     def update_all(
         self, gradient: torch.Tensor, looked: torch.Tensor | None, rate: float, number: int

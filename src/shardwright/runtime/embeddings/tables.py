@@ -37,11 +37,12 @@ from shardwright.runtime.embeddings.bags import (
 )
 from shardwright.runtime.embeddings.disk import make_store
 from shardwright.runtime.embeddings.guide import Guide, Rows, each_of
+from shardwright.runtime.embeddings.initial import InitialBlock
 from shardwright.runtime.embeddings.learning import Learning
 from shardwright.runtime.embeddings.module import Entrance
 from shardwright.runtime.embeddings.replicas import Learnt, Replicas
 from shardwright.runtime.embeddings.route import Held, Route, Table
-from shardwright.runtime.embeddings.store import InitialBlock, Store
+from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.embeddings.strips import Strips
 from shardwright.runtime.embeddings.trip import (
     Arrived,
@@ -100,7 +101,7 @@ class ShardedTables(Entrance):
         self.comm = comm
         self.learning_rate = learning_rate
         self.flow = flow  # of the units beside them
-        self.learning = Learning()
+        self.learning = Learning(tables)
         self.overlap = overlap
         self.ahead: list[Lookup] = []  # of forwards to come
         self._waiting: weakref.ref[Waiting] | None = None
@@ -336,6 +337,7 @@ class ShardedTables(Entrance):
         """
         self.learning.check(self.path)
         self._refuse_accumulation(trip)
+        gradient = self.learning.of_trained(gradient, self.features)
         self.advance()
         if any(share is not None for share in trip.shares):
             pairs = zip(gradient, trip.shares, strict=True)
@@ -378,6 +380,7 @@ class ShardedTables(Entrance):
             if arrived.returning is not None:
                 with probe.phase("reduce"):
                     self._receive(arrived)
+        self.learning.hold((*self.stores, *self.replicas.stores))
         self.updates += 1
         number = int(self.updates)
         with probe.phase("step"):
@@ -462,8 +465,6 @@ class ShardedTables(Entrance):
         own = [guide.take(gradient, asked) for guide, asked in pairs]
         guard.look(own, self.gradient_names, partial(each_of, gradient))
         return self.replicas.learnt(own, trip.replicas)
-
-    # ---- shared --------------------------------------------------------------------------------
 
     def _exchange(
         self, label: str, sent: torch.Tensor, out: wire.Counts, into: wire.Counts

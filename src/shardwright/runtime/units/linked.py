@@ -46,6 +46,15 @@ class LinkedParameter(nn.Parameter):
 
     home: Home | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        """What a user set on the sharded parameter, which module code asks for in a forward."""
+        given = getattr(self.home, "parameter", None)
+        if given is not None and not name.startswith("_") and not hasattr(type(given), name):
+            found = vars(given).get(name, given)
+            if found is not given:
+                return found
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """The gradient, here or at home."""

@@ -234,8 +234,21 @@ def check_materials(members: Sequence[Member], unit: str) -> None:
                     "Shard modules before anything else is applied to their parameters.",
                 )
             )
+        kind = type(parameter)
+        if nn.Parameter in kind.__mro__ and kind is not nn.Parameter:
+            remedy = (
+                "Pass it in ignored_params, or keep what it says as attributes of an nn.Parameter, "
+                "which stay."
+            )
+            found = f"a {kind.__name__}, whose type would be gone in a forward"
+            raise UnsupportedError(expected(member.fqn, "an nn.Parameter", found, remedy))
         if parameter.layout != torch.strided:
             raise UnsupportedError(expected(member.fqn, "a dense tensor", str(parameter.layout)))
+        strides = zip(parameter.shape, parameter.stride(), strict=True)
+        if parameter.requires_grad and any(n > 1 and not stride for n, stride in strides):
+            found = "an expanded tensor, of which several elements are one and no step can be made"
+            remedy = "Clone it: nn.Parameter(tensor.clone())."
+            raise UnsupportedError(expected(member.fqn, "memory for each element", found, remedy))
         if parameter.is_inference():
             raise InputError(
                 expected(

@@ -491,4 +491,4 @@ def _own(member: Member) -> torch.Tensor:
 
 
 def _value(parameter: torch.Tensor, fqn: str, initial: Initial | None) -> torch.Tensor:
-    return initial(fqn) if parameter.is_meta and initial is not None else parameter
+    return parameter if initial is None else initial(fqn)
