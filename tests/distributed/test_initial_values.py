@@ -9,7 +9,7 @@ import pytest
 import torch
 from plans import plan
 from pool import Pool
-from test_shard_embeddings import _plan as plan_of
+from test_shard_embeddings import planned_tables as plan_of
 
 import shardwright as sw
 from shardwright.core.job import parse_job

@@ -48,7 +48,7 @@ def test_losses_and_rows_are_those_of_one_process(
 
 
 def test_bags_that_come_once_for_several_samples_are_given_to_each(pool: Pool) -> None:
-    for far, said in pool.run(2, tasks.bags_once, made=_plan(2)):
+    for far, said in pool.run(2, tasks.bags_once, made=planned_tables(2)):
         assert max(far.values()) <= 1e-6, far
         assert [text.partition(". ")[0].rstrip(".") for text in said] == [
             "inverse_indices of feature 'a': expected bags from 0 to 1, got 2",
@@ -74,7 +74,7 @@ def test_a_table_of_a_collection_is_frozen_alone_and_a_collection_has_a_rate(
 
 def test_what_would_change_nothing_cannot_be_set(pool: Pool) -> None:
     had = "expected a setting of sharded tables (learning_rate"
-    for said in pool.run(2, tasks.set_in_vain, made=_plan(2)):
+    for said in pool.run(2, tasks.set_in_vain, made=planned_tables(2)):
         assert [name for name, text in said.items() if not text] == ["padding_idx", "note"]
         assert said["overlap"] == (
             f"'bags.overlap': {had}), got one of its rows. Set it there: .rows.overlap = ..."

@@ -128,6 +128,61 @@ def test_a_signal_ends_a_run_saved_and_resume_gives_the_curve_of_one_that_never_
     assert losses(folder) == whole
 
 
+LOADED = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        drawn = torch.Generator().manual_seed(index)
+        return torch.randn(4, generator=drawn), torch.randn(1, generator=drawn)
+
+
+def build(batch):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    return model, (torch.randn(batch, 4),), nn.functional.mse_loss, torch.randn(batch, 1)
+
+
+def batches(batch, rank, world_size, seed):
+    for inputs, targets in DataLoader(Numbers(), batch_size=batch, num_workers=2):
+        yield (inputs,), targets
+"""
+
+
+@pytest.mark.parametrize("how", [slow("killed"), rare("SIGTERM"), rare("SIGINT")])
+def test_workers_of_a_loader_lose_no_run(folder: Path, how: str) -> None:
+    """Killed by the system, or with their rank and torchrun, as a scheduler does it."""
+    (folder / "loaded.py").write_text(LOADED)
+    start_of_job = '[model]\npython = "loaded:build"\n[cluster]'
+    job = JOB.partition("[cluster]")[2].replace("sequence = 8\n", "")
+    job = job.replace('path = "text"', 'python = "loaded:batches"').replace(
+        "steps = 200", "steps = 150"
+    )
+    job = job.replace('[planner]\nunits = { layers = "shard" }\n', "")
+    (folder / "job.toml").write_text(start_of_job + job.replace("20 steps", "1 h"))
+    process = start(folder)
+    rank = wait_for_step(folder, 5, process)
+    if how == "killed":
+        (worker, *_) = Path(f"/proc/{rank}/task/{rank}/children").read_text().split()
+        os.kill(int(worker), signal.SIGKILL)
+    else:
+        process.send_signal(signal.Signals[how])
+    _, errors = ended(process)
+    assert process.returncode == 75, errors
+    assert "saved in" in errors
+    if how == "killed":  # that data go on after a resume has a test of its own
+        return
+    code, shown, said = train(folder, "--resume")
+    assert code == 0, said
+    assert "resumed 1 time" in shown
+    assert len(losses(folder)) == 150
+
+
 @pytest.mark.parametrize("dies", [slow(True), rare(False)])
 def test_a_killed_rank_is_started_again_after_a_disk_was_full_for_a_while(
     folder: Path, whole: list[float], dies: bool

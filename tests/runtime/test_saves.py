@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from shardwright.core.checkpoint_section import CheckpointSection, every
 from shardwright.core.errors import InputError, StoppedError
@@ -153,3 +156,35 @@ def test_a_number_alone_is_steps() -> None:
 def test_a_time_between_checkpoints_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="such as '20 steps', '30 s', '10 min' or '2 h'"):
         every(text)
+
+
+def test_workers_of_a_loader_load_on_after_a_signal_to_all_until_the_step_is_saved(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    with run.saves.listening():
+        batches = iter(DataLoader(range(100), num_workers=2))
+        next(batches)
+        for worker in batches._workers:  # type: ignore[attr-defined]
+            next(batches)
+            for name in ("TERM", "INT"):  # by another process than the rank
+                subprocess.run(["/bin/kill", f"-{name}", str(worker.pid)], check=True)
+        signal.raise_signal(signal.SIGTERM)
+        assert [int(number) for number in batches] == [*range(3, 100)]
+        with pytest.raises(StoppedError, match="SIGTERM after step 3, saved in"):
+            run.step(3)
+
+
+def test_a_worker_of_a_loader_that_is_killed_ends_no_step_in_its_middle(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.saves.listening():
+        batches = iter(DataLoader(range(4), num_workers=2))
+        workers = batches._workers  # type: ignore[attr-defined]
+        next(batches)
+        assert not run.saves.has_lost_worker
+        os.kill(workers[1].pid, signal.SIGKILL)
+        workers[1].join(10)
+        assert run.saves.has_lost_worker
+        with pytest.raises(StoppedError, match="a DataLoader's worker, which was killed, after"):
+            run.step(4)
+    assert complete_steps(tmp_path) == [4]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +77,7 @@ from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.random_state import random_states, set_random_states
 from shardwright.runtime.saves import Saves
 from shardwright.runtime.saving import load_checkpoint
+from shardwright.runtime.torch_private import data_workers_outlive_signals
 
 
 class Training:
@@ -127,7 +129,8 @@ class Training:
             log = self.job.train.log or ()
             self.writers = writers(self.folder, log, step=step, shown=self.shown)
         try:
-            self._run()
+            with data_workers_outlive_signals():
+                self._run()
         finally:
             for writer in self.writers:
                 writer.close()
@@ -158,6 +161,8 @@ class Training:
             measured.losses += self.start.losses
             saves = self._saves(model, optimizer, measured)
             with saves.listening() if saves else nullcontext():
+                if saves:
+                    batches = self._lasting(batches, saves)
                 self._train(model, optimizer, batches, measured, saves)
         self._evaluate(model)
         saved = UNSET
@@ -214,6 +219,25 @@ class Training:
             say=self._say,
             step=self.start.step,
         )
+
+    def _lasting(self, batches: Iterator[Batch], saves: Saves) -> Iterator[Batch]:
+        """Batches until the run is saved, although a worker that loads them was killed: other ranks
+        are in the step that this one has no batch for, and cannot save before it is over. Those
+        after it are made again, as for a run that is resumed."""
+        for number in count():
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except Exception:
+                if not saves.has_lost_worker:
+                    raise
+                states = random_states()
+                batches = batches_after(self.task, self.rank, self.plan.world_size, self.start)
+                batches = islice(batches, number, None)
+                batch = next(batches)
+                set_random_states(states)
+            yield batch
 
     def _write(self, entry: Mapping[str, Any]) -> None:
         for writer in self.writers:

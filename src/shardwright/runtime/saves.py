@@ -28,6 +28,10 @@ from shardwright.runtime.checkpoint.manifest import shard_name
 from shardwright.runtime.checkpoint.write import Work
 from shardwright.runtime.model_parts import comm_of, on_disk
 from shardwright.runtime.saving import Optimizers, save_parts
+from shardwright.runtime.torch_private import (
+    data_workers_outlive_signals,
+    data_workers_reported,
+)
 
 SAVE = 1  # a wish above it is a signal's number more
 _ONE_SIGNAL = 2.0  # seconds in which a second signal is the first one, passed on by torchrun
@@ -77,7 +81,8 @@ class Saves:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """SIGTERM and SIGINT are a wish to save and stop; a second one acts as it did before."""
+        """SIGTERM and SIGINT are a wish to save and stop; a second one acts as it did before. So is
+        the end of a DataLoader's worker, which leaves the batches that others have made."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -91,13 +96,23 @@ class Saves:
             elif not self._signal:
                 self._signal, self._heard = number, now
 
+        def lost() -> None:
+            if not self._signal:
+                self._signal, self._heard = signal.SIGCHLD, self._clock()
+
         for number in before:
             signal.signal(number, note)
         try:
-            yield
+            with data_workers_outlive_signals(), data_workers_reported(lost):
+                yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    @property
+    def has_lost_worker(self) -> bool:
+        """Whether a DataLoader's worker of this rank was killed, so that it stops."""
+        return self._signal == signal.SIGCHLD
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -212,7 +227,10 @@ class Saves:
 
     def _stop(self, step: int, number: int) -> None:
         self.finish(step)
-        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        name = {
+            signal.SIGINT: "Ctrl-C",
+            signal.SIGCHLD: "the end of a DataLoader's worker, which was killed,",
+        }.get(signal.Signals(number), signal.Signals(number).name)
         text = f"stopped by {name} after step {step}"
         if self.saved == step:
             where = step_folder(self.folder, step)
