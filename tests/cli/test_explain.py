@@ -335,3 +335,55 @@ def test_json_that_is_no_object_is_no_plan(call: Any, plan: Path) -> None:
 
 def test_a_missing_plan_says_how_to_make_one(call: Any) -> None:
     call("explain", "none.json").refuses(2, "none.json", "shardwright plan JOB.toml")
+
+
+MARKED = """
+import pathlib
+from torch import nn
+
+pathlib.Path("mark").touch()
+
+
+def build(batch):
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)), (torch.randn(batch, 4),)
+"""
+
+
+def test_what_a_plan_names_is_run_by_none_of_the_commands_that_read_it(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another name of a function is enough, for a module may do anything when it is imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = MARKED.replace("import pathlib", "import pathlib\nimport torch")
+    (tmp_path / "own_of_plan.py").write_text(text.replace('pathlib.Path("mark").touch()', ""))
+    (tmp_path / "plan_of_stranger.py").write_text(text)
+    (tmp_path / "job.toml").write_text(
+        'model.python = "own_of_plan:build"\nbatch.size = 6\ncluster.world_size = 2\n'
+    )
+    assert call("plan", "job.toml", "-o", "plan.json").code == 0
+    made = read_plan(tmp_path / "plan.json")
+    model = msgspec.structs.replace(made.job.model, python="plan_of_stranger:build")
+    job = msgspec.structs.replace(made.job, model=model)
+    write_plan(sealed(msgspec.structs.replace(made, job=job)), tmp_path / "plan.json")
+    unit = made.units[0].name
+    for words in (
+        ("explain", "plan.json"),
+        ("explain", "plan.json", "--unit", unit),
+        ("explain", "plan.json", "--statistic", "peaks"),
+        ("diff", "plan.json", "plan.json"),
+        ("reshard", "plan.json", "-n", "1"),
+        ("report", "plan.json", "-o", "page.html"),
+        ("inspect", "plan.json"),
+        ("compare", "."),
+        ("memory", "plan.json"),
+        ("fit", "plan.json"),
+        ("pack", "."),
+    ):
+        call(*words)
+        assert not (tmp_path / "mark").exists(), words
+    asked = ("explain", "plan.json", "--unit", unit, "--why-not", "full")
+    call(*asked).refuses(2, "'plan_of_stranger:build', which this would import", "--allow-code")
+    assert not (tmp_path / "mark").exists()
+    assert call(*asked, "--allow-code").code == 0
+    assert (tmp_path / "mark").exists()

@@ -48,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--statistic", metavar="NAME", help=f"one of {', '.join(explain.STATISTICS)}"
     )
+    parser.add_argument(
+        "--allow-code",
+        action="store_true",
+        help="run the function that model.python of the plan names, where --why-not or a table "
+        "needs the model: a plan of somebody else's can name any",
+    )
     parser.add_argument("--full", action="store_true", help="every step of a long statistic")
     shared.json_option(parser)
 
@@ -67,7 +73,7 @@ def execute(options: argparse.Namespace) -> int:
         )
         _show(found, options)
     elif options.tensor is not None:
-        found = explain.explain_tensor(plan, options.tensor, _again(plan))
+        found = explain.explain_tensor(plan, options.tensor, _again(plan, options))
         if options.rank is not None:
             lies = sorted({rank for e in found for rank in e.ranks})
             found = [e for e in found if options.rank in e.ranks]
@@ -282,10 +288,25 @@ def _as_json(explanation: explain.Explanation) -> dict[str, object]:
     }
 
 
-def _again(plan: Plan) -> ModelOf:
+def _check_code(plan: Plan, options: argparse.Namespace) -> None:
+    """InputError where the plan's model is a function of somebody's, and nobody allowed it."""
+    named = plan.job.model.python
+    if isinstance(named, str) and not options.allow_code:
+        raise InputError(
+            expected(
+                f"{options.plan}: model.python",
+                "a model that is recorded without code of others",
+                f"'{named}', which this would import and call",
+                "Add --allow-code if you trust it.",
+            )
+        )
+
+
+def _again(plan: Plan, options: argparse.Namespace) -> ModelOf:
     """Records the plan's model, with the plan's tables, as a job says."""
 
     def described(job: Job) -> ModelSpec:
+        _check_code(plan, options)
         from shardwright.lab.recordings import recorded  # only such a question needs the model
 
         tables = (plan.recording.tables or ()) if plan.recording else ()
@@ -299,8 +320,9 @@ def _why_not(plan: Plan, options: argparse.Namespace) -> None:
         raise InputError(
             expected("--why-not", "a table or unit named by --tensor", "none", "Add --tensor NAME.")
         )
+    _check_code(plan, options)  # a search takes what it cannot record for impossible
     with Listener(sys.stderr) as listener:
-        again, watch = _again(plan), Watch(hear=listener)
+        again, watch = _again(plan, options), Watch(hear=listener)
         found = explain.why_not(plan, options.tensor, options.why_not, again, watch)
     if options.json:
         shared.print_json(

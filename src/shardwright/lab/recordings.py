@@ -176,14 +176,29 @@ def recorded(job: Job, routed: tuple[str, ...] | None = ()) -> Recording:
     cluster, _ = cluster_of(job)
     device = memory_of(job).lowering or cluster.compute_device
     path = _path(job, device)
-    if path is not None:
-        with suppress(OSError, msgspec.DecodeError):  # made anew where it cannot be read
-            return msgspec.json.decode(path.read_bytes(), type=Recording)
+    kept = None if path is None else _kept(path)
+    if kept is not None:
+        return kept
     found = _record(job, device, routed)
     if path is not None:
+        content = msgspec.json.encode(found)
         with suppress(InputError):  # a folder that cannot be written is none
-            write_atomically(path, msgspec.json.encode(found))
+            write_atomically(path, _digest(content) + b"\n" + content)
     return found
+
+
+def _kept(path: Path) -> Recording | None:
+    """The recording in a file, unless it is not there as it was written: every figure follows from
+    it, so that one changed byte would be another answer."""
+    try:
+        digest, _, content = path.read_bytes().partition(b"\n")
+        return msgspec.json.decode(content, type=Recording) if digest == _digest(content) else None
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
 
 
 def _record(job: Job, device: str, routed: tuple[str, ...] | None) -> Recording:
