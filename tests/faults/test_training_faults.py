@@ -155,6 +155,26 @@ def test_bad_rows_are_counted_and_the_plan_is_trained_again_and_stays_as_it_is(
     assert plan.read_bytes() == before + b" "
 
 
+@pytest.mark.slow
+def test_a_bad_row_that_was_held_out_loses_nothing_that_was_trained(
+    call: Call, folder: Path
+) -> None:
+    (folder / "test.csv").write_text(rows(64, {40: "1,2,3"}))
+    job, run = folder / "job.toml", folder / "run"
+    text = job_text(str(folder / "data.csv"), run, 3, TIMEOUT)
+    text = text.replace("[train]", f'test_path = "{folder / "test.csv"}"\n[train]')
+    job.write_text(text.replace("[[tables]]", '[checkpoint]\nevery = "1 h"\n[[tables]]', 1))
+    done = call("train", job, "-n", "2", "--set", "train.forward=parallel")
+    assert done.code == 2
+    assert "test.csv:40" in done.err
+    kept = f"What was trained is kept: {run}/measured.json and {run}/checkpoints/step-3."
+    assert kept in done.err
+    assert (run / "checkpoints" / "step-3" / "manifest.json").exists()
+    found = call("compare", run)
+    assert found.code == 0, found
+    assert "Memory as predicted" in found.out
+
+
 OWN = """
 import torch
 

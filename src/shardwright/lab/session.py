@@ -122,9 +122,10 @@ def run(
             break
         print(f"{outcome.reason}; restart {again} of {section.restarts}", file=stream, flush=True)
         outcome = launch(with_resume(request), stream)
-    if outcome.code != 0:
+    records = [record_file(folder, rank) for rank in range(plan.world_size)]
+    if outcome.code != 0 and not all(record.exists() for record in records):
         return Session(folder, plan, outcome, None, None)
-    measurement, comparison = collect(plan, folder, tolerance)
+    measurement, comparison = collect(plan, folder, tolerance, scored=outcome.code == 0)
     return Session(folder, plan, outcome, measurement, comparison)
 
 
@@ -147,9 +148,12 @@ def prepare(plan: Plan, folder: Path, stream: TextIO, given: Path | None = None)
         write_plan(plan, plan_file(folder))
 
 
-def collect(plan: Plan, folder: Path, tolerance: float = 0.1) -> tuple[Measurement, Comparison]:
-    """Merge what every rank left, compare it with the plan, and write both down."""
-    held_out = (_quality(plan, folder, part) for part in HELD_OUT)
+def collect(
+    plan: Plan, folder: Path, tolerance: float = 0.1, *, scored: bool = True
+) -> tuple[Measurement, Comparison]:
+    """Merge what every rank left, compare it with the plan, and write both down; without the scores
+    of held-out rows unless all were ``scored``."""
+    held_out = (_quality(plan, folder, part) if scored else None for part in HELD_OUT)
     measurement = merge(plan, _records(plan, folder), *held_out)
     write_measurement(measurement, measurement_file(folder))
     comparison = compare(plan, measurement, tolerance)

@@ -67,7 +67,7 @@ from shardwright.launcher.worker import out_of_memory
 from shardwright.runtime import comm
 from shardwright.runtime.apply import apply
 from shardwright.runtime.checkpoint.agreement import together
-from shardwright.runtime.checkpoint.folders import complete_steps
+from shardwright.runtime.checkpoint.folders import complete_steps, step_folder
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
@@ -140,7 +140,7 @@ class Training:
         if self.profile:
             self.profiler = Profiler(self.meter, mesh, self.folder, self.profile)
         self.guard = Guard(Comm(mesh, self.meter), skip=self.job.train.not_finite == "skip")
-        together(self.guard.comm, "memory", self._check_room, _unforeseen)
+        together(self.guard.comm, "memory", self._check_room, partial(_unforeseen, "memory"))
         torch.manual_seed(self.job.train.seed)  # one model on all ranks
         empty = self.task.model(self.device)
         rows = table_folder(self.job, self.folder)
@@ -164,18 +164,31 @@ class Training:
                 if saves:
                     batches = self._lasting(batches, saves)
                 self._train(model, optimizer, batches, measured, saves)
-        self._evaluate(model)
         saved = UNSET
         if saves:
             saves.finish(self.job.train.steps)
             saved = saves.figures(self.start.resumed)
-        bad_rows = self.start.bad_rows + self.task.bad_rows
-        record = msgspec.structs.replace(
-            measured.record(bad_rows, saved, self.guard.skipped),
-            profile=tuple(self.profiler.found) if self.profiler else (),
-            scores=tuple(self.scoring.found) if self.scoring else (),
-        )
-        write_document(record, record_file(self.folder, self.rank))
+
+        def leave_record() -> None:
+            record = msgspec.structs.replace(
+                measured.record(
+                    self.start.bad_rows + self.task.bad_rows, saved, self.guard.skipped
+                ),
+                profile=tuple(self.profiler.found) if self.profiler else (),
+                scores=tuple(self.scoring.found) if self.scoring else (),
+            )
+            write_document(record, record_file(self.folder, self.rank))
+
+        # Every rank's is there before held-out rows are read, of which one may be bad.
+        together(self.guard.comm, "record", leave_record, partial(_unforeseen, "the record"))
+        try:
+            self._evaluate(model)
+        except InputError as error:
+            kept = f"What was trained is kept: {self.folder}/measured.json"
+            if saves:
+                kept += f" and {step_folder(saves.folder, saves.saved)}"
+            raise InputError(f"{error} {kept}.") from error
+        leave_record()
 
     def _check_room(self) -> None:
         section = self.job.checkpoint
@@ -437,8 +450,8 @@ def _unmeasured(_: Phase) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _unforeseen(error: Exception) -> ShardwrightError:
-    return RunError(f"memory: {error}")
+def _unforeseen(where: str, error: Exception) -> ShardwrightError:
+    return RunError(f"{where}: {error}")
 
 
 def check_ranks(plan_path: Path) -> Plan:
