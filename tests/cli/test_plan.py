@@ -240,6 +240,7 @@ def test_an_override_needs_section_key_and_value(call: Any, job: Path, text: str
         ("train.optimizer=lion", "", "'lion'"),
         ("model.bottom=[]", "16 as its last width", "no layer"),
         ("model.bottom=[8]", "16 as its last width", "8"),
+        ("model.top=[64, 64]", "1 as its last width", "64"),
         ("model.top=[0]", ">= 1", "0"),
         ("cluster.world_size=0", ">= 1", "0"),
         ("cluster.preset=abacus", "one of local", "'abacus'"),

@@ -218,6 +218,9 @@ def _check_dlrm(job: Job) -> None:
     _check_dim(job)
     if not job.model.top:
         raise InputError(expected("model.top", "at least one width", "no layer"))
+    if job.model.top[-1] != 1:
+        wanted, found = "1 as its last width, a click's logit", str(job.model.top[-1])
+        raise InputError(expected("model.top", wanted, found))
 
 
 def _check_table(table: TableSpec, batch: int) -> None:

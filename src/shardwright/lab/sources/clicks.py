@@ -38,10 +38,6 @@ def check(job: Job) -> None:
     if job.data.kind not in ("criteo", "columns", "synthetic"):
         wanted = "'criteo', 'columns' or 'synthetic' for a dlrm"
         raise InputError(expected("data.kind", wanted, f"'{job.data.kind}'"))
-    if job.model.top[-1] != 1:
-        raise InputError(
-            expected("model.top", "1 as its last width, a click's logit", str(job.model.top[-1]))
-        )
     if job.data.kind == "criteo" and not _is_criteo(job):
         _refuse_criteo(job)
     _check_names(job)
