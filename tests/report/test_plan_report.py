@@ -261,8 +261,16 @@ def test_waiting_is_shown_in_words() -> None:
 def test_what_more_memory_would_buy_is_shown() -> None:
     text = flowed(tables_plan(), falls=2e-4)
     assert "One more GiB of HBM per rank would lower the bound by 200 µs." in text
-    text = flowed(tables_plan())
-    assert "More memory per rank would not lower the bound: memory is not what limits it." in text
+    made = tables_plan()
+    bare = msgspec.structs.replace(
+        made, search=msgspec.structs.replace(made.search, proved_seconds=0.0)
+    )
+    line = "More memory per rank would not lower the bound"
+    assert f"{line}: memory is not what limits it." in flowed(bare)
+    more = msgspec.structs.replace(
+        made, search=msgspec.structs.replace(made.search, proved_seconds=1e-9)
+    )
+    assert f"{line} of shards spread at will; what single ranks hold may matter." in flowed(more)
 
 
 def test_no_gap_is_said_as_such() -> None:
