@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwright.planner.search import proof
 from shardwright.planner.search.bound import lower_bound, table
-from shardwright.planner.search.proof import prove
+from shardwright.planner.search.proof import facts_of, prove
 from shardwright.planner.search.search import search
 from shardwright.planner.search.space import Ints, Space
 
@@ -26,7 +26,9 @@ def _proved(space: Space, seconds: float, *, roomy: bool = False) -> float:
     """Proven against a plan of ``seconds`` that no way improves on."""
     options = table(space)
     found = lower_bound(space, options)
-    return prove(space, options, found, seconds, lambda ways: np.inf, roomy=roomy)
+    facts = facts_of(space, options, found, roomy=roomy)
+    assert facts is not None
+    return prove(facts, found.seconds, seconds, lambda ways: np.inf)
 
 
 @given(
@@ -90,7 +92,9 @@ def test_ways_are_numbers_of_options_that_may_take_so_few_seconds(space_of_seed:
 
     options = table(space)
     found = lower_bound(space, options)
-    prove(space, options, found, found.seconds * 4, take)
+    facts = facts_of(space, options, found)
+    assert facts is not None
+    prove(facts, found.seconds, found.seconds * 4, take)
     assert taken
     for ways in taken:
         assert ways.shape[1] == len(space.items)

@@ -32,31 +32,23 @@ COUNTS = (1, 2, 3, 4, 6, 9)  # k: parts that may share a rank
 WAYS = 64  # that are kept apart
 TOLERANCE = 1e-9  # of a budget: what rounding may take
 SAME = 1e-9  # share by which a proof is made below the seconds that it is of
+CLOSE = 2e-3  # to what is proven, for no further step
 STEPS = 7  # of a bisection between what is proven and what is found
 MOST_ITEMS, MOST_PARTS = 80, 100_000
 
 Part = tuple[int, float, tuple[float, ...]]  # how many ranks have it; seconds, bytes of each tier
 
 
-def prove(
-    space: Space,
-    options: Table,
-    bound: Bound,
-    seconds: float,
-    take: Callable[[Ints], float],
-    *,
-    roomy: bool = False,
-) -> float:
-    """Seconds that no plan takes less than, at least those of the ``bound``, by bisection up to the
-    ``seconds`` of a plan.
+def prove(facts: Facts, low: float, high: float, take: Callable[[Ints], float]) -> float:
+    """Seconds that no plan takes less than, by bisection between those that are known for that
+    (``low``) and those of a plan (``high``).
 
     ``take`` is given ways that may take fewer [ways, items], numbers of options, and says what the
-    best plan takes then. ``roomy``: as if memory were no matter but for what fits no rank alone.
+    best plan takes then.
     """
-    low, high = bound.seconds, seconds
-    facts = _facts(space, options, bound, roomy)
-    for _ in range(STEPS if facts and low > 0 else 0):
-        assert facts is not None
+    for _ in range(STEPS if low > 0 else 0):
+        if high <= low * (1 + CLOSE):
+            break
         middle = float(np.sqrt(low * high))
         ways = facts.ways(middle)
         if ways is None:
@@ -69,7 +61,7 @@ def prove(
 def is_proven(space: Space, seconds: float, *, roomy: bool) -> bool:
     """Whether no plan takes less than ``seconds``, as far as ``prove`` can tell."""
     options = table(space)
-    facts = _facts(space, options, lower_bound(space, options), roomy)
+    facts = facts_of(space, options, lower_bound(space, options), roomy=roomy)
     return facts is not None and facts.ways(seconds * (1 - SAME)) is None
 
 
@@ -87,7 +79,7 @@ class _Demands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Facts:
+class Facts:
     """The options of all items in rows: what each puts on every rank (``alike``: seconds, then
     bytes of each of the ``tiers`` that matter), and ``parts`` beside it, likewise, of ``counts``
     ranks each."""
@@ -111,10 +103,11 @@ class _Facts:
         np.maximum.at(found, self.part_owner, self.parts)
         return found
 
-    def ways(self, seconds: float) -> Ints | None:
-        """Choices [ways, items] that may take so few ``seconds``; None where no plan does."""
-        limits = np.concatenate([[seconds], self.capacity])
-        kept = self._kept(limits)
+    def ways(self, seconds: float, share: float = 1.0, only: Bools | None = None) -> Ints | None:
+        """Choices [ways, items] that may take so few ``seconds``, in a ``share`` of every rank's
+        memory and of some options ``only``; None where no plan does."""
+        limits = np.concatenate([[seconds], self.capacity * share])
+        kept = self._kept(limits, self.fits if only is None else self.fits & only)
         if kept is None:
             return None
         found = _ways(self._demands(limits, kept))
@@ -125,10 +118,10 @@ class _Facts:
         found: Floats = np.minimum.reduceat(np.where(kept[:, None], values, np.inf), self.starts)
         return found
 
-    def _kept(self, limits: Floats) -> Bools | None:
+    def _kept(self, limits: Floats, kept: Bools) -> Bools | None:
         """Options whose largest part has room beside the least that every rank has of all other
         items; None where an item has none."""
-        kept, before = self.fits, -1
+        before = -1
         while kept.sum() != before:
             before = kept.sum()
             if not np.logical_or.reduceat(kept, self.starts).all():
@@ -229,8 +222,9 @@ def _merged(ways: Floats, budgets: Floats) -> tuple[Floats, Ints]:
     return found, order[cuts]
 
 
-def _facts(space: Space, options: Table, bound: Bound, roomy: bool) -> _Facts | None:
-    """None where there is too much to look at, or not all options are listed."""
+def facts_of(space: Space, options: Table, bound: Bound, *, roomy: bool = False) -> Facts | None:
+    """None where there is too much to look at, or not all options are listed. ``roomy``: as if
+    memory were no matter but for what fits no rank alone."""
     if len(space.items) > MOST_ITEMS or not options.listed.all():
         return None
     owner: list[int] = []
@@ -245,7 +239,7 @@ def _facts(space: Space, options: Table, bound: Bound, roomy: bool) -> _Facts | 
             owner.append(item)
         if len(parts) > MOST_PARTS:
             return None
-    return _Facts(
+    return Facts(
         space.ranks,
         options.starts,
         np.array(owner),

@@ -22,7 +22,7 @@ from shardwright.planner.search.polish import (
     polish,
     settled,
 )
-from shardwright.planner.search.proof import prove
+from shardwright.planner.search.proof import Facts, facts_of, prove
 from shardwright.planner.search.space import Assignment, Bools, Floats, Ints, Space
 from shardwright.planner.search.state import State, least_first, restored
 from shardwright.planner.search.watch import Watch
@@ -77,7 +77,10 @@ FAR_BEHIND = 1.05  # times what the best start took
 WORTHWHILE = 0.99  # of the best so far is what a start of many items takes, shared evenly
 FEW_OF_MANY, NEAR = 3, 0.02  # starts of many items at most, until one is so near the bound
 PROMISING = 1.1  # times the bound that a start's work takes, shared evenly, to be placed at once
-PLACED, PLACED_WELL = 24, 3  # ways of a proof that are placed, and improved
+PLACED, PLACED_WELL = 16, 3  # ways of a proof that are placed, and improved
+MOST_FORCED, PLACED_OF_TYPE = 8, 8  # items, and ways with each of their types
+WORTH = 1e-3  # share by which a way has to be able to be faster
+BUDGETS, MOST_BUDGETS = 2, 8  # of memory: steps between powers of two, and how many are looked at
 GOOD_ENOUGH = 2e-3  # to the bound, for each start that fitted, for no further start
 
 
@@ -163,13 +166,31 @@ def search(
             break
     if best.best is None:
         return Outcome(None, float("inf"), found, best.tried, 0)
-    is_open = roomy is not None and not quick
-    if is_open and best.seconds > max(proved * (1 + GOOD_ENOUGH), enough):
-        proved = _proved(space, options, best, found, enough, roomy=bool(roomy))
     chosen, seconds = best.best, best.seconds
-    if not quick:
-        chosen, seconds = _finished(space, chosen, seconds, proved, enough, watch)
+    if quick:
+        return Outcome(chosen, seconds, found, best.tried, best.feasible, proved)
+    ways: list[_Way] = []
+    if roomy is not None and seconds > max(proved * (1 + GOOD_ENOUGH), enough):
+        proved, ways = _proved(space, options, best, found, enough, roomy=roomy)
+    chosen, seconds = _finished(space, chosen, seconds, proved, enough, watch)
+    best.seconds = seconds
+    for way in ways:
+        if best.seconds <= max(proved * (1 + FAR[0]), enough) or watch.over():
+            break
+        start = restored(space, target, POWERS[0], Assignment(way.options, way.slots))
+        best.take(start, max(proved, enough))
+    if best.seconds < seconds:
+        chosen, seconds = _finished(space, best.best, best.seconds, proved, enough, watch)
     return Outcome(chosen, seconds, found, best.tried, best.feasible, proved)
+
+
+class _Way(NamedTuple):
+    """Options of all items whose blocks have fallen, the longest first; the slowest rank's
+    seconds."""
+
+    seconds: float
+    options: tuple[int, ...]
+    slots: tuple[tuple[int, ...], ...]
 
 
 def _proved(
@@ -180,26 +201,54 @@ def _proved(
     enough: float,
     *,
     roomy: bool,
-) -> float:
-    """Seconds that no plan takes less than; the ways that may come near them are placed, and the
-    best of these improved."""
-    fallen: list[tuple[float, tuple[int, ...], tuple[tuple[int, ...], ...]]] = []
+) -> tuple[float, list[_Way]]:
+    """Seconds that no plan takes less than, and the best of the ways that may come near them."""
+    facts = facts_of(space, options, bound, roomy=roomy)
+    if facts is None:
+        return bound.seconds, []
+    fallen: set[_Way] = set()
 
     def take(ways: Ints) -> float:
         chosen = [] if space.constrained else sorted({*map(tuple, ways.tolist())})
         for way in chosen[:PLACED]:
             placed = longest_first(space, way)
             if placed is not None:
-                fallen.append((placed[0], way, placed[1]))
-        return min((each[0] for each in fallen), default=best.seconds)
+                fallen.add(_Way(placed[0], way, placed[1]))
+        return min((way.seconds for way in fallen), default=best.seconds)
 
-    proved = prove(space, options, bound, best.seconds, take, roomy=roomy)
-    for _, way, slots in sorted(set(fallen))[:PLACED_WELL]:
-        if best.watch.over():
-            break
-        start = restored(space, max(bound.seconds, TINY), POWERS[0], Assignment(way, slots))
-        best.take(start, max(proved, enough))
-    return proved
+    proved = prove(facts, bound.seconds, best.seconds, take)
+    least = min(best.seconds, min((way.seconds for way in fallen), default=best.seconds))
+    if least > max(proved * (1 + FAR[1] / 2), enough) and not space.constrained:
+        for ways in _others(space, facts, least * (1 - WORTH)):
+            if best.watch.over():
+                break
+            take(ways)
+    return proved, sorted(fallen)[:PLACED_WELL]
+
+
+def _others(space: Space, facts: Facts, seconds: float) -> Iterator[Ints]:
+    """Ways that may take so few ``seconds`` in less memory, of a grid that is the same whatever
+    there is, and with each type of the items of most work."""
+    capacity = int(facts.capacity[0]) if len(facts.capacity) else 0
+    budget = capacity.bit_length() * BUDGETS
+    for steps in range(budget, max(budget - MOST_BUDGETS, 0), -1):
+        share = 2 ** (steps / BUDGETS) / capacity
+        if share < 1:
+            ways = facts.ways(seconds, share)
+            if ways is None:
+                break
+            yield ways
+    most = sorted(range(len(space.items)), key=lambda item: -space.least_work[item])
+    for item in most[:MOST_FORCED]:
+        first = int(facts.starts[item])
+        options = space.items[item].options
+        types = [option.choices[0].option.sharding_type for option in options]
+        for kind in dict.fromkeys(types):
+            only = np.ones(len(facts.owner), bool)
+            only[first : first + len(types)] = [own == kind for own in types]
+            ways = facts.ways(seconds, only=only)
+            if ways is not None:
+                yield ways[:: -(-len(ways) // PLACED_OF_TYPE)]
 
 
 def _fresh(
