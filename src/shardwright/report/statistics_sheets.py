@@ -314,8 +314,9 @@ def price_line(prices: Sequence[MemoryPrice], proved: float = 0.0) -> str:
         )
     if not worth:
         return "More memory per rank would not lower the bound: memory is not what limits it."
+    bound = "the bound of shards spread at will" if proved else "the bound"
     parts = [
-        f"one more GiB of {price.tier.upper()} per rank would lower the bound by "
+        f"one more GiB of {price.tier.upper()} per rank would lower {bound} by "
         f"{format_seconds(price.bound_falls)}"
         for price in worth
     ]
