@@ -12,6 +12,14 @@ What breaks either rule is listed, and the call ends with 1.
 asks so many plans what another sharding type or kernel of one of their tables would do, and plans
 anew with nothing else allowed for it: both must be the same, to the bit. Each call keeps what the
 other has written.
+
+    python benchmarks/planner_random.py --gaps 150 --output FILE.json
+    python benchmarks/planner_random.py --changes 40 --output FILE.json
+
+plan so many ``varied`` problems, of our costs and of TorchRec's, from one rank to 64 and from a few
+tables to thousands: how far plans are above their bounds; and, where the first call's problems are
+of few tables, what becomes of a plan with each table left out, with more memory, and with a type
+forced: it should not get slower, slower and faster.
 """
 
 from __future__ import annotations
@@ -231,6 +239,133 @@ def why_not(count: int, kinds: list[str]) -> dict[str, Any]:
     }
 
 
+VARIED_DIMS = (7, 10, 16, 32, 33, 64, 96, 100, 128, 200, 256, 384, 768, 1000, 1024)
+OPTIMIZERS = ("none", "sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
+SHAPES = {"few": 6, "huge": 2, "many": 1}  # of the sizes of tables, and how often
+MORE_MEMORY = (1.05, 1.3, 2.0, 4.0)
+SLOWER_CHANGES = (1.001, 1.005)  # counted
+
+
+def varied(seed: int, shapes: tuple[str, ...] = tuple(SHAPES)) -> dict[str, Any]:
+    """A problem as a job's document."""
+    draw = random.Random(f"varied {seed}")
+    ranks = draw.choice((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
+    hosts = draw.choice([hosts for hosts in (1, 2, 3, 4, 8) if ranks % hosts == 0])
+    (shape,) = draw.choices(shapes, [SHAPES[shape] for shape in shapes])
+    tables = [
+        {
+            "name": f"t{number}",
+            "rows": rows,
+            "dim": draw.choice(VARIED_DIMS),
+            "pooling_factors": [round(10 ** draw.uniform(-0.3, 1.7), 2)],
+            "optimizer": draw.choice(OPTIMIZERS),
+            "pooled": draw.random() < 0.75,
+            "dtype": draw.choice(("fp32", "fp32", "fp32", "fp16")),
+        }
+        for number, rows in enumerate(_rows(shape, draw))
+    ]
+    held = sum(8 * table["rows"] * table["dim"] for table in tables)
+    scarce = draw.choice(((0.7, 1.3), (1.3, 8.0)))  # times what tables and states are, about
+    constants = draw.choice(("cluster", "torchrec-1.9"))
+    cluster = {
+        "compute_device": "cuda",
+        "world_size": ranks,
+        "local_world_size": ranks // hosts,
+        "hbm_cap": int(held / ranks * draw.uniform(*scarce)) + 4 * MIB,
+        "ddr_cap": 2 * held // ranks + 64 * MIB,
+        **({"preset": "h100-8"} if constants == "cluster" else {}),
+    }
+    return {
+        "tables": tables,
+        "cluster": cluster,
+        "batch": {"size": draw.choice((7, 16, 64, 256, 1024, 4096))},
+        "planner": {"constants": constants, "reservation": {"kind": "none"}},
+    }
+
+
+def _rows(shape: str, draw: random.Random) -> list[int]:
+    """Rows of every table: of any size, few huge ones, or thousands of tiny ones."""
+    huge = [10 ** draw.uniform(6, 8) for _ in range(draw.randint(0 if shape == "many" else 1, 4))]
+    match shape:
+        case "few":
+            sizes = [10 ** draw.uniform(0.5, 6.5) for _ in range(draw.randint(3, 40))]
+        case "huge":
+            sizes = huge + [10 ** draw.uniform(0.5, 4) for _ in range(draw.randint(0, 12))]
+        case _:
+            tiny = draw.randint(1000, 3000)
+            sizes = huge + [10 ** draw.uniform(0.5, 4) for _ in range(tiny)]
+    return [int(size) + 1 for size in sizes]
+
+
+def gaps(count: int) -> dict[str, Any]:
+    """How far the plans of ``count`` varied problems are above their bounds."""
+    found, spent, refused = [], [], 0
+    for seed in range(count):
+        job = parse_job(varied(seed))
+        begun = time.process_time()
+        made = planned(job)
+        spent.append(time.process_time() - begun)
+        refused += made is None
+        if made is not None:
+            found.append(made.gap)
+    found.sort()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "problems": count,
+        "planned": len(found),
+        "gap": {f"percentile_{q}": found[q * (len(found) - 1) // 100] for q in (50, 75, 90, 95)},
+        "worst": found[-5:],
+        "median_cpu_seconds": statistics.median(spent),
+        "cpu_seconds": sum(spent),
+    }
+
+
+def changes(count: int) -> dict[str, Any]:
+    """What ``count`` varied problems of few tables take, as a share of the plan of each, where
+    nothing should make them slower: a table less, and more memory; and where nothing should make
+    them faster: one type forced for a table."""
+    ratios: dict[str, list[float]] = {"a_table_less": [], "more_memory": [], "a_type_forced": []}
+    for seed in range(count):
+        problem = varied(seed, ("few", "huge"))
+        made = planned(parse_job(problem))
+        if made is None:
+            continue
+        draw = random.Random(seed)
+        for kind, other in _changed(problem, draw):
+            try:
+                seconds = plan(parse_job(other)).max_rank_seconds
+            except ShardwrightError:
+                continue
+            ratios[kind].append(seconds / made.max_rank_seconds)
+    forced = ratios.pop("a_type_forced")
+    counted = {
+        kind: {
+            "plans": len(own),
+            "worst": max(own),
+            **{f"above_{most:g}": sum(ratio > most for ratio in own) for most in SLOWER_CHANGES},
+        }
+        for kind, own in ratios.items()
+    }
+    faster = sum(ratio < 1 / SLOWER_CHANGES[0] for ratio in forced)
+    counted["a_type_forced"] = {"plans": len(forced), "least": min(forced), "below_0.999": faster}
+    return {"date": datetime.date.today().isoformat(), "problems": count, **counted}
+
+
+def _changed(problem: dict[str, Any], draw: random.Random) -> Iterator[tuple[str, dict[str, Any]]]:
+    tables, cluster = problem["tables"], problem["cluster"]
+    for table in tables:
+        rest = [other for other in tables if other is not table]
+        if rest:
+            yield "a_table_less", problem | {"tables": rest}
+    for factor in MORE_MEMORY:
+        room = {"hbm_cap": int(cluster["hbm_cap"] * factor)}
+        yield "more_memory", problem | {"cluster": cluster | room}
+    for kind in FORCED["sharding_types"]:
+        which = draw.choice(tables)
+        forced = [t | {"sharding_types": [kind]} if t is which else t for t in tables]
+        yield "a_type_forced", problem | {"tables": forced}
+
+
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts and ratios of one kind, or of all."""
     both = [r["ms"] / r["torchrec_ms"] for r in results if "ms" in r and "torchrec_ms" in r]
@@ -274,13 +409,23 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help="some of the kinds")
     parser.add_argument("--output", type=Path, help="where the figures go, as JSON")
     parser.add_argument("--why-not", type=int, default=0, help="so many answers alone")
+    parser.add_argument("--gaps", type=int, default=0, help="so many varied problems alone")
+    parser.add_argument(
+        "--changes", type=int, default=0, help="what changes so many of these alone"
+    )
     options = parser.parse_args()
+    alone: dict[str, dict[str, Any]] = {}
     if options.why_not:
-        found = why_not(options.why_not, options.kinds.split(","))
-        print(json.dumps(found))
+        alone["why_not"] = why_not(options.why_not, options.kinds.split(","))
+    if options.gaps:
+        alone["gaps"] = gaps(options.gaps)
+    if options.changes:
+        alone["changes"] = changes(options.changes)
+    if alone:
+        print(json.dumps(alone))
         if options.output:
-            write(options.output, {"why_not": found})
-        return 1 if found["failures"] else 0
+            write(options.output, alone)
+        return 1 if any(found.get("failures") for found in alone.values()) else 0
     where, wrong, kinds, everything = machine(), [], {}, []
     for kind in options.kinds.split(","):
         problems = [drawn(kind, seed) for seed in range(options.each)]

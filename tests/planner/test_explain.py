@@ -575,10 +575,6 @@ def test_numbers_of_why_not_are_those_of_the_plan_that_is_forced() -> None:
 
 IMPOSSIBLE: dict[str, tuple[Job, str, str, str]] = {
     "type not allowed": (_job(), "t_row_wise", "grid_shard", "the job allows only row_wise"),
-    "one host of a step": (
-        _job(tables=[{"name": "t", "rows": 50, "dim": 16}]),
-        *("t", "table_row_wise", "ranks are one host, where it is the same as row_wise"),
-    ),
     "adagrad by columns": (
         _job(optimizer="adam", tables=[{"name": "t", "rows": 50, "dim": 16}]),
         *("t", "column_wise", "rowwise_adagrad sums over all columns of a row"),
@@ -603,10 +599,6 @@ IMPOSSIBLE: dict[str, tuple[Job, str, str, str]] = {
     "fused replicas": (
         _tables(tables=[{"name": "t", "rows": 9, "dim": 8, "sharding_types": ["data_parallel"]}]),
         *("t", "fused", "data_parallel is dense"),
-    ),
-    "one host": (
-        _tables(cluster={"world_size": 2, "compute_device": "cuda"}),
-        *("bags", "table_row_wise", "all ranks are one host, where it is the same as row_wise"),
     ),
     "a cpu": (
         _tables(
@@ -635,7 +627,7 @@ IMPOSSIBLE: dict[str, tuple[Job, str, str, str]] = {
     ),
     "torchrec's sequences": (
         _tables(planner={"constants": "torchrec-1.9", "options": "torchrec"}),
-        *("list", "table_row_wise", "TorchRec cuts no sequence table that way"),
+        *("list", "table_row_wise", "it pools what it looks up, and the rows of this table stay"),
     ),
     "kept together": (
         _tables(

@@ -138,7 +138,7 @@ def plan(
         ({"compute_kernels": ["quant", "fused"]}, ["kernels", "quant"]),
         (
             {"compute_kernels": ["key_value"], "sharding_types": ["data_parallel"]},
-            ["types ['data_parallel'], kernels ['key_value']"],
+            ["tables.t0.sharding_types", "data_parallel: it needs dense", "allows only key_value"],
         ),
         ({"cache": {"load": 3}}, ["tables[0].cache", "load"]),
         ({"cache": {"load_factor": 2}}, ["cache.load_factor", "got 2"]),

@@ -143,7 +143,7 @@ def test_a_placement_that_a_part_cannot_have_is_refused_by_its_name(
             "cluster": {"preset": "local", "world_size": 2},
         }
     )
-    with pytest.raises(InputError, match=f"tables '{part}': expected a sharding type"):
+    with pytest.raises(InputError, match=f"expected any that can be planned for '{part}', got"):
         plan(job)
 
 

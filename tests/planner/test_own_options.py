@@ -92,9 +92,14 @@ def test_a_table_too_narrow_to_cut_has_no_columns_to_offer(dim: int) -> None:
     assert not {"column_wise", "grid_shard"} & set(_types(options))
 
 
-def test_a_table_too_narrow_to_cut_is_one_shard_where_only_columns_are_allowed() -> None:
-    options = wide_options(_table(dim=6, sharding_types=("column_wise",)), _cluster(), slow=False)
-    assert [(o.count, o.runs[0].columns) for o in options] == [(1, 6)]
+@pytest.mark.parametrize(("dim", "widths"), [(6, [6]), (64, [64, 32, 16, 8, 4])])
+def test_only_as_in_torchrec_may_columns_that_are_asked_for_be_one_shard(
+    dim: int, widths: list[int]
+) -> None:
+    table = _table(dim=dim, sharding_types=("column_wise",))
+    assert _widths(wide_options(table, _cluster(), slow=False, uncut=True)) == widths
+    if dim == 64:
+        assert _widths(wide_options(table, _cluster(), slow=False)) == widths[1:]
 
 
 def test_a_grid_has_as_many_columns_of_shards_as_hosts_or_two() -> None:
@@ -218,7 +223,7 @@ CLUSTERS = st.builds(
 
 def _wide(table: TableSpec, cluster: Cluster) -> tuple[Option, ...]:
     try:
-        return wide_options(table, cluster, slow=True)
+        return wide_options(table, cluster, slow=True, uncut=True)
     except InputError:
         assume(False)
         raise
@@ -246,7 +251,7 @@ def test_all_that_torchrec_looks_at_is_looked_at(table: TableSpec, cluster: Clus
     except InputError:
         assume(False)
         raise
-    options = wide_options(table, cluster, slow=True)
+    options = wide_options(table, cluster, slow=True, uncut=True)
     wide = {(o.sharding_type, o.compute_kernel, o.shards) for o in options}
     for option in narrow:
         kinds = {option.sharding_type, WIDER.get(option.sharding_type, "")}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from shardwright.core.amount import Step, derivation
 from shardwright.core.batch import Batch
 from shardwright.core.cluster import TIERS
-from shardwright.core.errors import UnsupportedError
-from shardwright.core.job import ClusterSection
+from shardwright.core.errors import InputError, UnsupportedError
+from shardwright.core.job import ClusterSection, parse_job
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option, shard_runs
 from shardwright.core.sharding import ShardingType
@@ -82,3 +82,21 @@ def test_other_types_have_no_additive_cost() -> None:
         "tables 't'.sharding_types: expected one of table_wise, column_wise for the additive "
         "cost, got row_wise."
     )
+
+
+@pytest.mark.parametrize(
+    ("constants", "key", "value"),
+    [
+        ("additive", "options", "torchrec"),
+        ("additive", "dedup", True),
+        ("torchrec-1.9", "dedup", True),
+    ],
+)
+def test_a_key_that_these_costs_do_not_read_is_refused(
+    constants: str, key: str, value: object
+) -> None:
+    job = {"tables": [{"name": "t", "rows": 9, "dim": 8}], "cluster": {"compute_device": "cuda"}}
+    with pytest.raises(InputError) as caught:
+        parse_job(job | {"planner": {"constants": constants, key: value}})
+    wanted = f"planner.{key}: expected none beside planner.constants '{constants}', which does not"
+    assert wanted in str(caught.value)

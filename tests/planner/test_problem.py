@@ -70,9 +70,9 @@ def test_a_kernel_goes_with_its_types(make_job: MakeJob, kernel: str, types: lis
     [
         (
             {"table": {"sharding_types": ["row_wise"], "compute_kernels": ["dense"]}},
-            "tables 't0': expected a sharding type and kernel that this version runs, got types "
-            "['row_wise'], kernels ['dense']. Allow table_wise or row_wise with kernel fused, "
-            "data_parallel with dense, or on a CPU that has cluster.ssd_cap key_value.",
+            "tables.t0.sharding_types: expected any that can be planned for 't0', got row_wise: it "
+            "needs a kernel other than dense, and the job allows only dense "
+            "(tables.t0.compute_kernels). Name another one, or leave the key out.",
         ),
         (
             {"planner": {"estimator": {"is_inference": True}}},

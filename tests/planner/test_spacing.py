@@ -173,7 +173,8 @@ def test_rules_that_leave_a_table_no_type_are_refused(make_tables: MakeJob) -> N
         _space(
             make_tables(
                 50,
-                table={"sharding_types": ["row_wise"]},
+                cluster={"preset": "h100-8", "world_size": 16},
+                table={"sharding_types": ["table_row_wise"]},
                 planner={"constraints": {"ranks": {"t0": [1]}}},
             )
         )
@@ -197,7 +198,7 @@ def test_columns_of_one_host_may_use_some_of_its_ranks(make_tables: MakeJob) -> 
     table["min_partition"] = 32
     _, space = _space(make_tables(50, dim=128, cluster=cluster, table=table))
     widths = [(o.choices[0].option.count, o.widths) for o in space.items[0].options]
-    assert widths == [(1, (1,)), (2, (2,)), (2, (1,)), (4, (4,)), (4, (2,)), (4, (1,))]
+    assert widths == [(2, (2,)), (2, (1,)), (4, (4,)), (4, (2,)), (4, (1,))]
 
 
 tables = st.lists(

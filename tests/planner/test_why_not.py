@@ -18,8 +18,8 @@ from shardwright.core.job import BatchSection, Job, parse_job
 from shardwright.core.plan import Plan
 from shardwright.lab.recordings import found_for
 from shardwright.planner import explain
+from shardwright.planner.exclusion import Rules, exclusion
 from shardwright.planner.explain.replan import forced_table
-from shardwright.planner.explain.why_not import exclusion
 from shardwright.planner.planner import written
 from shardwright.planner.problem import make_problem
 from shardwright.planner.search.watch import Watch
@@ -78,6 +78,59 @@ def test_a_replanned_answer_is_that_of_planning_anew_with_the_type_or_kernel_for
             return
 
 
+NARROW = "there is nothing to cut: no width that divides 33 columns is a multiple of 4"
+REFUSED: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "additive": ({}, "additive", "fused_uvm", "the additive costs know fused only"),
+    "narrow": ({"dim": 33}, "cluster", "column_wise", NARROW),
+    "sequence": ({"pooled": False}, "cluster", "grid_shard", "it pools what it looks up"),
+    "packed": ({"kind": "int8"}, "cluster", "table_row_wise", "a quantised table is table_wise or"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_why_not_calls_impossible_is_refused_where_nothing_else_is_allowed(case: str) -> None:
+    changes, constants, wanted, why = REFUSED[case]
+    table = {"name": "t", "rows": 1000, "dim": 64, "optimizer": "sgd"} | changes
+    if "kind" in table:
+        del table["optimizer"]
+    preset = "additive" if constants == "additive" else "h100-8"
+    cluster = {"preset": preset, "world_size": 4, "local_world_size": 2}
+    job = parse_job(
+        {"tables": [table], "cluster": cluster, "planner": {"constants": constants}},
+    )
+    found = explain.why_not(plan(job), "t", wanted)
+    assert found.verdict == "impossible"
+    field = "sharding_types" if wanted in TYPES else "compute_kernels"
+    with pytest.raises(InputError) as caught:
+        plan(_forced(job, "t", wanted))
+    text = str(caught.value)
+    where = f"tables.t.{field}: expected any that can be planned for 't', got {wanted}: {why}"
+    assert text.startswith(where)
+    assert text.endswith(" Name another one, or leave the key out.")
+    assert why in found.reason
+
+
+def test_columns_that_cannot_be_cut_are_one_shard_with_a_note_where_costs_are_torchrecs() -> None:
+    table = {"name": "t", "rows": 1000, "dim": 33, "sharding_types": ["column_wise"]}
+    cluster = {"world_size": 2, "compute_device": "cuda"}
+    section = {"constants": "torchrec-1.9"}
+    made = plan(parse_job({"tables": [table], "cluster": cluster, "planner": section}))
+    assert made.tables[0].sharding_type == "column_wise"
+    note = "table t: 33 columns cannot be cut and are one shard, as in TorchRec"
+    assert note in made.assumptions
+
+
+@pytest.mark.parametrize("wanted", ["table_row_wise", "grid_shard", "table_column_wise"])
+def test_a_type_of_hosts_that_is_named_is_followed_on_one_host(wanted: str) -> None:
+    table = {"name": "t", "rows": 1000, "dim": 64, "optimizer": "sgd"}
+    job = parse_job({"tables": [table], "cluster": {"preset": "h100-8", "world_size": 4}})
+    found = explain.why_not(plan(job), "t", wanted)
+    forced = plan(_forced(job, "t", wanted))
+    assert forced.tables[0].sharding_type == wanted
+    assert found.replanned is not None
+    assert found.replanned.seconds == forced.max_rank_seconds
+
+
 def test_a_plan_that_takes_no_time_is_no_divisor() -> None:
     idle = {"name": "t", "rows": 550_000, "dim": 2048, "pooling_factors": [0.0]}
     machine = {"world_size": 2, "compute_device": "cpu"}
@@ -130,7 +183,8 @@ def test_that_no_plan_fits_planned_anew_is_said(tight: Plan) -> None:
 )
 def test_replicas_need_dense_where_a_batch_has_many_rows(tight: Plan, batch: int, why: str) -> None:
     job = msgspec.structs.replace(tight.job, batch=BatchSection(batch))
-    assert exclusion(make_problem(job, tight.model), 1, "data_parallel").startswith(why)
+    rules = Rules(job, make_problem(job, tight.model).context, is_trained=False)
+    assert exclusion(rules, tight.model.tables[1], "data_parallel").startswith(why)
 
 
 def _free(job: Job) -> Any:

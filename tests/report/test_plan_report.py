@@ -259,10 +259,19 @@ def test_waiting_is_shown_in_words() -> None:
 
 
 def test_what_more_memory_would_buy_is_shown() -> None:
-    text = flowed(tables_plan(), falls=2e-4)
-    assert "One more GiB of HBM per rank would lower the bound by 200 µs." in text
-    text = flowed(tables_plan())
-    assert "More memory per rank would not lower the bound: memory is not what limits it." in text
+    made = tables_plan()
+    bare, more = (
+        msgspec.structs.replace(
+            made, search=msgspec.structs.replace(made.search, proved_seconds=seconds)
+        )
+        for seconds in (0.0, 1e-9)
+    )
+    fall = "One more GiB of HBM per rank would lower the bound"
+    assert f"{fall} by 200 µs." in flowed(bare, falls=2e-4)
+    assert f"{fall} of shards spread at will by 200 µs." in flowed(more, falls=2e-4)
+    line = "More memory per rank would not lower the bound"
+    assert f"{line}: memory is not what limits it." in flowed(bare)
+    assert f"{line} of shards spread at will; what single ranks hold may matter." in flowed(more)
 
 
 def test_no_gap_is_said_as_such() -> None:

@@ -349,9 +349,13 @@ def _refuse_unread(job: Job, where: str) -> None:
                 (section, given, key, "model.kind 'tables'") for key in given.__struct_fields__
             ]
         estimator = job.planner.estimator
+        constants = f"planner.constants '{job.planner.constants}'"
         for key in ESTIMATOR_UNREAD.get(job.planner.constants, ()):
-            constants = f"planner.constants '{job.planner.constants}'"
             unread.append(("planner.estimator", estimator, key, constants))
+        if job.planner.constants != "cluster":
+            unread.append(("planner", job.planner, "dedup", constants))
+        if job.planner.constants == "additive":
+            unread.append(("planner", job.planner, "options", constants))
     elif job.data.kind in ("text", "python"):
         for key in ("rows", "test_rows", "skip_bad_rows"):
             unread.append(("data", job.data, key, f"data.kind '{job.data.kind}'"))

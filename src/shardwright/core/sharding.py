@@ -32,8 +32,7 @@ class Traits(msgspec.Struct, frozen=True):
 
     ``rows_over``: its rows are cut over all ranks, over those of a host, or not at all.
     ``replicated``: every rank holds the whole table. ``sequences``: it is for tables that are not
-    pooled, too. ``on_one_host``: what it comes to where all ranks are one host. ``freer``: the type
-    that has its shards and lays them anywhere.
+    pooled, too. ``freer``: the type that has its shards and lays them anywhere.
     """
 
     name: ShardingType
@@ -43,7 +42,6 @@ class Traits(msgspec.Struct, frozen=True):
     cuts_columns: bool = False
     replicated: bool = False
     sequences: bool = True
-    on_one_host: str = ""
     freer: ShardingType | None = None
 
     @property
@@ -72,14 +70,13 @@ _ROWS: tuple[Traits, ...] = (
     Traits("table_wise", "TW", "device"),
     Traits("row_wise", "RW", "uniform", "ranks"),
     Traits("column_wise", "CW", "device", cuts_columns=True),
-    Traits("table_row_wise", "TWRW", "host", "host", sequences=False, on_one_host="row_wise"),
+    Traits("table_row_wise", "TWRW", "host", "host", sequences=False),
     Traits(
         "table_column_wise",
         "TWCW",
         "host",
         cuts_columns=True,
         sequences=False,
-        on_one_host="column_wise",
         freer="column_wise",
     ),
     Traits(
@@ -89,7 +86,6 @@ _ROWS: tuple[Traits, ...] = (
         "host",
         cuts_columns=True,
         sequences=False,
-        on_one_host="row_wise of column blocks",
     ),
 )
 _BY_NAME: dict[str, Traits] = {row.name: row for row in _ROWS}

@@ -12,12 +12,13 @@ import msgspec
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import InputError, expected
 from shardwright.core.job import Job
-from shardwright.core.model import DENSE, ComputeKernel, ModelSpec, TableSpec
+from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.option import Option
 from shardwright.cost.additive import SHARDING_TYPES as ADDITIVE_TYPES
 from shardwright.planner import profiles
 from shardwright.planner.choice import Choice
-from shardwright.planner.options import SLOW_KERNELS, replica_kernel, runnable_options, wide_options
+from shardwright.planner.exclusion import Rules, check_limits, replica_of, uncut_columns
+from shardwright.planner.options import SLOW_KERNELS, runnable_options, wide_options
 from shardwright.planner.pricing import additive, native
 from shardwright.planner.pricing.evaluate import PricingContext
 
@@ -207,6 +208,8 @@ def _options(
     table: TableSpec, model: ModelSpec, job: Job, context: PricingContext, *, slow: bool
 ) -> tuple[Option, ...]:
     cluster = context.cluster
+    if (table.sharding_types, table.compute_kernels) != (None, None):
+        check_limits(Rules(job, context, model.is_trained), table)
     replica = replica_of(table, job, context)
     if model.is_trained:
         return runnable_options(table, cluster, replica)
@@ -217,10 +220,5 @@ def _options(
     elif job.planner.as_torchrec:
         return profiles.torchrec.torchrec_options(table, cluster)
     every_cut = job.planner.search == "exact"
-    return wide_options(table, cluster, replica, slow=slow, every_cut=every_cut)
-
-
-def replica_of(table: TableSpec, job: Job, context: PricingContext) -> ComputeKernel:
-    """The kernel of replicas of ``table``, which TorchRec has as dense ones only."""
-    theirs = job.planner.constants != "cluster" or job.planner.as_torchrec
-    return DENSE if theirs else replica_kernel(table, context.cluster, context.batch)
+    uncut = uncut_columns(job)
+    return wide_options(table, cluster, replica, slow=slow, every_cut=every_cut, uncut=uncut)

@@ -136,13 +136,15 @@ def wide_options(
     *,
     slow: bool,
     every_cut: bool = False,
+    uncut: bool = False,
 ) -> tuple[Option, ...]:
     """Every sharding type, even cut of columns and kernel of the device that can be of use;
     replicas as in ``runnable_options``.
 
     ``slow``: also the kernels whose weights lie in host memory where none is named. ``every_cut``:
-    also cuts so fine that no bound depends on them. A key-value store and kernels of quantised
-    tables have to be named. The types that keep a table's shards on a host are for pooled tables.
+    also cuts so fine that no bound depends on them. ``uncut``: columns that are asked for may be
+    one shard. A key-value store and kernels of quantised tables have to be named. The types that
+    keep a table's shards on a host are for pooled tables.
     """
     types = WIDE if table.sharding_types is None else table.sharding_types
     options = []
@@ -153,7 +155,8 @@ def wide_options(
         one_host = cluster.group >= cluster.world_size
         if one_host and kind.within_hosts and table.sharding_types is None:
             continue  # the same as the type without its host
-        for width in _widths(table, sharding_type, cluster, every_cut=every_cut):
+        widths = _widths(table, sharding_type, cluster, every_cut=every_cut, uncut=uncut)
+        for width in widths:
             runs = shard_runs(table, sharding_type, cluster.world_size, cluster.group, width)
             options += [
                 Option(table.name, sharding_type, kernel, runs)
@@ -173,7 +176,12 @@ def wide_options(
 
 
 def _widths(
-    table: TableSpec, sharding_type: ShardingType, cluster: Cluster, *, every_cut: bool
+    table: TableSpec,
+    sharding_type: ShardingType,
+    cluster: Cluster,
+    *,
+    every_cut: bool,
+    uncut: bool,
 ) -> tuple[int, ...]:
     """Column widths to try, widest first. Shards by the thousand on few ranks are none, but for
     ``every_cut``."""
@@ -187,7 +195,7 @@ def _widths(
     narrow = column_width(table, table.min_partition or USUAL_MIN_PARTITION)
     if narrow < table.dim and table.dim // narrow <= max(most, MOST_PIECES):
         widths = sorted({*widths, narrow}, reverse=True)
-    named = table.sharding_types
+    named = table.sharding_types if uncut else None
     if named is not None and (kind.cuts_rows or not any(traits(t).whole for t in named)):
         widths = [table.dim, *widths]  # asked for; uncut it is no other type that may be chosen
     return tuple(widths)

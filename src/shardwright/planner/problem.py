@@ -21,6 +21,7 @@ from shardwright.cost import reservation
 from shardwright.memory.rank_step import Chunk
 from shardwright.planner import profiles
 from shardwright.planner.choices import Tables, table_choices
+from shardwright.planner.exclusion import uncut_notes
 from shardwright.planner.pricing.evaluate import PricingContext
 from shardwright.planner.unit_choice import DenseContext, UnitChoice
 from shardwright.planner.units import UnitSpace
@@ -192,6 +193,7 @@ def _assumptions(job: Job, unit_space: UnitSpace) -> tuple[str, ...]:
         if any(unit.checkpointed for unit in model.units) and len(checkpointing_of(job)) > 1:
             notes.append("the lower bound is that of plans with the same checkpointing")
     if not model.is_trained:
+        notes += uncut_notes(job, model.tables)
         if job.planner.constants == "cluster" and reservation_kind(job) == "none":
             notes.append("nothing is reserved for a dense part: planner.reservation is not given")
         bare = [

@@ -60,7 +60,7 @@ def _verdict(
         plan_sheets.speed_line(plan),
         plan_sheets.hidden_line(plan),
         plan_sheets.checkpointing_line(plan),
-        sheets.price_line(prices) if plan.tables else "",
+        sheets.price_line(prices, plan.search.proved_seconds) if plan.tables else "",
         *more,
     ]
     title = prose(plan_sheets.headline(plan), style="bold")

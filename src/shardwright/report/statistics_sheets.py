@@ -302,15 +302,21 @@ def waiting_lines(statistics: Statistics) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def price_line(prices: Sequence[MemoryPrice]) -> str:
-    """What more memory would buy."""
+def price_line(prices: Sequence[MemoryPrice], proved: float = 0.0) -> str:
+    """What more memory would buy; where the search ``proved`` more than the relaxation, of that."""
     if not prices:
         return "There are no tables: the bound does not depend on memory."
     worth = [price for price in prices if price.bound_falls]
+    if not worth and proved:
+        return (
+            "More memory per rank would not lower the bound of shards spread at will; what single "
+            "ranks hold may matter."
+        )
     if not worth:
         return "More memory per rank would not lower the bound: memory is not what limits it."
+    bound = "the bound of shards spread at will" if proved else "the bound"
     parts = [
-        f"one more GiB of {price.tier.upper()} per rank would lower the bound by "
+        f"one more GiB of {price.tier.upper()} per rank would lower {bound} by "
         f"{format_seconds(price.bound_falls)}"
         for price in worth
     ]

@@ -36,6 +36,7 @@ RELAXED = (
     "relaxed: shards may be spread over the ranks at will, so only sums matter; a byte of a scarce "
     "memory has a price in seconds, and every price proves a bound"
 )
+COUNTED = "no choice of options is within all budgets of less, shards counted by their sizes"
 SAME = 1e-12
 
 
@@ -54,8 +55,8 @@ def explain(subject: Subject) -> Iterator[Explanation]:
     slowest = leaf(plan.max_rank_seconds, "seconds_of_slowest_rank", "s", "--statistic ranks")
     bounds = [_with_the_rest(problem, found.seconds)]
     if plan.search.proved_seconds:
-        proved = leaf(plan.search.proved_seconds, "proved_by_search", "s", "branch and bound")
-        bounds.append(proved)
+        how = "branch and bound" if plan.search.name == "exact" else COUNTED
+        bounds.append(leaf(plan.search.proved_seconds, "proved_by_search", "s", how))
     notes = [RELAXED, f"binding: {found.binding}"]
     known = " and TorchRec's options" if problem.job.planner.as_torchrec else ""
     yield finished(

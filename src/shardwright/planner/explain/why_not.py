@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,24 +14,15 @@ import numpy as np
 
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import Job
-from shardwright.core.kinds import is_packed, kind_of
-from shardwright.core.model import DENSE, QUANTIZED, ComputeKernel, TableSpec
-from shardwright.core.model_of_job import key_of
-from shardwright.core.optimizers import BY_ROW
-from shardwright.core.option import (
-    DEFAULT_MIN_PARTITION,
-    Option,
-    column_width,
-    column_widths,
-)
+from shardwright.core.model import ComputeKernel
+from shardwright.core.option import Option
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import SAME_SECONDS, exact_bytes, format_seconds
-from shardwright.core.sharding import TYPES, traits
-from shardwright.cost.additive import SHARDING_TYPES as ADDITIVE_TYPES
+from shardwright.core.sharding import TYPES
 from shardwright.planner.choice import Choice
-from shardwright.planner.choices import Tables, replica_of, table_choices
+from shardwright.planner.choices import Tables, table_choices
 from shardwright.planner.draft import Draft, TablesDraft
+from shardwright.planner.exclusion import Rules, exclusion
 from shardwright.planner.explain.recompute import draft_of, unknown
 from shardwright.planner.explain.replan import Replanned, forced_table, instead, replanned
 from shardwright.planner.problem import Problem, make_problem
@@ -159,19 +150,20 @@ def _choices(problem: Problem, index: int, wanted: str) -> tuple[tuple[Choice, .
 
     What a search looks at on request only is requested here.
     """
-    reason = exclusion(problem, index, wanted)
+    table = problem.model.tables[index]
+    rules = Rules(problem.job, problem.context, problem.model.is_trained)
+    reason = exclusion(rules, table, wanted)
     found = tuple(c for c in problem.tables[index] if _is(c, wanted))
     if reason or found:
         return (() if reason else found), reason
     given = {_field(wanted): (wanted,)}
-    table = msgspec.structs.replace(problem.model.tables[index], **given)
-    model = msgspec.structs.replace(problem.model, tables=(table,))
+    named = msgspec.structs.replace(table, **given)
+    model = msgspec.structs.replace(problem.model, tables=(named,))
     try:
         asked = table_choices(model, problem.job, problem.context, slow=True)[0]
     except InputError as error:
         return (), str(error)
-    original = problem.model.tables[index]
-    found = tuple(msgspec.structs.replace(c, table=original) for c in asked if _is(c, wanted))
+    found = tuple(msgspec.structs.replace(c, table=table) for c in asked if _is(c, wanted))
     return found, "" if found else f"no option of this table is {wanted}"
 
 
@@ -274,120 +266,3 @@ def _words(choice: Choice, before: Option | None = None) -> str:
     changed = before is not None and before.compute_kernel != option.compute_kernel
     was = f"; its kernel was {before.compute_kernel}" if before and changed else ""
     return f"{option.sharding_type}, {option.compute_kernel}, {cut}{was}"
-
-
-CPU_KERNELS = ("fused", DENSE)
-
-
-def exclusion(problem: Problem, index: int, wanted: str) -> str:
-    """The rule that rules ``wanted`` out; empty where none does, so that it is worth a try."""
-    table = problem.model.tables[index]
-    rules = _of_type if wanted in TYPES else _of_kernel
-    return next((why for why in rules(problem, table, wanted) if why), "")
-
-
-def _of_type(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterator[str]:
-    yield _not_named(problem.job, table, "sharding_types", wanted)
-    yield from _of_rules(problem, table, wanted)
-    if problem.job.planner.constants == "additive" and wanted not in ADDITIVE_TYPES:
-        yield f"the additive costs know {' and '.join(ADDITIVE_TYPES)} only"
-    kernels, replicated = table.compute_kernels, traits(wanted).replicated
-    ways = dict.fromkeys((replica_of(table, problem.job, problem.context), DENSE))
-    if kernels is not None and not _go_with(kernels, ways, replicated=replicated):
-        needed = " or ".join(ways) if replicated else "a kernel other than dense"
-        yield (
-            f"it needs {needed}, and the job allows only {', '.join(kernels)} "
-            f"({key_of(problem.job, table.name, 'compute_kernels')})"
-        )
-    yield from _of_machine(problem, table, wanted)
-    if traits(wanted).cuts_columns:
-        yield _not_cut(problem, table)
-
-
-def _go_with(kernels: Collection[str], ways: Collection[str], *, replicated: bool) -> bool:
-    """Whether one of ``kernels`` is for replicas, which run in some ``ways``, or for what is
-    routed."""
-    return any(k in ways for k in kernels) if replicated else any(k != DENSE for k in kernels)
-
-
-def _of_rules(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterator[str]:
-    """What the job's constraints rule out."""
-    rules = problem.job.planner.constraints
-    where = "planner.constraints"
-    for group in rules.together:
-        if table.name in group and not traits(wanted).whole:
-            others = ", ".join(name for name in group if name != table.name)
-            yield f"it is kept together with {others} ({where}.together), each whole on one rank"
-    limited = table.name in rules.ranks or any(table.name in group for group in rules.apart)
-    if limited and traits(wanted).partition == "uniform" and problem.cluster.world_size > 1:
-        yield f"it uses every rank, and {where} keep the table from some"
-
-
-def _of_machine(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterator[str]:
-    """What the runtime, the device and the hosts rule out."""
-    cluster, kind = problem.cluster, traits(wanted)
-    if problem.model.is_trained:
-        if kind.cuts_columns and table.optimizer in BY_ROW and not table.sharding_types:
-            yield (
-                f"{table.optimizer} sums over all columns of a row, so it is planned where "
-                f"{wanted} is named alone ({key_of(problem.job, table.name, 'sharding_types')})"
-            )
-    elif problem.job.planner.as_torchrec:
-        if not (table.pooled or kind.sequences):
-            yield "TorchRec cuts no sequence table that way; it pools what it looks up"
-        if cluster.compute_device == "cpu" and kind.cuts_rows:
-            yield "TorchRec offers it on accelerators only"
-        return
-    if kind.within_hosts and cluster.group == cluster.world_size and not table.sharding_types:
-        yield (f"all ranks are one host, where it is the same as {kind.on_one_host}")
-
-
-def _not_cut(problem: Problem, table: TableSpec) -> str:
-    """Nothing where there is a width to cut to."""
-    if problem.model.is_trained:
-        least = table.min_partition or max(DEFAULT_MIN_PARTITION, table.dim // 2)
-        cut = column_width(table, least) < table.dim
-    else:
-        least = table.min_partition or DEFAULT_MIN_PARTITION
-        cut = bool(column_widths(table)) or column_width(table, least) < table.dim
-    if cut:
-        return ""
-    return (
-        f"there is nothing to cut: no width that divides {table.dim} columns is a multiple of 4 "
-        f"and at least {least} ({key_of(problem.job, table.name, 'min_partition')})"
-    )
-
-
-def _of_kernel(problem: Problem, table: TableSpec, wanted: str) -> typing.Iterator[str]:
-    yield _not_named(problem.job, table, "compute_kernels", wanted)
-    types, cluster = table.sharding_types, problem.cluster
-    if wanted in QUANTIZED:
-        yield "it serves quantised tables in inference: say kind = 'int8' or 'int4'"
-    elif is_packed(table):
-        yield f"rows of kind '{kind_of(table)}' are bytes, which kernels of training do not read"
-    if problem.job.planner.constants == "additive" and wanted != "fused":
-        yield "the additive costs know fused only"
-    replicas = [traits(t).replicated for t in types or ()]
-    if wanted == DENSE and types is not None and not any(replicas):
-        yield f"only data_parallel is dense, and the job allows {_types(problem.job, table)}"
-    way = replica_of(table, problem.job, problem.context)
-    if wanted not in (DENSE, way) and types and all(replicas):
-        yield f"data_parallel is {way}, and the job allows {_types(problem.job, table)}"
-    if problem.model.is_trained and wanted not in CPU_KERNELS:
-        yield "this version's runtime carries out fused for routed tables and dense for replicas"
-    if cluster.compute_device == "cpu" and wanted not in CPU_KERNELS:
-        yield "a CPU has no faster memory beside its host's: fused keeps the table there"
-    if wanted == "key_value" and not cluster.ssd_cap:
-        yield "there is no SSD: cluster.ssd_cap is 0"
-
-
-def _not_named(job: Job, table: TableSpec, field: str, wanted: str) -> str:
-    allowed = getattr(table, field)
-    if allowed is None or wanted in allowed:
-        return ""
-    return f"the job allows only {', '.join(allowed)} ({key_of(job, table.name, field)})"
-
-
-def _types(job: Job, table: TableSpec) -> str:
-    allowed = ", ".join(table.sharding_types or ())
-    return f"only {allowed} ({key_of(job, table.name, 'sharding_types')})"

@@ -18,9 +18,11 @@ from shardwright.planner.search.polish import (
     MOST_ANNEALED_RANKS,
     annealed,
     coarsened,
+    longest_first,
     polish,
     settled,
 )
+from shardwright.planner.search.proof import Facts, facts_of, prove
 from shardwright.planner.search.space import Assignment, Bools, Floats, Ints, Space
 from shardwright.planner.search.state import State, least_first, restored
 from shardwright.planner.search.watch import Watch
@@ -75,18 +77,48 @@ FAR_BEHIND = 1.05  # times what the best start took
 WORTHWHILE = 0.99  # of the best so far is what a start of many items takes, shared evenly
 FEW_OF_MANY, NEAR = 3, 0.02  # starts of many items at most, until one is so near the bound
 PROMISING = 1.1  # times the bound that a start's work takes, shared evenly, to be placed at once
+PLACED, PLACED_WELL = 16, 3  # ways of a proof that are placed, and improved
+MOST_FORCED, PLACED_OF_TYPE = 8, 8  # items, and ways with each of their types
+WORTH = 1e-3  # share by which a way has to be able to be faster
+BUDGETS, MOST_BUDGETS = 2, 8  # of memory: steps between powers of two, and how many are looked at
 GOOD_ENOUGH = 2e-3  # to the bound, for each start that fitted, for no further start
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The best assignment that fits, if any, and what can be said about all others."""
+    """The best assignment that fits, if any, and what can be said about all others: none takes less
+    than the ``bound``, nor than the seconds that the search has ``proved``."""
 
     best: Assignment | None
     seconds: float
     bound: bounds.Bound
     tried: int
     feasible: int
+    proved: float = 0.0
+
+
+@dataclass
+class _Found:
+    """The best assignment so far, and how many steps a start may take."""
+
+    watch: Watch
+    most: int
+    bound: float
+    best: Assignment | None = None
+    seconds: float = float("inf")
+    tried: int = 0
+    feasible: int = 0
+
+    def take(self, start: State, enough: float) -> State:
+        """A start, improved; its end is the best if it is faster."""
+        self.tried += 1
+        state = improve(start, enough, self.watch, most=self.most, least=self.seconds)
+        if state.fits:
+            self.feasible += 1
+            if state.worst < self.seconds:
+                self.best, self.seconds = state.assignment(), state.worst
+                self.watch.found(self.seconds, self.bound)
+        return state
 
 
 def search(
@@ -98,6 +130,7 @@ def search(
     quick: bool = False,
     relaxed: bounds.Relaxed | None = None,
     known_start: Sequence[int] = (),
+    roomy: bool | None = False,
 ) -> Outcome:
     """The fastest assignment found; the same space gives the same one unless time runs out.
 
@@ -107,7 +140,8 @@ def search(
     that of the space which ``first`` is from, or ``quick`` is asked for, one more start is all that
     is tried, of many items a few until one is near the bound; and what is found quickly is not
     polished. ``relaxed`` is the space's own relaxation where it is known, ``known_start`` the
-    options of a start that needs no second look.
+    options of a start that needs no second look. ``roomy``: beside the options of the space there
+    are others that take less memory, so nothing is proved by what is full; None: nothing is proved.
     """
     options, found = relaxed or bounds.relaxed(space)
     if not found.usable:
@@ -115,13 +149,122 @@ def search(
     watch = watch or Watch()
     target = max(found.seconds, TINY)
     begun = [] if first is None else [restored(space, target, POWERS[0], first)]
-    best: Assignment | None = None
-    seconds = float("inf")
-    tried = feasible = 0
-    most = _most_steps(space)
-    patience = PATIENCE if len(space.items) <= MAX_ITEMS else 1
+    best = _Found(watch, _most_steps(space), found.seconds)
+    proved = found.seconds
     few = quick or found.seconds >= known_bound * (1 - SAME_BOUND)
-    least = 1 if quick or len(space.items) <= MAX_ITEMS else FEW_OF_MANY
+    fresh = _fresh(space, options, found, best, known_start, few=few, quick=quick)
+    for start in itertools.chain(begun, fresh):
+        if few and best.tried > len(begun) and best.seconds <= proved * (1 + NEAR):
+            break
+        before = best.seconds
+        state = best.take(start, max(proved, enough))
+        if best.seconds < before and start not in begun:
+            patience = PATIENCE if len(space.items) <= MAX_ITEMS else 1
+            best.most = min(best.most, max(patience * state.steps, LEAST_STEPS))
+        good = proved * (1 + GOOD_ENOUGH * max(best.feasible, 1))
+        if best.seconds <= max(good, enough) or watch.over():
+            break
+    if best.best is None:
+        return Outcome(None, float("inf"), found, best.tried, 0)
+    chosen, seconds = best.best, best.seconds
+    if quick:
+        return Outcome(chosen, seconds, found, best.tried, best.feasible, proved)
+    ways: list[_Way] = []
+    if roomy is not None and seconds > max(proved * (1 + GOOD_ENOUGH), enough):
+        proved, ways = _proved(space, options, best, found, enough, roomy=roomy)
+    chosen, seconds = _finished(space, chosen, seconds, proved, enough, watch)
+    best.seconds = seconds
+    for way in ways:
+        if best.seconds <= max(proved * (1 + FAR[0]), enough) or watch.over():
+            break
+        start = restored(space, target, POWERS[0], Assignment(way.options, way.slots))
+        best.take(start, max(proved, enough))
+    if best.seconds < seconds:
+        chosen, seconds = _finished(space, best.best, best.seconds, proved, enough, watch)
+    return Outcome(chosen, seconds, found, best.tried, best.feasible, proved)
+
+
+class _Way(NamedTuple):
+    """Options of all items whose blocks have fallen, the longest first; the slowest rank's
+    seconds."""
+
+    seconds: float
+    options: tuple[int, ...]
+    slots: tuple[tuple[int, ...], ...]
+
+
+def _proved(
+    space: Space,
+    options: bounds.Table,
+    best: _Found,
+    bound: bounds.Bound,
+    enough: float,
+    *,
+    roomy: bool,
+) -> tuple[float, list[_Way]]:
+    """Seconds that no plan takes less than, and the best of the ways that may come near them."""
+    facts = facts_of(space, options, bound, roomy=roomy)
+    if facts is None:
+        return bound.seconds, []
+    fallen: set[_Way] = set()
+
+    def take(ways: Ints) -> float:
+        chosen = [] if space.constrained else sorted({*map(tuple, ways.tolist())})
+        for way in chosen[:PLACED]:
+            placed = longest_first(space, way)
+            if placed is not None:
+                fallen.add(_Way(placed[0], way, placed[1]))
+        return min((way.seconds for way in fallen), default=best.seconds)
+
+    proved = prove(facts, bound.seconds, best.seconds, take)
+    least = min(best.seconds, min((way.seconds for way in fallen), default=best.seconds))
+    if least > max(proved * (1 + FAR[1] / 2), enough) and not space.constrained:
+        for ways in _others(space, facts, least * (1 - WORTH)):
+            if best.watch.over():
+                break
+            take(ways)
+    return proved, sorted(fallen)[:PLACED_WELL]
+
+
+def _others(space: Space, facts: Facts, seconds: float) -> Iterator[Ints]:
+    """Ways that may take so few ``seconds`` in less memory, of a grid that is the same whatever
+    there is, and with each type of the items of most work."""
+    capacity = int(facts.capacity[0]) if len(facts.capacity) else 0
+    budget = capacity.bit_length() * BUDGETS
+    for steps in range(budget, max(budget - MOST_BUDGETS, 0), -1):
+        share = 2 ** (steps / BUDGETS) / capacity
+        if share < 1:
+            ways = facts.ways(seconds, share)
+            if ways is None:
+                break
+            yield ways
+    most = sorted(range(len(space.items)), key=lambda item: -space.least_work[item])
+    for item in most[:MOST_FORCED]:
+        first = int(facts.starts[item])
+        options = space.items[item].options
+        types = [option.choices[0].option.sharding_type for option in options]
+        for kind in dict.fromkeys(types):
+            only = np.ones(len(facts.owner), bool)
+            only[first : first + len(types)] = [own == kind for own in types]
+            ways = facts.ways(seconds, only=only)
+            if ways is not None:
+                yield ways[:: -(-len(ways) // PLACED_OF_TYPE)]
+
+
+def _fresh(
+    space: Space,
+    options: bounds.Table,
+    found: bounds.Bound,
+    best: _Found,
+    known_start: Sequence[int],
+    *,
+    few: bool,
+    quick: bool,
+) -> Iterator[State]:
+    """Relaxed choices, placed; of many items only those whose work, shared evenly, is less than the
+    ``best`` takes."""
+    target = max(found.seconds, TINY)
+    many = len(space.items) > MAX_ITEMS
 
     def even(chosen: Ints) -> float:
         return float(options.seconds[options.starts + chosen].sum()) / space.ranks
@@ -129,40 +272,20 @@ def search(
     def worthwhile(chosen: Ints) -> bool:
         if tuple(chosen.tolist()) == tuple(known_start):
             return False
-        return len(space.items) <= MAX_ITEMS or even(chosen) < seconds * WORTHWHILE
+        return not many or even(chosen) < best.seconds * WORTHWHILE
 
-    def placed(chosen: Ints) -> tuple[Ints, State]:
-        return chosen, _placed(space, chosen, target)
-
+    least = FEW_OF_MANY if many and not quick else 1
     chosen = itertools.islice(starts(space, options, found), least if few else None)
-    fresh: Iterator[tuple[Ints, State]]
-    if space.ranks > len(space.items) > MAX_ITEMS:  # the most promising first: the rest is cut
-        known = list(filter(worthwhile, chosen))
-        lean = [own for own in known if even(own) <= found.seconds * PROMISING]
-        rest = [own for own in known if even(own) > found.seconds * PROMISING]
-        ranked = sorted(map(placed, lean), key=lambda own: float(own[1].rank_costs().sum()))
-        fresh = itertools.chain(ranked, map(placed, filter(worthwhile, rest)))
-    else:
-        fresh = map(placed, filter(worthwhile, chosen))
-    for start in itertools.chain(begun, (state for own, state in fresh if worthwhile(own))):
-        if few and tried > len(begun) and seconds <= found.seconds * (1 + NEAR):
-            break
-        tried += 1
-        state = improve(start, max(found.seconds, enough), watch, most=most, least=seconds)
-        if state.fits:
-            feasible += 1
-            if state.worst < seconds:
-                best, seconds = state.assignment(), state.worst
-                watch.found(seconds, found.seconds)
-                if start not in begun:
-                    most = min(most, max(patience * state.steps, LEAST_STEPS))
-        if seconds <= max(found.seconds * (1 + GOOD_ENOUGH * max(feasible, 1)), enough):
-            break
-        if watch.over():
-            break
-    if best is not None and not quick:
-        best, seconds = _finished(space, best, seconds, found.seconds, enough, watch)
-    return Outcome(best, seconds, found, tried, feasible)
+    if not space.ranks > len(space.items) > MAX_ITEMS:
+        yield from (_placed(space, own, target) for own in chosen if worthwhile(own))
+        return
+    known = list(filter(worthwhile, chosen))  # the most promising first: the rest is cut
+    lean = [own for own in known if even(own) <= found.seconds * PROMISING]
+    rest = [own for own in known if even(own) > found.seconds * PROMISING]
+    ranked = [(own, _placed(space, own, target)) for own in lean]
+    ranked.sort(key=lambda each: float(each[1].rank_costs().sum()))
+    yield from (state for own, state in ranked if worthwhile(own))
+    yield from (_placed(space, own, target) for own in rest if worthwhile(own))
 
 
 def _finished(

@@ -19,21 +19,22 @@ def search_widening(
     *,
     quick: bool = False,
     whole: Relaxed | None = None,
+    roomy: bool = False,
 ) -> Outcome:
     """First among the ``narrow`` options, then, from what that found, among all; where the bounds
     say that more options help, among all, and then the others only where that found nothing faster
     than their bound. Where nothing fits, memory alone is looked at before giving up.
     ``quick``: all of it is a start for another search; ``whole``: the space's own relaxation where
-    it is known."""
+    it is known; ``roomy``: there are options that take less memory beside those of the space."""
     watch = watch or Watch()
-    outcome = _widened(space, narrow, watch, quick, whole or relaxed(space))
+    outcome = _widened(space, narrow, watch, quick, whole or relaxed(space), roomy=roomy)
     if outcome.best is not None or not outcome.bound.usable:
         return outcome
     least = least_memory(space, watch.part())
     fits = least.seconds <= 1 or len(space.used_tiers) > 1  # of several memories it knows too much
     if least.best is None or least.bound.seconds > 1 + ROUNDING or not fits:
         return replace(outcome, tried=outcome.tried + least.tried)
-    found = search(space, watch, least.best)
+    found = search(space, watch, least.best, roomy=roomy)
     return replace(
         found,
         tried=outcome.tried + least.tried + found.tried,
@@ -47,6 +48,8 @@ def _widened(
     watch: Watch,
     quick: bool,
     whole: Relaxed,
+    *,
+    roomy: bool,
 ) -> Outcome:
     kept = [
         [number for number, option in enumerate(item.options) if narrow(item, option)]
@@ -54,7 +57,7 @@ def _widened(
         for item in space.items
     ]
     if all(len(k) == len(i.options) for k, i in zip(kept, space.items, strict=True)):
-        return search(space, watch, quick=quick, relaxed=whole)
+        return search(space, watch, quick=quick, relaxed=whole, roomy=roomy)
     items = tuple(
         replace(item, options=tuple(item.options[number] for number in numbers), floor=None)
         for item, numbers in zip(space.items, kept, strict=True)
@@ -62,7 +65,7 @@ def _widened(
     small = replace(space, items=items)
     part = relaxed(small)
     if whole[1].seconds < part[1].seconds * (1 - SAME_BOUND):  # more options help
-        outer = search(space, watch, quick=quick, relaxed=whole)
+        outer = search(space, watch, quick=quick, relaxed=whole, roomy=roomy)
         if outer.seconds <= part[1].seconds or watch.over():
             return outer
         inner = search(small, watch, quick=True, relaxed=part)
@@ -70,11 +73,17 @@ def _widened(
         if inner.seconds >= outer.seconds:
             return outer
         more = search(space, watch, _widely(kept, inner), quick=True, relaxed=whole)
-        return _added(more, outer)
-    inner = search(small, watch, quick=quick, relaxed=part)
+        return replace(_added(more, outer), proved=outer.proved)
+    inner = search(small, watch, quick=quick, relaxed=part, roomy=None)
     known = inner.bound.seconds if inner.best is not None else float("inf")
     outer = search(
-        space, watch, _widely(kept, inner), known_bound=known, quick=quick, relaxed=whole
+        space,
+        watch,
+        _widely(kept, inner),
+        known_bound=known,
+        quick=quick,
+        relaxed=whole,
+        roomy=roomy,
     )
     return _added(outer, inner)
 

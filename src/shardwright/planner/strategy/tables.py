@@ -60,7 +60,7 @@ def search_tables(job: Job, model: ModelSpec, watch: Watch) -> Found:
     known = relaxed(space)
     more = _of_all_kernels(problem) if offered and _is_short(space, known) else None
     quick = more is not None
-    outcome = search_widening(space, _narrow(space), watch, quick=quick, whole=known)
+    outcome = search_widening(space, _narrow(space), watch, quick=quick, whole=known, roomy=offered)
     done = _Searched(problem, space, known, outcome, quick)
     if more is None and offered and _memory_matters(done):
         more = _of_all_kernels(problem)
@@ -69,7 +69,8 @@ def search_tables(job: Job, model: ModelSpec, watch: Watch) -> Found:
         done = _widened(done, more, watch)
         tried, feasible = tried + done.outcome.tried, feasible + done.outcome.feasible
     bound = done.outcome.bound.seconds
-    return Found(done.problem, done.draft, bound, "bounded", tried, feasible)
+    proved = done.outcome.proved if done.outcome.proved > bound else 0.0
+    return Found(done.problem, done.draft, bound, "bounded", tried, feasible, proved=proved)
 
 
 def _of_all_kernels(problem: Problem) -> Problem | None:
