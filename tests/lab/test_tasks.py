@@ -16,7 +16,7 @@ from shardwright.core.job import Job, parse_job
 from shardwright.lab.recordings import recorded
 from shardwright.lab.sources import source_of
 from shardwright.lab.tasks import Task, task_of
-from shardwright.lab.training import inputs_of
+from shardwright.lab.tasks.task import inputs_of
 from shardwright.models.dlrm import DLRM
 from shardwright.models.transformer import Transformer, next_token_loss
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from shardwright.lab.tasks.task import Batch, Task
 from shardwright.launcher.folder import measurement_file
 from shardwright.runtime.checkpoint.folders import complete_steps, step_folder
 from shardwright.runtime.checkpoint.manifest import MANIFEST, read_manifest
+from shardwright.runtime.random_state import random_states, set_random_states
+from shardwright.runtime.saves import Saves
 from shardwright.runtime.saving import Resumed
 
 RATE = "learning_rate"
@@ -134,6 +136,27 @@ def skip(
         raise _other_ranks(where, ranks, world_size, parameter)
     for _ in islice(batches, dealt[0].taken[rank] // dealt[0].batch):
         pass
+
+
+def lasting(
+    batches: Iterator[Batch], again: Callable[[], Iterator[Batch]], saves: Saves
+) -> Iterator[Batch]:
+    """Batches until the run is saved, although a worker that loads them was lost: other ranks are
+    in the step that this one has no batch for, and cannot save before it is over. Those after it
+    are made ``again``, as for a run that is resumed."""
+    for number in count():
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except Exception:
+            if not saves.has_lost_worker:
+                raise
+            states = random_states()
+            batches = islice(again(), number, None)
+            batch = next(batches)
+            set_random_states(states)
+        yield batch
 
 
 def _other_ranks(where: str, ranks: str, world_size: int, parameter: str) -> InputError:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from shardwright.core.errors import (
     ShardwrightError,
     expected,
 )
-from shardwright.core.job import Job, checkpoint_folder, named_files, run_in, table_folder
+from shardwright.core.job import checkpoint_folder, named_files, run_in, table_folder
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.scores import Scores, scores_text
 from shardwright.core.thread_rank import thread_rank
@@ -49,12 +48,13 @@ from shardwright.lab.resuming import (
     batches_after,
     changes,
     facts_of,
+    lasting,
     start_after,
 )
 from shardwright.lab.room import check_room, out_of_memory_at
 from shardwright.lab.scoring import Scoring
 from shardwright.lab.tasks import task_of
-from shardwright.lab.tasks.task import Batch, Task
+from shardwright.lab.tasks.task import Batch, InputsOf, inputs_of
 from shardwright.lab.writers import PROGRESS_SECONDS, writers
 from shardwright.launcher.folder import (
     check_inputs,
@@ -67,7 +67,7 @@ from shardwright.launcher.worker import out_of_memory
 from shardwright.runtime import comm
 from shardwright.runtime.apply import apply
 from shardwright.runtime.checkpoint.agreement import together
-from shardwright.runtime.checkpoint.folders import complete_steps, step_folder
+from shardwright.runtime.checkpoint.folders import complete_steps
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
@@ -153,7 +153,8 @@ class Training:
         if every := self.job.train.metrics_every:
             self.scoring = Scoring(self.guard.comm, every, self.start.scores)
         states = random_states()
-        batches = batches_after(self.task, self.rank, self.plan.world_size, self.start)
+        taken = (self.task, self.rank, self.plan.world_size, self.start)
+        batches = batches_after(*taken)
         if self.start.step:
             set_random_states(states)  # whatever making batches drew
         self.meter.number = self.meter.first = self.start.step
@@ -162,7 +163,7 @@ class Training:
             saves = self._saves(model, optimizer, measured)
             with saves.listening() if saves else nullcontext():
                 if saves:
-                    batches = self._lasting(batches, saves)
+                    batches = lasting(batches, partial(batches_after, *taken), saves)
                 self._train(model, optimizer, batches, measured, saves)
         saved = UNSET
         if saves:
@@ -170,24 +171,22 @@ class Training:
             saved = saves.figures(self.start.resumed)
 
         def leave_record() -> None:
+            bad = self.start.bad_rows + self.task.bad_rows
             record = msgspec.structs.replace(
-                measured.record(
-                    self.start.bad_rows + self.task.bad_rows, saved, self.guard.skipped
-                ),
+                measured.record(bad, saved, self.guard.skipped),
                 profile=tuple(self.profiler.found) if self.profiler else (),
                 scores=tuple(self.scoring.found) if self.scoring else (),
             )
             write_document(record, record_file(self.folder, self.rank))
 
-        # Every rank's is there before held-out rows are read, of which one may be bad.
+        # all are there before held-out rows are read, of which one may be bad
         together(self.guard.comm, "record", leave_record, partial(_unforeseen, "the record"))
         try:
             self._evaluate(model)
         except InputError as error:
-            kept = f"What was trained is kept: {self.folder}/measured.json"
-            if saves:
-                kept += f" and {step_folder(saves.folder, saves.saved)}"
-            raise InputError(f"{error} {kept}.") from error
+            kept = "measured.json and the checkpoint" if saves else "measured.json"
+            kept = f"What was trained is kept in {self.folder}: {kept}."
+            raise InputError(f"{error} {kept}") from error
         leave_record()
 
     def _check_room(self) -> None:
@@ -232,25 +231,6 @@ class Training:
             say=self._say,
             step=self.start.step,
         )
-
-    def _lasting(self, batches: Iterator[Batch], saves: Saves) -> Iterator[Batch]:
-        """Batches until the run is saved, although a worker that loads them was killed: other ranks
-        are in the step that this one has no batch for, and cannot save before it is over. Those
-        after it are made again, as for a run that is resumed."""
-        for number in count():
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            except Exception:
-                if not saves.has_lost_worker:
-                    raise
-                states = random_states()
-                batches = batches_after(self.task, self.rank, self.plan.world_size, self.start)
-                batches = islice(batches, number, None)
-                batch = next(batches)
-                set_random_states(states)
-            yield batch
 
     def _write(self, entry: Mapping[str, Any]) -> None:
         for writer in self.writers:
@@ -429,21 +409,6 @@ class _Following(NamedTuple):
     batch: Batch
     bad_rows: int
     states: Any
-
-
-InputsOf = Callable[[Batch], tuple[Any, Any]]
-
-
-def inputs_of(task: Task, job: Job) -> InputsOf:
-    """How a task calls its model; InputError where it does not say, for ids are to travel ahead."""
-    found: InputsOf | None = getattr(task, "inputs", None)
-    if found is None:
-        wanted = "'rows' or 'none' for a task without a function inputs"
-        remedy = (
-            "Let inputs(batch) return the (arguments, keywords) that loss calls the model with."
-        )
-        raise InputError(expected("train.overlap", wanted, f"'{job.train.overlap}'", remedy))
-    return found
 
 
 def _unmeasured(_: Phase) -> AbstractContextManager[None]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.job import Job
 
 Batch = Any  # tensors or arrays, alone or in tuples, lists and dictionaries
 
@@ -56,3 +59,18 @@ class Task(Protocol):
     def bad_rows(self) -> int:
         """Rows that were left out so far."""
         ...
+
+
+InputsOf = Callable[[Batch], tuple[Any, Any]]
+
+
+def inputs_of(task: Task, job: Job) -> InputsOf:
+    """How a task calls its model; InputError where it does not say, for ids are to travel ahead."""
+    found: InputsOf | None = getattr(task, "inputs", None)
+    if found is None:
+        wanted = "'rows' or 'none' for a task without a function inputs"
+        remedy = (
+            "Let inputs(batch) return the (arguments, keywords) that loss calls the model with."
+        )
+        raise InputError(expected("train.overlap", wanted, f"'{job.train.overlap}'", remedy))
+    return found
