@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -93,7 +95,7 @@ class Recorder(Follower):
 
     def finished(self) -> tuple[Piece, ...]:
         """Every piece until now."""
-        return (*self.pieces, self._piece())
+        return _in_order((*self.pieces, self._piece()))
 
     def gradient(self, tensor: torch.Tensor, parameter: str) -> None:
         """``tensor`` is the gradient of ``parameter`` from now on."""
@@ -178,6 +180,37 @@ class Recorder(Follower):
 
     def _kind(self) -> Kind:
         return "temporary" if self._backward and not self.running else "activation"
+
+
+def _in_order(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """``pieces`` in which, of storages that nothing tells apart (one module's, made by one operator,
+    of one size), the one that was made first is freed first.
+
+    Which one is it, may be chance: a model that loops over a set of names, as one mask for each
+    kind of attention, makes them in another order in every process. All ranks are to record the
+    same. Bytes are those they were at every moment.
+    """
+    touches = [touch for piece in pieces for touch in piece.touches]
+    times = Counter(touch.slot for touch in touches if touch.what != "free")
+    alike = {
+        touch.slot: (touch.nbytes, touch.kind, touch.name, touch.module)
+        for touch in touches
+        if touch.what == "take" and times[touch.slot] == 1  # no gradient's, and never resized
+    }
+    alive: dict[Any, deque[int]] = defaultdict(deque)
+    found = []
+    for touch in touches:
+        key = alike.get(touch.slot)
+        if key is not None and touch.what == "take":
+            alive[key].append(touch.slot)
+        elif key is not None:
+            touch = msgspec.structs.replace(touch, slot=alive[key].popleft())
+        found.append(touch)
+    rest = iter(found)
+    return tuple(
+        msgspec.structs.replace(piece, touches=tuple(islice(rest, len(piece.touches))))
+        for piece in pieces
+    )
 
 
 @contextmanager
