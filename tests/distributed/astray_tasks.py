@@ -7,6 +7,7 @@ import io
 import logging
 import pickle
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from shardwright.core.errors import PeerError
 from shardwright.core.placement import Placement, Replicate
 from shardwright.runtime import patience
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.torch_private import default_store
+from shardwright.runtime.torch_private import default_store, sub_group
 
 Model = nn.Module
 
@@ -61,6 +62,29 @@ def branches(mesh: DeviceMesh, strategy: str, orders: dict[int, list[int]]) -> t
     error = said(steps)
     now = {name: p.to_local() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     return error, all(torch.equal(now[name], before[name]) for name in before)
+
+
+def left_out(mesh: DeviceMesh, what: str, ranks: list[int]) -> str:
+    """What is said where ``ranks`` go on without the second backward, or after an error in the
+    forward before it."""
+    name = f"a second apart, {what} {ranks}"
+    group = sub_group(mesh.get_group(), [0, 1], name, timedelta(seconds=1))
+    world = World(DeviceMesh.from_group(group, "cpu"), "flat")
+    model = world.shard(net())
+
+    def steps() -> None:
+        for number in range(3):
+            away = number == 1 and world.rank in ranks
+            if away and what == "forward":
+                handle = model[1].register_forward_hook(lambda *_: 1 / 0)
+                assert said(lambda: model(world.inputs())).startswith("ZeroDivisionError")
+                handle.remove()
+                continue
+            loss = model(world.inputs(number)).square().mean()
+            if not away:
+                loss.backward()
+
+    return said(steps)
 
 
 def looked_in_another_order(mesh: DeviceMesh) -> str:

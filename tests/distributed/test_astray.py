@@ -9,6 +9,7 @@ from astray_tasks import (
     called_late,
     clipped_over_two_meshes,
     frozen_by_the_group,
+    left_out,
     looked_in_another_order,
     lost_in_a_call,
     refusals,
@@ -43,6 +44,21 @@ def test_ranks_that_looked_at_units_in_another_order_are_noticed_in_the_next_sum
 ) -> None:
     for error in pool.run(2, looked_in_another_order):
         assert error.startswith("MismatchError"), error
+
+
+@pytest.mark.parametrize("what", ["backward", pytest.param("forward", marks=pytest.mark.slow)])
+def test_a_rank_that_goes_on_without_a_backward_is_told_so_and_no_process_ends(
+    pool: Pool, what: str
+) -> None:
+    waiting, away = pool.run(2, left_out, what=what, ranks=[1])
+    assert waiting.startswith("PeerError: 2 gather: expected all 2 ranks at collective ")
+    assert "rank 1 at forward of unit 'Sequential', where the last one had no whole" in waiting
+    assert away.startswith(
+        "MismatchError: forward of unit 'Sequential' on rank 1: expected every rank to be here, "
+        "got rank 0 at collective "
+    )
+    assert away.count("Let all ranks leave out a batch or none") == 1
+    assert pool.run(2, left_out, what=what, ranks=[0, 1]) == ["accepted"] * 2
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -226,6 +226,12 @@ class Comm(Peers):
         if everywhere:
             self.broadcast(label, tensor, 0)
 
+    def meet(self, where: str, why: str, remedy: str) -> None:
+        """Wait for all ranks of the mesh to be ``where``, with no collective."""
+        Peers.meet(self.shards, where, why, remedy)
+        if self._twins is not None:
+            self._twins.meet(where, why, remedy)
+
     def agree(self, what: str, facts: Mapping[str, str], values: str = "") -> bool:
         """Raise on every rank, naming the ranks and the first fact on which they differ. Whether
         the ``values`` of those among whom the first rank's parameters are cut are the same."""

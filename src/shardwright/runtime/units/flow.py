@@ -34,6 +34,9 @@ class Flow(UnitFlow):
         self._leader: weakref.ref[Unit] | None = None
         self._units: dict[str, weakref.ref[Unit]] = {}
         self._next = 0
+        self._is_open = False  # a forward that trains, whose backward has not ended
+        self._open = 0  # such forwards one after the other
+        self._agreed = 0  # as many as all ranks had at some time
 
     def add(self, unit: Unit) -> None:
         """Drive a unit from now on, under the settings of the model."""
@@ -175,8 +178,24 @@ class Flow(UnitFlow):
         if self.after is not None:
             self.after.wait()
             self.after = None
+        self._follow_open()
         self.recover()
         self.begin()
+
+    def _follow_open(self) -> None:
+        """A rank that left out a backward, or went on after an error in one, is at a forward while
+        others are in that backward. Ranks that had more forwards without a backward than ever
+        before therefore meet first: all do in losses of two forwards, microbatches or after an
+        error on all of them."""
+        if self._is_open:
+            self._open += 1
+        self._is_open = True
+        leader = None if self._leader is None else self._leader()
+        if self._open <= self._agreed or leader is None:
+            return
+        if not all(unit.keeps_whole for unit in self.units()):  # else nothing is gathered there
+            leader.comm.meet(f"forward of unit '{leader.name}'", _LEFT_OUT, _BACKWARDS_OF_ALL)
+        self._agreed = self._open
 
     def enter_forward(self) -> None:
         """A unit's own forward begins; if a backward never ended, it failed."""
@@ -188,6 +207,8 @@ class Flow(UnitFlow):
         if trains:
             self._do(self.leave(unit.key))
             return
+        if self.is_led_by(unit):
+            self._is_open = False
         unit.free()
         unit.buffers.let_change()
         if not unit.keeps_whole:
@@ -292,9 +313,17 @@ class Flow(UnitFlow):
                 self.leave_backward(unit)
         self._do(self.collect())
         left = self.finish()
+        self._is_open, self._open = False, 0
         for unit in self.units():
             unit.settle()
         self._do(left, reports=False)
+
+
+_LEFT_OUT = "the last one had no whole backward"
+_BACKWARDS_OF_ALL = (
+    "Let all ranks leave out a batch or none: agree on it by an all_reduce, or let loss * 0 have a "
+    "backward. After an error in a forward or a backward all ranks stop or all go on."
+)
 
 
 def _changed(unit: str) -> InputError:
