@@ -6,6 +6,7 @@ import pytest
 from astray_tasks import (
     begun_apart,
     branches,
+    buffers_from_meta,
     called_late,
     clipped_over_two_meshes,
     frozen_by_the_group,
@@ -18,6 +19,7 @@ from astray_tasks import (
     seeded_apart,
     seen_in_a_forward,
     torchs_tensors,
+    whole_state_of_tied,
 )
 from pool import Pool, Threads
 
@@ -86,6 +88,22 @@ APART = (
 )
 
 
+@pytest.mark.parametrize("way", ["left", "written", "replaced"])
+def test_buffers_that_nobody_gave_values_after_to_empty_are_said_to_have_none(
+    threads: Threads, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    threads.run(2, buffers_from_meta, way=way)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([EMPTY] if way == "left" else [])
+
+
+EMPTY = (
+    "buffer angles of unit '0' and 1 more: expected values, got what to_empty left in memory. "
+    "Give buffers their values after to_empty, as __init__ did, or build them on a real device: no "
+    "state_dict has one that is not persistent."
+)
+
+
 def test_replicas_that_differ_later_are_refused(pool: Pool) -> None:
     for error in pool.run(2, replicas_diverge):
         assert "replicas of unit 'Linear': expected the same values on every rank" in error
@@ -130,6 +148,16 @@ def test_what_was_set_on_a_parameter_is_seen_in_a_forward(pool: Pool, strategy: 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_state_goes_through_torch_save(pool: Pool, strategy: str) -> None:
     assert pool.run(2, saved_by_torch, strategy=strategy) == [(True, True)] * 2
+
+
+def test_a_whole_state_has_the_names_of_the_model_in_order_and_tied_tensors_once(
+    threads: Threads,
+) -> None:
+    for found, names, shared in threads.run(2, whole_state_of_tied):
+        assert found == names
+        assert {"0.weight", "3.weight"} in shared
+        assert {"2.weight", "4.weight"} in shared
+        assert len(shared) == len(names) - 2
 
 
 @pytest.mark.slow

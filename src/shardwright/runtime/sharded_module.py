@@ -118,6 +118,11 @@ class ShardedModule:
         """Refused: the ways of a collective are chosen by measurement."""
         raise _refused("set_custom_reduce_scatter")
 
+    def _apply(self, *arguments: Any, **keywords: Any) -> Any:
+        """What torch's ``to``, ``to_empty`` and casts do with a module and those inside of it."""
+        with _own(self)[0].structure.following_buffers():
+            return super()._apply(*arguments, **keywords)  # type: ignore[misc]
+
     def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
         """A new module of the class, as a slice of a container is, is not sharded."""
         plain = cls.__mro__[2]

@@ -197,6 +197,26 @@ class Flow(UnitFlow):
             leader.comm.meet(f"forward of unit '{leader.name}'", _LEFT_OUT, _BACKWARDS_OF_ALL)
         self._agreed = self._open
 
+    def tell_of_buffers(self) -> None:
+        """Say once which buffers got memory after the meta device, and values from nobody."""
+        found = [
+            (unit, f"{path} of unit '{unit.name}'")
+            for unit in self.units()
+            for path in unit.structure.without_values()
+        ]
+        if not found:
+            return
+        (unit, first), more = found[0], len(found) - 1
+        where = f"buffer {first}" + (f" and {more} more" if more else "")
+        text = expected(
+            where,
+            "values",
+            "what to_empty left in memory",
+            "Give buffers their values after to_empty, as __init__ did, or build them on a real "
+            "device: no state_dict has one that is not persistent.",
+        )
+        unit.comm.tell(f"{where} without values", text)
+
     def enter_forward(self) -> None:
         """A unit's own forward begins; if a backward never ended, it failed."""
         if self.in_backward:

@@ -91,6 +91,10 @@ class Driver(Protocol):
         """A bucket's last gradient of a backward is there."""
         ...
 
+    def tell_of_buffers(self) -> None:
+        """A forward begins: say which buffers have no values."""
+        ...
+
 
 class Unit:
     """One unit's buffers on this rank; ``DStorage`` is what users see of it, and a flow drives it,
@@ -427,6 +431,8 @@ class Unit:
     def check(self) -> None:
         """A forward begins: what must hold of the unit is checked, and of its parameters."""
         self._show_parallel()
+        if self.structure.has_empty:
+            self.flow.tell_of_buffers()
         if torch.is_grad_enabled():
             self.structure.check(self.name)
         if not self._is_alike:
