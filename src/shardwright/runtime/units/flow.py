@@ -93,13 +93,15 @@ class Flow(UnitFlow):
     @property
     def holds_back(self) -> bool:
         """Whether backwards leave gradients to a later one to be reduced."""
-        return any(not unit.synchronise for unit in self.units())
+        return any(not (unit.synchronise and unit.over_replicas) for unit in self.units())
 
     @property
     def has_gradients(self) -> bool:
         """Whether gradients of an earlier backward are here, which the next one adds to."""
         return any(
-            unit.gradients.is_here or any(p.grad is not None for p in unit.sharded.all)
+            unit.gradients.is_here
+            or unit.gradients.is_partial
+            or any(p.grad is not None for p in unit.sharded.all)
             for unit in self.units()
         )
 
@@ -321,7 +323,7 @@ class Flow(UnitFlow):
                 # before the sum, which takes memory of its own; of buckets all at the end
                 frees=unit.reshard_after_backward and unit.arrivals is None,
                 sums=unit.gradients.expected,  # torch.autograd.grad asks for others
-                holds=not unit.synchronise,
+                holds=unit.holds,
             )
         )
 

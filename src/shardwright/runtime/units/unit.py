@@ -135,6 +135,7 @@ class Unit:
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.synchronise = True
+        self.over_replicas = True  # sums of gradients, where there are replicas of shards
         self.divisor: float | None = None  # of summed gradients; None: the number of ranks
         self.ahead: Ahead = {"forward": None, "backward": None}
         self.ignored = tuple(ignored)
@@ -376,12 +377,29 @@ class Unit:
             self.writes.free()
         self._show(SHARDED)
 
+    @property
+    def _sums_in_two(self) -> bool:
+        """Whether a sum over shards may wait for that over replicas: it is smaller than what a
+        backward leaves."""
+        return self.comm.sums_in_two and not self.is_replicated
+
+    @property
+    def holds(self) -> bool:
+        """Whether backwards leave whole gradients to a later one."""
+        if self.over_replicas or not self.synchronise:
+            return not self.synchronise
+        return not self._sums_in_two and (
+            self.is_replicated or self.comm.total > self.comm.shards.size
+        )
+
     def start_reduce(self) -> None:
         """Begin to sum the gradient over ranks (collective)."""
         if self.gradients.under_way:  # in the room that this one takes
             self.finish_reduce()
         with self.comm.probe.phase("reduce"):
-            self.gradients.start(self.name, self.divisor, self.flow.guard)
+            over_replicas = self.over_replicas or not self._sums_in_two
+            guard = self.flow.guard
+            self.gradients.start(self.name, self.divisor, guard, over_replicas=over_replicas)
 
     def finish_reduce(self) -> None:
         """Hand this rank's mean gradient to its parameters, or to the optimizer's."""
@@ -415,7 +433,8 @@ class Unit:
     def settle(self) -> None:
         """After a backward: reduce what came later than its unit's reduce, or was held back by an
         earlier backward and not touched by this one."""
-        if self.synchronise and not self.driven_by_hand and self.gradients.is_here:
+        left = self.gradients.is_left(self.over_replicas or not self._sums_in_two)
+        if left and not self.holds and not self.driven_by_hand:
             self.start_reduce()
             self.finish_reduce()
         self.land()
