@@ -382,7 +382,15 @@ def a_gradient_penalty(world: World) -> Found:
 def a_second_derivative_by_torch_func(world: World) -> Found:
     model = world.shard(net())
     rows = world.inputs() if world.way != "alone" else world.inputs()[3 * world.rank :]
-    return {"bend": torch.func.hessian(lambda row: model(row).square().sum())(rows[0])}
+    func = torch.func
+
+    def value(row: torch.Tensor) -> torch.Tensor:
+        return model(row).square().sum()
+
+    def slope(row: torch.Tensor) -> torch.Tensor:
+        return func.jvp(value, (row,), (rows[1],))[1]
+
+    return {"bend": func.hessian(value)(rows[0]), "turn": func.grad(slope)(rows[0])}
 
 
 class _Bias(nn.Module):

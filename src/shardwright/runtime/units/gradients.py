@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,18 @@ from shardwright.runtime.units.note import Note
 from shardwright.runtime.units.regroup import Apart
 
 Accept = Callable[[int, torch.Tensor, Sequence[bool]], None]
+
+
+class Taker(Protocol):
+    """An optimizer's flat tensor that has a stretch of a unit's shares."""
+
+    def accept(self, share: torch.Tensor, present: Sequence[bool]) -> None:
+        """Take its stretch of a segment's mean gradient, of tensors that have one."""
+        ...
+
+    def follow_freezing(self) -> None:
+        """Parameters in it were frozen or unfrozen."""
+        ...
 
 
 class Sum(NamedTuple):

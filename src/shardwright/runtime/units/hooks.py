@@ -398,7 +398,7 @@ class _BeforeBackward(_Mark):
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
-        return tangent.detach()
+        return tangent.view_as(tangent)
 
 
 class _AfterBackward(_Mark):

@@ -32,7 +32,7 @@ from shardwright.runtime.units import replicas
 from shardwright.runtime.units.arrivals import Arrivals
 from shardwright.runtime.units.buffers import Awaited, Buffers
 from shardwright.runtime.units.cut import part_of
-from shardwright.runtime.units.gradients import Gradients
+from shardwright.runtime.units.gradients import Gradients, Taker
 from shardwright.runtime.units.linked import (
     AtShard,
     Replica,
@@ -40,6 +40,7 @@ from shardwright.runtime.units.linked import (
     follow_gradients,
     hooked_twice,
     inherit,
+    on_meta,
 )
 from shardwright.runtime.units.parameter import DTYPES, Member, infos_of
 from shardwright.runtime.units.precision import MixedPrecision
@@ -61,18 +62,6 @@ class State(enum.Enum):
 
 
 SHARDED, UNSHARDED = State.SHARDED, State.UNSHARDED
-
-
-class Taker(Protocol):
-    """An optimizer's flat tensor that has a stretch of a unit's shares."""
-
-    def accept(self, share: torch.Tensor, present: Sequence[bool]) -> None:
-        """Take its stretch of a segment's mean gradient, of tensors that have one."""
-        ...
-
-    def follow_freezing(self) -> None:
-        """Parameters in it were frozen or unfrozen."""
-        ...
 
 
 class Driver(Protocol):
@@ -378,28 +367,25 @@ class Unit:
         self._show(SHARDED)
 
     @property
-    def _sums_in_two(self) -> bool:
-        """Whether a sum over shards may wait for that over replicas: it is smaller than what a
-        backward leaves."""
-        return self.comm.sums_in_two and not self.is_replicated
+    def _sums_all(self) -> bool:
+        """Whether sums are over replicas, too; those over shards are kept where they can wait."""
+        return self.over_replicas or self.is_replicated or not self.comm.sums_in_two
 
     @property
     def holds(self) -> bool:
         """Whether backwards leave whole gradients to a later one."""
         if self.over_replicas or not self.synchronise:
             return not self.synchronise
-        return not self._sums_in_two and (
-            self.is_replicated or self.comm.total > self.comm.shards.size
-        )
+        several = self.is_replicated or self.comm.total > self.comm.shards.size
+        return self._sums_all and several
 
     def start_reduce(self) -> None:
         """Begin to sum the gradient over ranks (collective)."""
         if self.gradients.under_way:  # in the room that this one takes
             self.finish_reduce()
         with self.comm.probe.phase("reduce"):
-            over_replicas = self.over_replicas or not self._sums_in_two
-            guard = self.flow.guard
-            self.gradients.start(self.name, self.divisor, guard, over_replicas=over_replicas)
+            guard, all_ranks = self.flow.guard, self._sums_all
+            self.gradients.start(self.name, self.divisor, guard, over_replicas=all_ranks)
 
     def finish_reduce(self) -> None:
         """Hand this rank's mean gradient to its parameters, or to the optimizer's."""
@@ -433,7 +419,7 @@ class Unit:
     def settle(self) -> None:
         """After a backward: reduce what came later than its unit's reduce, or was held back by an
         earlier backward and not touched by this one."""
-        left = self.gradients.is_left(self.over_replicas or not self._sums_in_two)
+        left = self.gradients.is_left(self._sums_all)
         if left and not self.holds and not self.driven_by_hand:
             self.start_reduce()
             self.finish_reduce()
@@ -500,14 +486,7 @@ class Unit:
 
     def on_meta(self) -> InputError:
         """What to say where memory is asked of a unit without any."""
-        return InputError(
-            expected(
-                f"{self.members[0].fqn} of unit '{self.name}'",
-                "a real tensor",
-                "one on the meta device",
-                "Call to_empty(device=...) on the model, then give its parameters their values.",
-            )
-        )
+        return on_meta(f"{self.members[0].fqn} of unit '{self.name}'")
 
 
 def _own(member: Member) -> torch.Tensor:
