@@ -7,6 +7,7 @@ import io
 import logging
 import pickle
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from shardwright.core.errors import PeerError
 from shardwright.core.placement import Placement, Replicate
 from shardwright.runtime import patience
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.torch_private import default_store
+from shardwright.runtime.torch_private import default_store, sub_group
 
 Model = nn.Module
 
@@ -61,6 +62,63 @@ def branches(mesh: DeviceMesh, strategy: str, orders: dict[int, list[int]]) -> t
     error = said(steps)
     now = {name: p.to_local() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     return error, all(torch.equal(now[name], before[name]) for name in before)
+
+
+def left_out(mesh: DeviceMesh, what: str, ranks: list[int]) -> str:
+    """What is said where ``ranks`` go on without the second backward, or after an error in the
+    forward before it."""
+    name = f"a second apart, {what} {ranks}"
+    group = sub_group(mesh.get_group(), [0, 1], name, timedelta(seconds=1))
+    world = World(DeviceMesh.from_group(group, "cpu"), "flat")
+    model = world.shard(net())
+
+    def steps() -> None:
+        for number in range(3):
+            away = number == 1 and world.rank in ranks
+            if away and what == "forward":
+                handle = model[1].register_forward_hook(lambda *_: 1 / 0)
+                assert said(lambda: model(world.inputs())).startswith("ZeroDivisionError")
+                handle.remove()
+                continue
+            loss = model(world.inputs(number)).square().mean()
+            if not away:
+                loss.backward()
+
+    return said(steps)
+
+
+class _Turning(nn.Module):
+    """Turns by angles that no state has, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("angles", torch.arange(8.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x) * self.angles.cos()
+        return found
+
+
+def buffers_from_meta(mesh: DeviceMesh, way: str) -> None:
+    """A forward after to_empty, of buffers that got values in a ``way`` or not."""
+    with torch.device("meta"):
+        model = nn.Sequential(_Turning(), nn.BatchNorm1d(8), _Turning())
+    for part in model:
+        sw.fully_shard_flat(part, mesh)
+    sw.fully_shard_flat(model, mesh)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    model[1].reset_running_stats()
+    for part in (model[0], model[2]):
+        if way == "written":
+            part.angles.copy_(torch.arange(8.0))
+        elif way == "replaced":
+            part.angles = torch.arange(8.0)
+    for _ in range(2):
+        model(torch.ones(3, 8))
 
 
 def looked_in_another_order(mesh: DeviceMesh) -> str:
@@ -361,6 +419,20 @@ class _Heard(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.said.append(record.getMessage())
         default_store().set("a test heard of it", "")
+
+
+def whole_state_of_tied(mesh: DeviceMesh) -> tuple[list[str], list[str], list[set[str]]]:
+    """Names of the whole state and of the unsharded model's, and which of them share a tensor."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=number == 1) for number in range(5)))
+    names = list(model.state_dict())
+    model[3].weight, model[4].weight = model[0].weight, model[2].weight
+    sw.fully_shard_flat(model[1], mesh)
+    sw.fully_shard_flat(model, mesh, ignored_params={model[2].weight})
+    found = sw.full_state_dict(model)
+    shared: dict[int, set[str]] = {}
+    for name, tensor in found.items():
+        shared.setdefault(tensor.data_ptr(), set()).add(name)
+    return list(found), names, list(shared.values())
 
 
 def called_late(mesh: DeviceMesh, call: str) -> tuple[list[str], bool]:

@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from probe_tasks import MESHES
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from shardwright.core.placement import BlockShard, Owned, Placement, Replicate, Shard
 from shardwright.runtime.fully_shard import fully_shard_flat
@@ -20,6 +23,7 @@ from shardwright.runtime.units.cut import part_of
 from shardwright.runtime.units.dstorage import DStorage, storages_in
 from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.unit import State
+from shardwright.tracker.memory import MemoryTracker
 
 STRATEGIES = ("flat", "per_param", "param_boundary", "mixture")
 ACCUMULATION = ("one backward", "three backwards", "no_sync, then sync")
@@ -225,3 +229,45 @@ def summed_in_halves(mesh: DeviceMesh) -> float:
     loss_of(model, inputs(mesh.get_local_rank())).backward()
     true = true_gradients(mesh.size(), "fp32", "one backward")
     return max(error for error, _ in errors(units, model, true).values())
+
+
+class _Steps(nn.Module):
+    """Layers in units of their own, the last of which only the first microbatch uses, and numbers
+    that every rank has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor, whole: bool) -> torch.Tensor:
+        for layer in self.layers if whole else self.layers[:2]:
+            x = layer(x).tanh() * self.scale
+        return x
+
+
+def summed_over_replicas_at_last(mesh: DeviceMesh, way: Any, all_used: bool) -> tuple[float, int]:
+    """How far gradients are from those that every microbatch sums over all ranks, as a share of
+    the largest, and the most bytes that they took beside the shards."""
+    found, peak = [], 0
+    for postpones in (False, True):
+        model = _Steps()
+        for part in (*model.layers, model):
+            if way == "fsdp2":
+                fully_shard(part, mesh=MESHES[2, 2], ignored_params={model.scale})
+            else:
+                fully_shard_flat(part, MESHES[2, 2], **way)
+        with MemoryTracker(model) as tracker:
+            before = tracker.total
+            for number in range(3):
+                if postpones:
+                    model.set_requires_all_reduce(number == 2)  # type: ignore[operator]
+                whole = all_used or number == 0
+                model(inputs(dist.get_rank(), number, 64), whole).square().sum().backward()
+            peak = tracker.peak.bytes - before
+        grads = [p.grad for p in model.parameters() if p is not model.scale or way != "fsdp2"]
+        found.append([g.full_tensor() if isinstance(g, DTensor) else g for g in grads])
+    largest = max(grad.abs().max() for grad in found[0])
+    apart = max((one - two).abs().max() for one, two in zip(*found, strict=True))
+    return (apart / largest).item(), peak

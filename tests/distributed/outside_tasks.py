@@ -359,6 +359,40 @@ def a_vectorized_model(world: World) -> Found:
     return grads(model)
 
 
+def a_vectorized_model_of_units(world: World) -> Found:
+    model = world.shard(net())
+    torch.vmap(model)(world.inputs()).square().mean().backward()
+    return grads(model)
+
+
+def a_gradient_penalty(world: World) -> Found:
+    model = world.shard(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(2):
+        optimizer.zero_grad()
+        x = world.inputs(number).requires_grad_()
+        values = model(x).sin()
+        (slope,) = torch.autograd.grad(values.sum(), x, create_graph=True)
+        (bend,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
+        sum(each.square().mean() for each in (values, slope, bend)).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def a_second_derivative_by_torch_func(world: World) -> Found:
+    model = world.shard(net())
+    rows = world.inputs() if world.way != "alone" else world.inputs()[3 * world.rank :]
+    func = torch.func
+
+    def value(row: torch.Tensor) -> torch.Tensor:
+        return model(row).square().sum()
+
+    def slope(row: torch.Tensor) -> torch.Tensor:
+        return func.jvp(value, (row,), (rows[1],))[1]
+
+    return {"bend": func.hessian(value)(rows[0]), "turn": func.grad(slope)(rows[0])}
+
+
 class _Bias(nn.Module):
     def __init__(self) -> None:
         super().__init__()

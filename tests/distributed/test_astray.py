@@ -6,9 +6,11 @@ import pytest
 from astray_tasks import (
     begun_apart,
     branches,
+    buffers_from_meta,
     called_late,
     clipped_over_two_meshes,
     frozen_by_the_group,
+    left_out,
     looked_in_another_order,
     lost_in_a_call,
     refusals,
@@ -17,6 +19,7 @@ from astray_tasks import (
     seeded_apart,
     seen_in_a_forward,
     torchs_tensors,
+    whole_state_of_tied,
 )
 from pool import Pool, Threads
 
@@ -45,6 +48,21 @@ def test_ranks_that_looked_at_units_in_another_order_are_noticed_in_the_next_sum
         assert error.startswith("MismatchError"), error
 
 
+@pytest.mark.parametrize("what", ["backward", pytest.param("forward", marks=pytest.mark.slow)])
+def test_a_rank_that_goes_on_without_a_backward_is_told_so_and_no_process_ends(
+    pool: Pool, what: str
+) -> None:
+    waiting, away = pool.run(2, left_out, what=what, ranks=[1])
+    assert waiting.startswith("PeerError: 2 gather: expected all 2 ranks at collective ")
+    assert "rank 1 at forward of unit 'Sequential', where the last one had no whole" in waiting
+    assert away.startswith(
+        "MismatchError: forward of unit 'Sequential' on rank 1: expected every rank to be here, "
+        "got rank 0 at collective "
+    )
+    assert away.count("Let all ranks leave out a batch or none") == 1
+    assert pool.run(2, left_out, what=what, ranks=[0, 1]) == ["accepted"] * 2
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_replicas_that_were_seeded_apart_begin_alike(pool: Pool, size: int) -> None:
     assert pool.run(size, seeded_apart, grid=False) == [0.0] * size
@@ -67,6 +85,22 @@ APART = (
     "fully_shard_flat: 1.weight: expected the same values on every rank, of which each keeps a "
     "part, got others on some. Call torch.manual_seed(N) before the model is built, or load its "
     "values after."
+)
+
+
+@pytest.mark.parametrize("way", ["left", "written", "replaced"])
+def test_buffers_that_nobody_gave_values_after_to_empty_are_said_to_have_none(
+    threads: Threads, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    threads.run(2, buffers_from_meta, way=way)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([EMPTY] if way == "left" else [])
+
+
+EMPTY = (
+    "buffer angles of unit '0' and 1 more: expected values, got what to_empty left in memory. "
+    "Give buffers their values after to_empty, as __init__ did, or build them on a real device: no "
+    "state_dict has one that is not persistent."
 )
 
 
@@ -114,6 +148,16 @@ def test_what_was_set_on_a_parameter_is_seen_in_a_forward(pool: Pool, strategy: 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_state_goes_through_torch_save(pool: Pool, strategy: str) -> None:
     assert pool.run(2, saved_by_torch, strategy=strategy) == [(True, True)] * 2
+
+
+def test_a_whole_state_has_the_names_of_the_model_in_order_and_tied_tensors_once(
+    threads: Threads,
+) -> None:
+    for found, names, shared in threads.run(2, whole_state_of_tied):
+        assert found == names
+        assert {"0.weight", "3.weight"} in shared
+        assert {"2.weight", "4.weight"} in shared
+        assert len(shared) == len(names) - 2
 
 
 @pytest.mark.slow

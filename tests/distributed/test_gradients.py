@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gradient_tasks as tasks
 import probe_tasks
 import pytest
+import torch
 from pool import Pool
+
+from shardwright.runtime.units.precision import MixedPrecision
 
 BF16 = 2.0**-6  # a few roundings of 8 bits, where bf16 is summed over more than two ranks
 
@@ -45,6 +50,36 @@ def test_so_they_are_in_every_case(pool: Pool, strategy: str, ranks: int, replic
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_those_that_are_summed_in_fp16_are_means_too(pool: Pool, ranks: int) -> None:
     assert max(pool.run(ranks, tasks.summed_in_halves)) <= 2.0**-9
+
+
+WAYS: dict[str, Any] = {
+    "flat": {"shard_strategy": "flat"},
+    "rows": {},
+    "rows, reduced in halves": {"precision": MixedPrecision(reduce_dtype=torch.bfloat16)},
+    "whole parameters": {"zero": 2, "shard_strategy": "flat"},
+    "cut over replicas": {"zero": (2, 3)},
+    "fsdp2": "fsdp2",
+}
+BESIDE = ("flat", "fsdp2")  # which loses what the last microbatch does not use
+
+
+def test_sums_over_replicas_are_left_to_the_last_microbatch_as_by_fsdp2(pool: Pool) -> None:
+    assert _left_to_the_last(pool, "flat") <= _left_to_the_last(pool, "fsdp2")
+
+
+@pytest.mark.slow
+def test_so_they_are_of_units_that_the_last_one_does_not_use(pool: Pool) -> None:
+    peaks = {way: _left_to_the_last(pool, way) for way in WAYS if way not in BESIDE}
+    assert peaks["rows"] < peaks["cut over replicas"]  # held whole
+
+
+def _left_to_the_last(pool: Pool, way: str) -> int:
+    """Most bytes of any rank, whose gradients are right."""
+    pool.run(4, probe_tasks.make_grids)
+    task = tasks.summed_over_replicas_at_last
+    ranks = pool.run(4, task, way=WAYS[way], all_used=way in BESIDE)
+    assert max(apart for apart, _ in ranks) <= (BF16 if "halves" in way else 1e-6), way
+    return max(nbytes for _, nbytes in ranks)
 
 
 def _hold(pool: Pool, strategy: str, ranks: int, every: int, replicas: int = 0) -> None:

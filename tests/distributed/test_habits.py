@@ -43,6 +43,7 @@ FSDP2_DIFFERS = {  # torch 2.13: wrong, silent, or refused
 FSDP2_IS_RIGHT = {  # of what reaches in from outside
     "a_leaf_in_the_callers_dictionary",
     *("a_later_part_of_a_list_alone", "a_loss_on_a_captured_activation", "a_vectorized_model"),
+    *("a_vectorized_model_of_units", "a_second_derivative_by_torch_func"),
     "optimizer_in_the_backward_of_replicas",
 }
 

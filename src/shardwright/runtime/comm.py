@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -150,6 +150,12 @@ class Comm(Peers):
         """The ranks among whom whole parameters are gathered."""
         return self
 
+    @property
+    def sums_in_two(self) -> bool:
+        """Whether a reduce-scatter is one over shards and then a sum over replicas, which may be
+        left to a later one."""
+        return self._twins is not None
+
     def as_replicas(self, replicas: int) -> DeviceMesh:
         """The ranks of a mesh of one dimension as (replicate, shard) (collective)."""
         shards = self.size // replicas
@@ -169,12 +175,24 @@ class Comm(Peers):
         self._twins.all_gather(f"{label} over replicas", kept, part)
 
     def reduce_scatter(
-        self, label: str, shard: torch.Tensor, full: torch.Tensor, *, wait: bool = True
+        self,
+        label: str,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        *,
+        wait: bool = True,
+        replicas: bool = True,
+        between: Callable[[], object] | None = None,
     ) -> Pending | None:
-        """``shard`` [n] becomes this rank's part of the sum of ``full`` [W*n] over all ranks."""
-        if self._twins is None:
+        """``shard`` [n] becomes this rank's part of the sum of ``full`` [W*n] over all ranks.
+
+        Without ``replicas`` over the group's only; ``between`` is called before the sum over them.
+        """
+        if self._twins is None or not replicas:
             return super().reduce_scatter(label, shard, full, wait=wait)
         pending = super().reduce_scatter(label, shard, full, wait=False)
+        if pending is not None and between is not None:
+            pending.then(between)
         return self._over_replicas(pending, label, shard, wait)
 
     def all_reduce(
@@ -225,6 +243,12 @@ class Comm(Peers):
             self._twins.broadcast(label, tensor, 0)
         if everywhere:
             self.broadcast(label, tensor, 0)
+
+    def meet(self, where: str, why: str, remedy: str) -> None:
+        """Wait for all ranks of the mesh to be ``where``, with no collective."""
+        Peers.meet(self.shards, where, why, remedy)
+        if self._twins is not None:
+            self._twins.meet(where, why, remedy)
 
     def agree(self, what: str, facts: Mapping[str, str], values: str = "") -> bool:
         """Raise on every rank, naming the ranks and the first fact on which they differ. Whether
@@ -285,6 +309,10 @@ class CutTwice(Comm):
     def shards(self) -> Peers:
         return self._shards
 
+    @property
+    def sums_in_two(self) -> bool:
+        return False
+
     def global_rank(self, rank: int) -> int:
         shard, twin = divmod(rank, self.kept)
         return int(self.mesh.mesh[twin, shard])
@@ -303,9 +331,17 @@ class CutTwice(Comm):
         return self._shards.all_gather(label, full, kept, wait=wait)
 
     def reduce_scatter(
-        self, label: str, shard: torch.Tensor, full: torch.Tensor, *, wait: bool = True
+        self,
+        label: str,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        *,
+        wait: bool = True,
+        replicas: bool = True,
+        between: Callable[[], object] | None = None,
     ) -> Pending | None:
         assert self._twins is not None
+        assert replicas, "parts of a shard's sum are whose replica has them"
         kept = shard.new_empty(self.kept * shard.numel())
         self.probe.holds(kept, "communication")
         pending = self._shards.reduce_scatter(label, kept, full, wait=False)

@@ -23,6 +23,7 @@ from shardwright.launcher.worker import from_a_peer
 from shardwright.runtime.torch_private import default_store
 
 SECONDS: Final = 2.0
+LATE_SECONDS: Final = 10.0  # after which a rank that waits for others in the store says so
 _GRACE: Final = 1.0
 _LOOK: Final = 0.02
 _LABEL: Final = 96
@@ -134,6 +135,26 @@ def _ask(
         time.sleep(_LOOK)
 
 
+def meet(
+    place: str, others: Sequence[int], own: int, seconds: float, late: Callable[[list[int]], None]
+) -> list[int]:
+    """Wait in the store until all ``others`` are at ``place``, for ``seconds``; who never came.
+    ``late`` is told once for whom it waits."""
+    store, began, said = default_store(), time.monotonic(), False
+    store.set(f"{place}/{own}", "here")
+    absent, pause = list(others), _LOOK / 16
+    while absent := [rank for rank in absent if not store.check([f"{place}/{rank}"])]:
+        waited = time.monotonic() - began
+        if waited > seconds:
+            break
+        if waited > LATE_SECONDS and not said:
+            said = True
+            late(absent)
+        time.sleep(pause)
+        pause = min(2 * pause, _LOOK)
+    return absent
+
+
 def peer_error(
     label: str, step: int | None, sequence: int, absence: Absence, ranks: Sequence[int]
 ) -> PeerError:
@@ -157,6 +178,21 @@ def peer_error(
             if absence.silent
             else "SHARDWRIGHT_LOG=debug compares every collective before it starts.",
         )
+    )
+
+
+def apart(
+    where: str, own: int, why: str, remedy: str, absence: Absence
+) -> MismatchError | PeerError:
+    """One line of a rank that others did not follow to ``where`` it is."""
+    places = [f"rank {rank} at {said}" for rank, said in sorted(absence.elsewhere.items())]
+    if places:
+        wanted = "every rank to be here"
+        found = f"{'; '.join(places)}: here {why}"
+        return MismatchError(expected(f"{where} on rank {own}", wanted, found, remedy))
+    silent = ", ".join(map(str, absence.silent or ())) or "any other"
+    return PeerError(
+        expected(f"{where} on rank {own}", "all ranks", f"no sign of rank {silent}", remedy)
     )
 
 

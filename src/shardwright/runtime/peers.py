@@ -49,6 +49,7 @@ from shardwright.runtime.torch_private import (
 _BYTES: Final = torch.uint8
 _BACKEND_ONLY: Final = Paths()
 _REMEMBERED: Final = 4  # labels for a message
+LONGEST: Final = timedelta(minutes=30)  # that a wait takes where the backend does not say
 _KNOCK: Final = (1 << 30) - 1  # a tag that no letter has
 
 
@@ -56,7 +57,7 @@ class _Channel:
     """What everyone who uses one process group shares; it must not hold the group itself."""
 
     __slots__ = (
-        *("__weakref__", "absence", "history", "last", "limit"),
+        *("__weakref__", "absence", "history", "last", "limit", "meetings"),
         *("narrowed", "paths", "sequence", "step", "told"),
     )
 
@@ -70,6 +71,7 @@ class _Channel:
         self.limit: timedelta | None = None
         self.narrowed: dict[range, dist.ProcessGroup] = {}
         self.absence: desync.Absence | None = None
+        self.meetings = 0
 
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, _Channel] = WeakKeyDictionary()
@@ -360,6 +362,32 @@ class Peers:
             name = f"{self.group.group_name}/{own[0]}-{own[-1]}{apart}"
             groups[own] = sub_group(self.group, members, name, self.limit)
         return groups[own]
+
+    def meet(self, where: str, why: str, remedy: str) -> None:
+        """Wait for all ranks to be ``where``, with no collective: who is where others are not would
+        pair its next one with another one of theirs, and of sizes that differ gloo ends processes.
+
+        MismatchError where others are elsewhere when the time of a collective is over, PeerError
+        where nobody answers; ``why`` it came here is said, and after a while to who waits, too.
+        """
+        if self.group is None or self.size == 1 or self.is_fake:
+            return
+        channel, ranks = self._channel, self.ranks
+        channel.meetings += 1
+        own, name = ranks[self.rank], self.group.group_name
+        limit = self.limit or LONGEST
+        others = [rank for rank in ranks if rank != own]
+
+        def late(absent: list[int]) -> None:
+            waited = f"waiting for rank {', '.join(map(str, absent))}, for here {why}. {remedy}"
+            logging.getLogger("shardwright").warning("%s on rank %d: %s", where, own, waited)
+
+        place = f"shardwright/meeting/{name}/{channel.meetings}"
+        if not desync.meet(place, others, own, limit.total_seconds(), late):
+            return
+        if channel.absence is None:
+            channel.absence = desync.missing(self.group, ranks, own, f"{where}, where {why}")
+        raise desync.apart(where, own, why, remedy, channel.absence)
 
     def _begin(self, label: str, kind: str, nbytes: int, alike: bool = True) -> Pending:
         """Count and announce a collective; ``alike``: all ranks name the same bytes."""

@@ -54,9 +54,10 @@ class ShardedModule:
         return _own(self)[0].no_sync()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """As ``set_requires_gradient_sync``: gradients that are not to be summed over replicas yet
-        are held, whole."""
-        self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
+        """Whether backwards sum gradients over replicas, too; else their sums over shards are kept
+        until one does. What is cut over replicas as well, or whole on all ranks, is held whole."""
+        for storage in _units(self, recurse):
+            storage.over_replicas = bool(requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted and not needed: a backward leaves nothing that a later one would have to end."""
@@ -117,6 +118,11 @@ class ShardedModule:
     def set_custom_reduce_scatter(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: the ways of a collective are chosen by measurement."""
         raise _refused("set_custom_reduce_scatter")
+
+    def _apply(self, *arguments: Any, **keywords: Any) -> Any:
+        """What torch's ``to``, ``to_empty`` and casts do with a module and those inside of it."""
+        with _own(self)[0].structure.following_buffers():
+            return super()._apply(*arguments, **keywords)  # type: ignore[misc]
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
         """A new module of the class, as a slice of a container is, is not sharded."""

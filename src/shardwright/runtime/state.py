@@ -22,7 +22,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     For export, evaluation and tests; ``model.state_dict()`` shows what this rank keeps. Each rank
     needs room for the whole model at once. Recomputation and compilation wrappers are not part of
-    names, so it loads into the model without them.
+    names, so it loads into the model without them. As in a ``state_dict``, what is tied has all of
+    its names, which share one tensor, and names are in the order of the model's.
     """
     check_type(model, nn.Module, "model")
     found: dict[str, torch.Tensor] = {}
@@ -37,10 +38,14 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         rows = zip(wholes, storage.sharded.cuts, storage.buffers.locals, strict=True)
         wholes |= {n: cut.whole(part) for n, cut, part in rows if cut and n in storage.joints}
         found.update(_named(model, storage, wholes))
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor) and plain_name(name) not in found:
-            found[plain_name(name)] = tensor.detach().clone()
-    return found
+    state = {plain_name(n): each for n, each in model.state_dict(keep_vars=True).items()}
+    copies: dict[int, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if isinstance(tensor, torch.Tensor) and name not in found:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.detach().clone()
+            found[name] = copies[id(tensor)]
+    return {name: found[name] for name in [*filter(found.__contains__, state), *found]}
 
 
 def _named(

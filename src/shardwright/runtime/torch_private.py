@@ -84,6 +84,16 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def trains(tensor: torch.Tensor) -> bool:
+    """Whether a backward comes to ``tensor``, on whichever level of torch.func's transforms: what
+    ``torch.vmap`` has wrapped does not say so itself."""
+    while not tensor.requires_grad:
+        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return True
+
+
 no_subclass_functions = torch._C.DisableTorchFunctionSubclass
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 

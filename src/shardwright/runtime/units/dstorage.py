@@ -114,7 +114,7 @@ class DStorage(Unit):
 
     def reshard(self) -> None:
         """Reduce gradients if a backward left some (collective), then free the full parameters."""
-        if self.gradients.expected and self.synchronise:
+        if self.gradients.expected and not self.holds:
             self.start_reduce()
             self.finish_reduce()
             self.land()

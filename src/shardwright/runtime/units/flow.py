@@ -34,6 +34,9 @@ class Flow(UnitFlow):
         self._leader: weakref.ref[Unit] | None = None
         self._units: dict[str, weakref.ref[Unit]] = {}
         self._next = 0
+        self._is_open = False  # a forward that trains, whose backward has not ended
+        self._open = 0  # such forwards one after the other
+        self._agreed = 0  # as many as all ranks had at some time
 
     def add(self, unit: Unit) -> None:
         """Drive a unit from now on, under the settings of the model."""
@@ -90,13 +93,15 @@ class Flow(UnitFlow):
     @property
     def holds_back(self) -> bool:
         """Whether backwards leave gradients to a later one to be reduced."""
-        return any(not unit.synchronise for unit in self.units())
+        return any(not (unit.synchronise and unit.over_replicas) for unit in self.units())
 
     @property
     def has_gradients(self) -> bool:
         """Whether gradients of an earlier backward are here, which the next one adds to."""
         return any(
-            unit.gradients.is_here or any(p.grad is not None for p in unit.sharded.all)
+            unit.gradients.is_here
+            or unit.gradients.is_partial
+            or any(p.grad is not None for p in unit.sharded.all)
             for unit in self.units()
         )
 
@@ -175,8 +180,44 @@ class Flow(UnitFlow):
         if self.after is not None:
             self.after.wait()
             self.after = None
+        self._follow_open()
         self.recover()
         self.begin()
+
+    def _follow_open(self) -> None:
+        """A rank that left out a backward, or went on after an error in one, is at a forward while
+        others are in that backward. Ranks that had more forwards without a backward than ever
+        before therefore meet first: all do in losses of two forwards, microbatches or after an
+        error on all of them."""
+        if self._is_open:
+            self._open += 1
+        self._is_open = True
+        leader = None if self._leader is None else self._leader()
+        if self._open <= self._agreed or leader is None:
+            return
+        if not all(unit.keeps_whole for unit in self.units()):  # else nothing is gathered there
+            leader.comm.meet(f"forward of unit '{leader.name}'", _LEFT_OUT, _BACKWARDS_OF_ALL)
+        self._agreed = self._open
+
+    def tell_of_buffers(self) -> None:
+        """Say once which buffers got memory after the meta device, and values from nobody."""
+        found = [
+            (unit, f"{path} of unit '{unit.name}'")
+            for unit in self.units()
+            for path in unit.structure.without_values()
+        ]
+        if not found:
+            return
+        (unit, first), more = found[0], len(found) - 1
+        where = f"buffer {first}" + (f" and {more} more" if more else "")
+        text = expected(
+            where,
+            "values",
+            "what to_empty left in memory",
+            "Give buffers their values after to_empty, as __init__ did, or build them on a real "
+            "device: no state_dict has one that is not persistent.",
+        )
+        unit.comm.tell(f"{where} without values", text)
 
     def enter_forward(self) -> None:
         """A unit's own forward begins; if a backward never ended, it failed."""
@@ -188,6 +229,8 @@ class Flow(UnitFlow):
         if trains:
             self._do(self.leave(unit.key))
             return
+        if self.is_led_by(unit):
+            self._is_open = False
         unit.free()
         unit.buffers.let_change()
         if not unit.keeps_whole:
@@ -280,7 +323,7 @@ class Flow(UnitFlow):
                 # before the sum, which takes memory of its own; of buckets all at the end
                 frees=unit.reshard_after_backward and unit.arrivals is None,
                 sums=unit.gradients.expected,  # torch.autograd.grad asks for others
-                holds=not unit.synchronise,
+                holds=unit.holds,
             )
         )
 
@@ -292,9 +335,17 @@ class Flow(UnitFlow):
                 self.leave_backward(unit)
         self._do(self.collect())
         left = self.finish()
+        self._is_open, self._open = False, 0
         for unit in self.units():
             unit.settle()
         self._do(left, reports=False)
+
+
+_LEFT_OUT = "the last one had no whole backward"
+_BACKWARDS_OF_ALL = (
+    "Let all ranks leave out a batch or none: agree on it by an all_reduce, or let loss * 0 have a "
+    "backward. After an error in a forward or a backward all ranks stop or all go on."
+)
 
 
 def _changed(unit: str) -> InputError:

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwright.core.layout import CHECK_BITS
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import C_GRAD
@@ -28,14 +29,33 @@ from shardwright.runtime.units.regroup import Apart
 Accept = Callable[[int, torch.Tensor, Sequence[bool]], None]
 
 
+class Taker(Protocol):
+    """An optimizer's flat tensor that has a stretch of a unit's shares."""
+
+    def accept(self, share: torch.Tensor, present: Sequence[bool]) -> None:
+        """Take its stretch of a segment's mean gradient, of tensors that have one."""
+        ...
+
+    def follow_freezing(self) -> None:
+        """Parameters in it were frozen or unfrozen."""
+        ...
+
+
 class Sum(NamedTuple):
     """A segment's gradient on its way: summed over ranks when ``pending`` is done."""
 
     gradient: SegmentGradient
     row: torch.Tensor
     note: Note
-    factor: float  # what the sum is multiplied with
+    factor: float | None  # what the sum is multiplied with; None: replicas have not added theirs
     pending: Pending | None
+
+
+class Partial(NamedTuple):
+    """A segment's gradient, summed over shards in several backwards and not over replicas yet."""
+
+    row: torch.Tensor
+    present: Sequence[bool]
 
 
 class Landing(NamedTuple):
@@ -77,6 +97,7 @@ class SegmentGradient:
         self.apart = Apart(views.segment, self.send.tensor.view(views.reduced).view(ranks, sent))
         self.send.give()
         self.held: list[torch.Tensor | None] = [None] * len(self.wholes)
+        self.partial: Partial | None = None
 
     @property
     def trains(self) -> bool:
@@ -122,8 +143,8 @@ class SegmentGradient:
             taken.append(gradient)
         return taken
 
-    def start(self, unit: str, before: float, after: float, guard: Guard | None) -> Sum:
-        """Begin to sum over ranks (collective)."""
+    def start(self, unit: str, before: float, after: float | None, guard: Guard | None) -> Sum:
+        """Begin to sum over ranks (collective); without ``after`` over shards alone."""
         comm, views = self.comm, self.views
         gradients = self._taken()
         for place, held in enumerate(self.held):
@@ -147,8 +168,32 @@ class SegmentGradient:
             self.send.give()
             return Sum(self, row, note, after, comm.all_reduce(label, _reals(row), wait=False))
         row = rows.new_empty(views.segment.sent)
-        pending = comm.reduce_scatter(label, _reals(row), _reals(rows.view(-1)), wait=False)
+        options: dict[str, Any] = {}
+        if comm.sums_in_two:
+            options = {"replicas": after is not None, "between": partial(self._add_partial, row)}
+        pending = comm.reduce_scatter(
+            label, _reals(row), _reals(rows.view(-1)), wait=False, **options
+        )
         return Sum(self, row, note, after, pending)
+
+    def _add_partial(self, row: torch.Tensor) -> None:
+        """Add what earlier backwards left to a sum over shards, and which tensors had some."""
+        earlier, self.partial = self.partial, None
+        if earlier is not None:
+            share = self.views.segment.share
+            row[:share].add_(earlier.row[:share])
+            row[share + 2 * CHECK_BITS :][: len(earlier.present)].add_(
+                torch.tensor(earlier.present, dtype=row.dtype, device=row.device)
+            )
+
+    def keep_partial(self, row: torch.Tensor, present: Sequence[bool]) -> None:
+        """Leave a sum over shards, and that of earlier backwards, to a later one over replicas."""
+        if self.partial is not None:
+            share = self.views.segment.share
+            row[:share].add_(self.partial.row[:share])
+            present = [*map(any, zip(present, self.partial.present, strict=True))]
+        self.partial = Partial(row, present)
+        self.comm.probe.holds(row, "unreduced_gradient")
 
     def cached(self) -> Iterator[Cached]:
         """Every view, and the buffer that it is a view of."""
@@ -166,6 +211,7 @@ class SegmentGradient:
         for whole in self.wholes:
             C_GRAD.__set__(whole, None)
         self.held = [None] * len(self.wholes)
+        self.partial = None
 
 
 class Gradients:
@@ -189,6 +235,17 @@ class Gradients:
         """Whether a gradient is here that no reduce has taken."""
         return any(gradient.is_here for gradient in self.segments)
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether sums over shards wait for those over replicas."""
+        return any(gradient.partial is not None for gradient in self.segments)
+
+    def is_left(self, over_replicas: bool) -> bool:
+        """Whether a backward has ended without a reduce of something that has to be reduced now."""
+        if over_replicas:
+            return self.is_here or self.is_partial
+        return any(each.is_here for each in self.segments if not each.is_replicated)
+
     def expect(self) -> None:
         """A backward reaches the unit, or is in it already."""
         self.expected = True
@@ -210,14 +267,20 @@ class Gradients:
             gradient.keep()
 
     @torch.no_grad()
-    def start(self, unit: str, divisor: float | None, guard: Guard | None) -> None:
+    def start(
+        self, unit: str, divisor: float | None, guard: Guard | None, *, over_replicas: bool = True
+    ) -> None:
         """Begin to sum over ranks (collective) and to divide by ``divisor``, by default their
-        number; ``finish`` before the next one. ``guard`` looks at what is summed."""
+        number; ``finish`` before the next one. ``guard`` looks at what is summed. What is not
+        summed ``over_replicas`` waits for a sum that is, and what all ranks have whole as it is."""
         self.expected = False
         for gradient in self.segments:
-            if gradient.trains:
+            if gradient.is_replicated and not over_replicas:
+                gradient.keep()
+            elif gradient.trains:
                 before, after = _factors(gradient.views.reduced, self.comm.total, divisor)
-                self.under_way.append(gradient.start(unit, before, after, guard))
+                after_shards = after if over_replicas else None
+                self.under_way.append(gradient.start(unit, before, after_shards, guard))
 
     @torch.no_grad()
     def finish(self, accept: Accept) -> None:
@@ -231,6 +294,9 @@ class Gradients:
             views = gradient.views
             present = note.read(row[views.segment.share :])
             self.unchecked.append(note)
+            if factor is None:
+                gradient.keep_partial(row, present)
+                continue
             share = row[: views.segment.share]
             if factor != 1.0:
                 share.mul_(factor)

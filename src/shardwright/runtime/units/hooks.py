@@ -14,6 +14,7 @@ from shardwright.core.schedule import Action
 from shardwright.runtime.torch_private import (
     in_transform,
     outside_graphs,
+    trains,
     unwrapped,
     will_accumulate,
 )
@@ -96,6 +97,19 @@ class UnitHooks:
         """``tensor``, with a hook by which a backward reaches this unit."""
         marked: torch.Tensor = _BeforeBackward.apply(tensor, self.anchor, self)
         return marked
+
+    def entering(self, gradient: Any) -> Any:
+        """A gradient of an input, by which a backward of this backward reaches the unit."""
+        if torch.is_grad_enabled() and gradient is not None and trains(gradient):
+            return self.announce(gradient)
+        return gradient
+
+    def leaving(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Gradients of outputs, by which a backward of this backward leaves the unit."""
+        if torch.is_grad_enabled() and all(g is not None and trains(g) for g in gradients):
+            found: Sequence[Any] = _AfterBackward.apply(self, *gradients)
+            return found
+        return gradients
 
     def mark_stashed(self, module: nn.Module) -> None:
         """Announce what a forward leaves in attributes of modules, as auxiliary losses are: their
@@ -196,7 +210,7 @@ class _Before:
             return None
         if len(arguments) == 1 and not keywords and type(arguments[0]) is torch.Tensor:
             tensor = _cast(arguments[0], dtype)
-            if tensor.requires_grad:
+            if trains(tensor):
                 tensor = _AfterBackward.apply(hooks, tensor)[0]
             return ((tensor,), keywords)
         return self._marked((arguments, keywords), dtype)
@@ -208,7 +222,7 @@ class _Before:
         leaves = tree_flatten(given)[0]
         changed = [_cast(leaf, dtype) if torch.is_tensor(leaf) else leaf for leaf in leaves]
         tensors = [i for i, leaf in enumerate(changed) if torch.is_tensor(leaf)]
-        spots = [i for i in tensors if changed[i].requires_grad]
+        spots = [i for i in tensors if trains(changed[i])]
         if torch.is_grad_enabled() and spots:
             marked = _AfterBackward.apply(self.hooks, *(changed[i] for i in spots))
             for index, tensor in zip(spots, marked, strict=True):
@@ -271,18 +285,18 @@ class _After:
             self.hooks.fail(recomputed=recomputed)
             return None
         self.hooks.end(last=self.last)
-        trains = torch.is_grad_enabled()
-        output = self._marked(output, module, trains)
-        if trains:
+        counts = torch.is_grad_enabled()
+        output = self._marked(output, module, counts)
+        if counts:
             self.hooks.mark_stashed(module)
         storage.comm.probe.did(Action("compute", self.name, "forward"))
         if not self.last or recomputed:
             return output
         for each in self.hooks.storages:
-            each.flow.leave_forward(each, trains=trains)
+            each.flow.leave_forward(each, trains=counts)
         return output
 
-    def _marked(self, output: Any, module: nn.Module, trains: bool) -> Any:
+    def _marked(self, output: Any, module: nn.Module, counts: bool) -> Any:
         """The output with nothing that points into the unit's memory, announcing its backward."""
         storage = self.hooks.storage
         dtype = storage.precision.output_dtype if self.last else None
@@ -295,14 +309,14 @@ class _After:
             if any(each.shares_full_buffer(inner) for each in self.hooks.storages):
                 tensor = tensor.clone()
             tensor = _cast(tensor, dtype)
-            if not (trains and tensor.requires_grad):
+            if not (counts and trains(tensor)):
                 return tensor
             return self.hooks.announce(tensor)
 
         if type(output) is torch.Tensor:
             return mark(output)
         output = map_tensors(mark, output)
-        if trains and not found and not _is_plain(output):
+        if counts and not found and not _is_plain(output):
             name = storage.name or type(module).__name__
             raise UnsupportedError(
                 expected(
@@ -361,7 +375,11 @@ class _Mark(torch.autograd.Function):
 
 
 class _BeforeBackward(_Mark):
-    """Identity on an output; its backward is the first thing a unit sees of a backward pass."""
+    """Identity on an output; its backward is the first thing a unit sees of a backward pass.
+
+    Where that backward has a graph (``create_graph``), a backward of it comes to the unit by the
+    gradients that the first one left it with and leaves by those that it came with, so the marks
+    are put on these the other way around."""
 
     generate_vmap_rule = True
 
@@ -376,7 +394,11 @@ class _BeforeBackward(_Mark):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.hooks.enter_backward(will_accumulate(ctx, 1))
-        return gradients[0], None, None
+        return ctx.hooks.leaving(gradients)[0], None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
+        return tangent.view_as(tangent)
 
 
 class _AfterBackward(_Mark):
@@ -395,4 +417,8 @@ class _AfterBackward(_Mark):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.hooks.leave_backward()
-        return None, *gradients
+        return None, *map(ctx.hooks.entering, gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+        return tuple(None if t is None else t.view_as(t) for t in tangents)

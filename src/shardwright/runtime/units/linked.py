@@ -279,6 +279,18 @@ def asked_for(unit: str) -> UnsupportedError:
     )
 
 
+def on_meta(where: str) -> InputError:
+    """What to say where memory is asked of a unit without any."""
+    return InputError(
+        expected(
+            where,
+            "a real tensor",
+            "one on the meta device",
+            "Call to_empty(device=...) on the model, then give its parameters their values.",
+        )
+    )
+
+
 def hooked_twice(where: str) -> InputError:
     """What to say of hooks on a gradient that comes in two parts."""
     return InputError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.runtime.units.linked import LinkedParameter
 from shardwright.runtime.units.parameter import own_modules, plain_name
 from shardwright.runtime.units.shard_tensor import ShardTensor
-from shardwright.tracker.private import own_children, own_parameters
+from shardwright.tracker.private import own_buffers, own_children, own_parameters
 
 
 class _Row(NamedTuple):
@@ -42,10 +43,47 @@ class Structure:
 
     def __init__(self) -> None:
         self._rows: list[_Row] = []
+        self._empty: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
 
     def add(self, module: nn.Module, path: str, is_taken: Callable[[nn.Module], bool]) -> None:
         """One more module, with what is below it and not of an inner unit."""
         self._rows.extend(_Row.of(p, m) for p, m in own_modules(module, path, is_taken))
+
+    @contextmanager
+    def following_buffers(self) -> Iterator[None]:
+        """Modules are moved inside: buffers that leave the meta device, as by ``to_empty``, have
+        memory then and no values."""
+        before = {place for place, (_, buffer) in self._buffers().items() if buffer.is_meta}
+        yield
+        now = self._buffers() if before else {}
+        for place in before & now.keys():
+            path, buffer = now[place]
+            if not buffer.is_meta:
+                self._empty.append((path, weakref.ref(buffer), buffer._version))
+
+    @property
+    def has_empty(self) -> bool:
+        """Whether there are buffers that got memory and were not looked at since."""
+        return bool(self._empty)
+
+    def without_values(self) -> list[str]:
+        """Paths of the buffers that nobody has written or replaced since they got memory; each is
+        told once."""
+        empty, self._empty = self._empty, []
+        shown = {id(buffer) for _, buffer in self._buffers().values()} if empty else ()
+        found = [(path, reference(), version) for path, reference, version in empty]
+        return [p for p, b, v in found if b is not None and id(b) in shown and b._version == v]
+
+    def _buffers(self) -> dict[tuple[int, str], tuple[str, torch.Tensor]]:
+        """Paths and values by module and name."""
+        found = {}
+        for row in self._rows:
+            module = row.module()
+            for name, buffer in own_buffers(module).items() if module is not None else ():
+                if buffer is not None:
+                    path = plain_name(f"{row.path}.{name}" if row.path else name)
+                    found[id(module), name] = path, buffer
+        return found
 
     def check(self, unit: str) -> None:
         """Raise InputError for parameters that train and that nothing would shard or reduce: those

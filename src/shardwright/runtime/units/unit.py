@@ -32,7 +32,7 @@ from shardwright.runtime.units import replicas
 from shardwright.runtime.units.arrivals import Arrivals
 from shardwright.runtime.units.buffers import Awaited, Buffers
 from shardwright.runtime.units.cut import part_of
-from shardwright.runtime.units.gradients import Gradients
+from shardwright.runtime.units.gradients import Gradients, Taker
 from shardwright.runtime.units.linked import (
     AtShard,
     Replica,
@@ -40,6 +40,7 @@ from shardwright.runtime.units.linked import (
     follow_gradients,
     hooked_twice,
     inherit,
+    on_meta,
 )
 from shardwright.runtime.units.parameter import DTYPES, Member, infos_of
 from shardwright.runtime.units.precision import MixedPrecision
@@ -63,18 +64,6 @@ class State(enum.Enum):
 SHARDED, UNSHARDED = State.SHARDED, State.UNSHARDED
 
 
-class Taker(Protocol):
-    """An optimizer's flat tensor that has a stretch of a unit's shares."""
-
-    def accept(self, share: torch.Tensor, present: Sequence[bool]) -> None:
-        """Take its stretch of a segment's mean gradient, of tensors that have one."""
-        ...
-
-    def follow_freezing(self) -> None:
-        """Parameters in it were frozen or unfrozen."""
-        ...
-
-
 class Driver(Protocol):
     """Who gathers, frees and reduces the units of a model."""
 
@@ -89,6 +78,10 @@ class Driver(Protocol):
 
     def reduce_complete(self) -> None:
         """A bucket's last gradient of a backward is there."""
+        ...
+
+    def tell_of_buffers(self) -> None:
+        """A forward begins: say which buffers have no values."""
         ...
 
 
@@ -131,6 +124,7 @@ class Unit:
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.synchronise = True
+        self.over_replicas = True  # sums of gradients, where there are replicas of shards
         self.divisor: float | None = None  # of summed gradients; None: the number of ranks
         self.ahead: Ahead = {"forward": None, "backward": None}
         self.ignored = tuple(ignored)
@@ -372,12 +366,26 @@ class Unit:
             self.writes.free()
         self._show(SHARDED)
 
+    @property
+    def _sums_all(self) -> bool:
+        """Whether sums are over replicas, too; those over shards are kept where they can wait."""
+        return self.over_replicas or self.is_replicated or not self.comm.sums_in_two
+
+    @property
+    def holds(self) -> bool:
+        """Whether backwards leave whole gradients to a later one."""
+        if self.over_replicas or not self.synchronise:
+            return not self.synchronise
+        several = self.is_replicated or self.comm.total > self.comm.shards.size
+        return self._sums_all and several
+
     def start_reduce(self) -> None:
         """Begin to sum the gradient over ranks (collective)."""
         if self.gradients.under_way:  # in the room that this one takes
             self.finish_reduce()
         with self.comm.probe.phase("reduce"):
-            self.gradients.start(self.name, self.divisor, self.flow.guard)
+            guard, all_ranks = self.flow.guard, self._sums_all
+            self.gradients.start(self.name, self.divisor, guard, over_replicas=all_ranks)
 
     def finish_reduce(self) -> None:
         """Hand this rank's mean gradient to its parameters, or to the optimizer's."""
@@ -411,7 +419,8 @@ class Unit:
     def settle(self) -> None:
         """After a backward: reduce what came later than its unit's reduce, or was held back by an
         earlier backward and not touched by this one."""
-        if self.synchronise and not self.driven_by_hand and self.gradients.is_here:
+        left = self.gradients.is_left(self._sums_all)
+        if left and not self.holds and not self.driven_by_hand:
             self.start_reduce()
             self.finish_reduce()
         self.land()
@@ -427,6 +436,8 @@ class Unit:
     def check(self) -> None:
         """A forward begins: what must hold of the unit is checked, and of its parameters."""
         self._show_parallel()
+        if self.structure.has_empty:
+            self.flow.tell_of_buffers()
         if torch.is_grad_enabled():
             self.structure.check(self.name)
         if not self._is_alike:
@@ -475,14 +486,7 @@ class Unit:
 
     def on_meta(self) -> InputError:
         """What to say where memory is asked of a unit without any."""
-        return InputError(
-            expected(
-                f"{self.members[0].fqn} of unit '{self.name}'",
-                "a real tensor",
-                "one on the meta device",
-                "Call to_empty(device=...) on the model, then give its parameters their values.",
-            )
-        )
+        return on_meta(f"{self.members[0].fqn} of unit '{self.name}'")
 
 
 def _own(member: Member) -> torch.Tensor:
