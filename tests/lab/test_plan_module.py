@@ -37,6 +37,29 @@ def made(**given: Any) -> Any:
     return plan_module(Model, given.pop("inputs", X), **given)
 
 
+class Masks(nn.Module):
+    """Blocks of two kinds, with a mask for each kind, made in the order of a set."""
+
+    kinds: tuple[str, ...] = ("sliding", "full")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        masks = {kind: (x > 0).float() for kind in self.kinds}
+        for number, layer in enumerate(self.layers):
+            x = layer(x) * masks["sliding" if number < 2 else "full"]
+        return x
+
+
+def test_the_order_in_which_a_set_of_names_is_gone_through_changes_no_plan() -> None:
+    """Another in every process, as PYTHONHASHSEED is."""
+    made = plan_module(Masks, X)
+    Masks.kinds = Masks.kinds[::-1]
+    assert plan_module(Masks, X).fingerprint == made.fingerprint
+
+
 def test_ranks_and_optimizer_are_the_caller_s() -> None:
     found = made(cluster={"preset": "local", "world_size": 3}, optimizer="adagrad")
     assert found.world_size == 3

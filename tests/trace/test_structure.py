@@ -46,6 +46,15 @@ def test_a_rate_that_goes_up_evenly_is_a_place_too() -> None:
     assert cut([Layer(rate=rate) for rate in rates]) == [Stretch(0, 6, 1)]
 
 
+def test_kinds_that_alternate_are_alike_in_periods_from_two_of_each_on() -> None:
+    """As sliding and full attention are, with numbers from 0 in a model of four layers."""
+    kinds = [functional.gelu, functional.silu]
+    assert cut([Layer(k, act=kinds[k % 2]) for k in range(4)]) == [Stretch(0, 4, 2)]
+    first = [Layer(0, width=8), Layer(1), Layer(2)]
+    assert cut(first) == [Stretch(0, 1, 1), Stretch(1, 2, 1)]
+    assert cut([Layer(1), Layer(2)]) == []  # a dilation, say
+
+
 def test_a_number_that_changes_otherwise_is_how_a_layer_is_built() -> None:
     assert cut([Layer(rate=0.1 * (k % 2)) for k in range(6)]) == [Stretch(0, 6, 2)]
     assert cut([Layer(rate=0.1 * (k // 3)) for k in range(6)]) == [

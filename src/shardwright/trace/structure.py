@@ -190,9 +190,10 @@ def _keys(children: Sequence[nn.Module], sharing: _Sharing) -> list[Hashable]:
 
 
 def _goes_up(places: Sequence[int], values: Sequence[float]) -> bool:
-    """Whether numbers go up or down evenly with the places of at least three parts."""
+    """Whether numbers go up or down evenly with the places of at least three parts; those of two
+    have to be the places, for any two differ evenly."""
     if len(places) < 3 or values[0] == values[-1]:
-        return False
+        return len(places) == 2 and list(values) == list(places)
     step = (values[-1] - values[0]) / (places[-1] - places[0])
     far = EVENLY * abs(values[-1] - values[0])
     pairs = zip(places, values, strict=True)
