@@ -183,8 +183,8 @@ class Recorder(Follower):
 
 
 def _in_order(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """``pieces`` in which, of storages that nothing tells apart (one module's, made by one operator,
-    of one size), the one that was made first is freed first.
+    """``pieces`` in which, of storages that nothing tells apart (of one module, operator and size),
+    the one that was made first is freed first.
 
     Which one is it, may be chance: a model that loops over a set of names, as one mask for each
     kind of attention, makes them in another order in every process. All ranks are to record the
