@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_3_and_says_what_fills_the_rank(call: Any, llama: P
     answer = call("memory", llama, "--set", "cluster.hbm_cap=1 MiB")
     assert answer.code == 3
     flowed = " ".join(answer.out.split())
-    assert "Does not fit: each rank needs" in flowed
+    assert "Does not fit: " in flowed
     assert "The largest are" in flowed
     assert "shardwright fit" in flowed
 

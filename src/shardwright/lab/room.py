@@ -13,6 +13,7 @@ from torch import nn
 from shardwright.core.errors import NoPlanError, RunError, expected
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes
+from shardwright.report.wording import fitting
 from shardwright.runtime.meter import exact_events
 
 MOST_NAMED = 3
@@ -37,8 +38,10 @@ def free_bytes(device: torch.device, ranks: int) -> int | None:
     return min(known, default=None)
 
 
-def check_room(plan: Plan, rank: int, device: torch.device, copied: bool) -> None:
-    """NoPlanError unless the plan's peak is free now; ``copied``: a save's copy is beside it."""
+def check_room(plan: Plan, rank: int, device: torch.device, copied: bool) -> str:
+    """NoPlanError unless the plan's peak is free now; ``copied``: a save's copy is beside it. On an
+    accelerator a line if it hangs on what the allocator keeps; of what else is on the device free
+    memory says what there is by now."""
     local = plan.cluster.local_world_size
     free = free_bytes(device, min(local, plan.world_size))
     totals = plan.ranks[rank]
@@ -48,8 +51,11 @@ def check_room(plan: Plan, rank: int, device: torch.device, copied: bool) -> Non
         copy = sum(totals.exact.get(kind, 0) for kind in ("weight", "optimizer_state"))
         needed += copy
         what += f", and {format_bytes(copy)} for the copy that a save writes"
+    least, most = plan.needed
+    if free is not None and needed <= free < needed + most - least:
+        return fitting(needed, needed + most - least, free, f"rank {rank}")
     if free is None or needed <= free:
-        return
+        return ""
     where = f"free memory on rank {rank}"
     remedy = "End what else takes memory, or plan for less: --set cluster.ddr_cap, or more ranks."
     if device.type == "cuda":

@@ -144,9 +144,10 @@ def _fullest(problem: Problem, draft: Draft) -> _Short:
             for rank, size in enumerate(draft.tier_bytes[tier])
         ]
         return max(found, key=lambda its: (its.need - its.capacity, -its.rank))
-    peak = max(draft.peak_bytes)
+    assert isinstance(draft, StepDraft)
     tier: Tier = "ddr" if problem.cluster.compute_device == "cpu" else "hbm"
-    return _Short(tier, draft.peak_bytes.index(peak), peak, problem.decisive_capacity)
+    fullest = draft.peak_bytes.index(max(draft.peak_bytes))
+    return _Short(tier, fullest, draft.demand, problem.decisive_capacity)
 
 
 def _largest(draft: Draft, rank: int) -> str:

@@ -14,18 +14,13 @@ from shardwright.core.memory_section import check_memory, float8_scaling
 from shardwright.core.model_of_job import unplanned
 from shardwright.core.parallel import Degrees, ParallelSection, Quantile, experts_of
 from shardwright.cost import constants
-from shardwright.lab.footprint.classes import (
-    RankClass,
-    Setting,
-    assumptions_on_gpu,
-    rank_memories,
-    settings_of,
-)
 from shardwright.lab.footprint.machines import machine_of, optimizer_of, sharding
 from shardwright.lab.footprint.models import recorded_model
-from shardwright.lab.footprint.outside import outside
+from shardwright.lab.footprint.settings import assumptions_on_gpu, settings_of
 from shardwright.lab.footprint.stages import PipelineRank, pipeline_ranks
 from shardwright.memory.allocator import AllocatorSettings
+from shardwright.memory.classes import RankClass, Setting, rank_memories
+from shardwright.memory.outside import outside
 from shardwright.memory.rank_step import Chunk, RankStep
 from shardwright.memory.results import MODELLED
 from shardwright.planner.profiles import cluster_of

@@ -24,7 +24,7 @@ from shardwright.core.quantities import SAME_SECONDS, format_seconds
 from shardwright.core.sharing import WHOLE_STAGES, Sharing, with_buckets, with_sharing
 from shardwright.planner.draft import Draft
 from shardwright.planner.explain.recompute import model_recorded
-from shardwright.planner.planner import find
+from shardwright.planner.planner import find, surely_or_perhaps
 from shardwright.planner.problem import hosts_of
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.strategy.found import Found, ModelOf
@@ -187,7 +187,8 @@ def replanned(
     if again is None and len(checkpointing_of(job)) > 1:
         job = with_checkpointing(job, _policy(plan))
     try:
-        found = find(job, _models(plan, forced, again), watch)
+        models = _models(plan, forced, again)
+        found = surely_or_perhaps(lambda sure: find(job, models, watch, sure))
     except ShardwrightError as error:
         text = f"{wanted} with the rest planned anew has no plan: {error}"
         return Replanned(None, 0.0, "", "", text)
