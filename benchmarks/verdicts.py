@@ -1,5 +1,5 @@
-"""Whether `plan`, `memory` and `fit` contradict one another of small random jobs whose memory is just
-enough or a little less, ten llamas among two hundred.
+"""Whether `plan`, `memory` and `fit` contradict one another of small random jobs whose memory is
+just enough or a little less, ten llamas among two hundred.
 
     python benchmarks/verdicts.py --machine cpu-2-cores --jobs 200
 

@@ -15,7 +15,6 @@ from shardwright.lab.footprint import footprint
 from shardwright.lab.recordings import plan
 from shardwright.report.first_screen import as_text
 
-
 SLOW = (pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1))  # a llama, a small GPT
 
 

@@ -159,8 +159,8 @@ def test_a_job_that_fits_says_what_is_left() -> None:
 def test_a_job_that_does_not_fit_names_the_class_the_shortfall_and_the_largest() -> None:
     assert verdict_sentence(footprint(capacity=20 * GIB)) == (
         "Does not fit: 23.44 GiB of 20.00 GiB (3.44 GiB too much) on rank class 'stage 0' (4 "
-        "ranks), most in backward, layers.3. The largest are optimizer states 7.81 GiB, activations "
-        "7.47 GiB, weights 3.91 GiB."
+        "ranks), most in backward, layers.3. The largest are optimizer states 7.81 GiB, "
+        "activations 7.47 GiB, weights 3.91 GiB."
     )
 
 

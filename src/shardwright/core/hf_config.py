@@ -175,7 +175,8 @@ def hf_shape(document: dict[str, Any], where: str = "config.json") -> LlamaShape
                 "Give the model as model.python = 'package.module:function'.",
             )
         )
-    shape = _shape(_Reader(document, where), FAMILIES[family])
+    read = _Reader(document, where)
+    shape = msgspec.structs.replace(_shape(read, FAMILIES[family]), dtype=_dtype(read))
     check_shape(shape, where)
     return shape
 
@@ -229,6 +230,24 @@ class _Reader:
         return default if value is None else value
 
 
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def _dtype(read: _Reader) -> Any:
+    """What a model is loaded in; transformers 4.56 renamed the key."""
+    for key in ("dtype", "torch_dtype"):
+        value = read.document.get(key)
+        if value is None:
+            continue
+        name = str(value).removeprefix("torch.")
+        if name not in DTYPES:
+            remedy = "Leave it out, and name memory.param_dtype in the job."
+            wanted = f"one of {', '.join(DTYPES)}"
+            raise UnsupportedError(expected(f"{read.where}: {key}", wanted, repr(value), remedy))
+        return DTYPES[name]
+    return UNSET
+
+
 def _t5_shape(read: _Reader, usual: T5Shape) -> T5Shape:
     """A T5; its decoder is as deep as its encoder unless the file says otherwise."""
     activation = read.document.get("feed_forward_proj")
@@ -253,6 +272,7 @@ def _t5_shape(read: _Reader, usual: T5Shape) -> T5Shape:
         norm_eps=read.real("layer_norm_epsilon", usual.norm_eps),
         gated=T5_ACTIVATIONS[activation] if activation else usual.gated,
         tied=read.flag("tie_word_embeddings", usual.tied),
+        dtype=_dtype(read) or usual.dtype,
     )
 
 

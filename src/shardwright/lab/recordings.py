@@ -248,7 +248,8 @@ def _path(job: Job, device: str) -> Path | None:
     policy = checkpointing_of(job)[0]
     memory = msgspec.structs.replace(memory_of(job), checkpointing=policy, zero=3)
     run = (memory, parallel_of(job), device)
-    of = (job.model, job.batch, tables, bags, *run, version("torch"), _recorder())
+    how = step_dtypes(job)
+    of = (job.model, job.batch, tables, bags, *run, how, version("torch"), _recorder())
     digest = hashlib.sha256(msgspec.json.encode(of, order="deterministic")).hexdigest()
     return Path(os.path.expanduser(folder)) / "recordings" / f"{digest}.json"
 

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 import msgspec
 import torch
+from msgspec import UnsetType
 from torch import nn
 
 from shardwright.core.document import read_document
@@ -75,7 +76,11 @@ def alone(job: Job) -> Job:
 
 
 def _as_run(
-    job: Job, runtime: Runtime, param_dtype: ComputeDtype, reduce_dtype: ReduceDtype, ranks: int
+    job: Job,
+    runtime: Runtime,
+    param_dtype: ComputeDtype | UnsetType,
+    reduce_dtype: ReduceDtype | UnsetType,
+    ranks: int,
 ) -> Job:
     """The job on so many CPU ranks, without what no rehearsal runs; with its replicas where that
     many ranks are whole ones."""

@@ -18,6 +18,7 @@ from shardwright.core.job import (
     memory_of,
     parallel_of,
     with_checkpointing,
+    with_memory,
 )
 from shardwright.core.memory_section import HAVE_BLOCKS
 from shardwright.core.model import ModelSpec, TableSpec
@@ -350,9 +351,9 @@ def _units_on_host(attempt: _Try) -> str:
     on_cpu = problem.cluster.compute_device == "cpu"
     if on_cpu or not problem.model.units or memory_of(job).offload != "none":
         return ""
-    memory = msgspec.structs.replace(memory_of(job), offload="auto")
+
     what = "memory.offload = 'auto'"
-    fits = attempt.fits(msgspec.structs.replace(job, memory=memory), what)
+    fits = attempt.fits(with_memory(job, offload="auto"), what)
     return f"{what} fits" if fits else ""
 
 

@@ -55,7 +55,8 @@ def headline(fit: Fit) -> str:
     """What is looked for, in one line."""
     capacity = format_bytes(fit.capacity)
     ranks = counted(fit.world_size, "rank")
-    return f"What fits of {printable(fit.model)} on {ranks} of {capacity} each"
+    dtype = f", computing in {printable(fit.dtype)}" if fit.dtype else ""
+    return f"What fits of {printable(fit.model)} on {ranks} of {capacity} each{dtype}"
 
 
 def job_line(fit: Fit) -> str:

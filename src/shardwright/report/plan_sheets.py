@@ -10,6 +10,8 @@ from itertools import groupby
 from msgspec import UNSET
 
 from shardwright.core.cluster import TIERS
+from shardwright.core.model_of_job import step_dtypes
+from shardwright.core.model_section import ESTIMATED
 from shardwright.core.placement import Replicate, shared_words
 from shardwright.core.plan import Plan, RankTotals, TablePlan, UnitPlan
 from shardwright.core.quantities import format_bytes, format_seconds
@@ -62,8 +64,18 @@ def headline(plan: Plan) -> str:
     )
     return (
         f"{what} on {counted(plan.world_size, f'{cluster.compute_device} rank')}{where}, "
-        f"{counted(batch.size, 'sample')}{length} per rank and step"
+        f"{counted(batch.size, 'sample')}{length} per rank and step{_dtypes(plan)}"
     )
+
+
+def _dtypes(plan: Plan) -> str:
+    """What is computed in, where a job or its model may say so."""
+    if plan.job.model.kind not in ESTIMATED:
+        return ""
+    param, reduce = step_dtypes(plan.job)
+    own = sorted({t.dtype for unit in plan.model.units for t in unit.tensors})
+    sums = f", gradients summed in {reduce}" if reduce and reduce != (param or own) else ""
+    return f", in {param or ' and '.join(own)}{sums}"
 
 
 def fits_line(plan: Plan) -> str:

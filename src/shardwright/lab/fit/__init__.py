@@ -88,6 +88,7 @@ def fit(
         assumptions=first.assumptions,
         estimates=variants.estimates,
         seconds=time.perf_counter() - begun,
+        dtype=first.settings.get("param_dtype", ""),
     )
 
 

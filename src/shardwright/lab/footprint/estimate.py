@@ -155,8 +155,8 @@ def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
     section = memory_of(job)
     if section.runtime == "ddp":
         yield (
-            f"whole parameters, their gradients and states are kept in {section.param_dtype}, "
-            "without copies in fp32"
+            f"whole parameters, their gradients and states are kept in "
+            f"{section.param_dtype or 'the dtypes they were made in'}, without copies in fp32"
         )
     if section.runtime == "megatron":
         yield (

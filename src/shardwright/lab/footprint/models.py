@@ -94,6 +94,7 @@ class LlamaModel:
 
     def _request(self, parallel: ParallelSection, stage: Stage) -> Request:
         section, batch = memory_of(self.job), self.job.batch
+        assert section.param_dtype, "a llama's is known"
         local = local_shape(
             parallel,
             self.degrees,

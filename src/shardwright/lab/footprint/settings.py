@@ -8,6 +8,8 @@ from shardwright.core.job import Job, memory_of
 from shardwright.core.memory_section import MemorySection
 from shardwright.memory.allocator.replay import ASSUMPTION
 
+OWN_DTYPE = "the module's"  # whose parameters each have the one that they were made in
+
 
 def assumptions_on_gpu(operators: Iterable[Iterable[str]]) -> list[str]:
     """What is assumed of an accelerator: operators whose kernels nobody has compared take there
@@ -36,8 +38,8 @@ def settings_of(job: Job, device: str, policy: str = "") -> dict[str, str]:
         "runtime": section.runtime,
         "checkpointing": policy or section.policy,
         "lowering": device,
-        "param_dtype": section.param_dtype,
-        "reduce_dtype": section.reduce_dtype,
+        "param_dtype": section.param_dtype or OWN_DTYPE,
+        "reduce_dtype": section.reduce_dtype or OWN_DTYPE,
         "optimizer": job.train.optimizer,
         **batch,
         "sequence": str(job.batch.sequence),

@@ -15,6 +15,7 @@ from shardwright.core.job import (
     checkpointing_of,
     memory_of,
     with_checkpointing,
+    with_memory,
 )
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import key_of, model_of
@@ -131,8 +132,7 @@ def left_open(plan: Plan) -> Job:
     stages = {row.zero for row in rows}
     if len(stages) > 1 or stages == {3}:
         job = with_sharing(job, Sharing(3, min(row.replicas or 1 for row in rows)))
-        memory = msgspec.structs.replace(memory_of(job), zero="auto")
-        job = msgspec.structs.replace(job, memory=memory)
+        job = with_memory(job, zero="auto")
     sizes = {row.bucket_size or 0 for row in rows if row.zero in WHOLE_STAGES}
     bucket_size = "auto" if len(sizes) > 1 else max(sizes, default=0) or UNSET
     dense = msgspec.structs.replace(job.planner.dense, bucket_size=bucket_size)
