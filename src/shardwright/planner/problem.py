@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -196,8 +196,17 @@ def make_problem(
     capacity = reserved.capacities[0]
     priced = known.tables if known else ()
     tables = table_choices(model, job, context, slow=slow, capacity=capacity, known=priced)
-    notes = (*assumptions, *_assumptions(job, unit_space))
+    notes = (*assumptions, *_assumptions(job, unit_space), *_rates(unit_space))
     return Problem(job, context, model, tables, unit_space, reserved, notes, slow, sure)
+
+
+def _rates(space: UnitSpace) -> Iterator[str]:
+    """Dtypes whose products a machine's constants tell no rate of."""
+    rates, homes = space.context.c, space.model.step.units if space.model.units else ()
+    dtypes = dict.fromkeys(space.dtype_of(home) for home in homes)
+    for dtype in dtypes:
+        if dtype != "fp32" and f"{dtype}_compute_rate" not in rates:
+            yield f"products in {dtype} take as long as in fp32 (no {dtype}_compute_rate is known)"
 
 
 def _assumptions(job: Job, unit_space: UnitSpace) -> tuple[str, ...]:
