@@ -41,7 +41,8 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     embedding times the root of ``dim`` (``scaled_embedding``), and logits and scores of attention
     that a tanh keeps below ``logit_cap`` and ``attention_cap``.
 
-    ``dtype`` is what it computes in, where its configuration says so.
+    ``dtype`` is what it computes in, where its configuration says so; ``unread`` are keys of that
+    which may make another model and which nothing here reads.
     """
 
     layers: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_DEPTH)]
@@ -75,6 +76,7 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logit_cap: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     attention_cap: Annotated[float, msgspec.Meta(gt=0)] | UnsetType = UNSET
     dtype: Literal["bf16", "fp16", "fp32"] | UnsetType = UNSET
+    unread: tuple[str, ...] | UnsetType = UNSET
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts."""

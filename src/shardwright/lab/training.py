@@ -191,8 +191,7 @@ class Training:
         leave_record()
 
     def _check_room(self) -> None:
-        section = self.job.checkpoint
-        copied = section is not UNSET and section.overlap
+        copied = self.job.checkpoint is not UNSET and self.job.checkpoint.overlap
         if (said := check_room(self.plan, self.rank, self.device, copied)) and self.rank == 0:
             print(said, file=sys.stderr)
 

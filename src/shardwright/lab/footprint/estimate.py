@@ -10,7 +10,7 @@ from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.footprint import Footprint
 from shardwright.core.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.core.llama import LlamaShape
-from shardwright.core.memory_section import check_memory, float8_scaling
+from shardwright.core.memory_section import WHOLE, check_memory, float8_scaling
 from shardwright.core.model_of_job import unplanned
 from shardwright.core.parallel import Degrees, ParallelSection, Quantile, experts_of
 from shardwright.cost import constants
@@ -162,6 +162,14 @@ def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
         yield (
             "what a forward keeps is TorchTitan's llama's: Megatron-LM's own layers (Transformer "
             "Engine) keep more or less of it"
+        )
+    alone = degrees.shards * degrees.data_replicate == 1
+    if section.runtime in WHOLE and section.zero == 1 and alone:
+        yield "memory.zero = 1 shares nothing: no other rank has the same parameters"
+    if degrees.pipeline > 1:
+        yield (
+            "the last stage keeps no result of a microbatch, as torch's schedule.step(..., "
+            "return_outputs=False); its default keeps those of all until the step is over"
         )
     holders = _expert_holders(job, degrees)
     if holders:
