@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -38,10 +39,10 @@ def free_bytes(device: torch.device, ranks: int) -> int | None:
     return min(known, default=None)
 
 
-def check_room(plan: Plan, rank: int, device: torch.device, copied: bool) -> str:
+def check_room(plan: Plan, rank: int, device: torch.device, copied: bool) -> None:
     """NoPlanError unless the plan's peak is free now; ``copied``: a save's copy is beside it. On an
-    accelerator a line if it hangs on what the allocator keeps; of what else is on the device free
-    memory says what there is by now."""
+    accelerator rank 0 says it if it hangs on what the allocator keeps; of what else is on the device
+    free memory says what there is by now."""
     local = plan.cluster.local_world_size
     free = free_bytes(device, min(local, plan.world_size))
     totals = plan.ranks[rank]
@@ -53,9 +54,11 @@ def check_room(plan: Plan, rank: int, device: torch.device, copied: bool) -> str
         what += f", and {format_bytes(copy)} for the copy that a save writes"
     least, most = plan.needed
     if free is not None and needed <= free < needed + most - least:
-        return fitting(needed, needed + most - least, free, f"rank {rank}")
+        if rank == 0:
+            print(fitting(needed, needed + most - least, free, "rank 0"), file=sys.stderr)
+        return
     if free is None or needed <= free:
-        return ""
+        return
     where = f"free memory on rank {rank}"
     remedy = "End what else takes memory, or plan for less: --set cluster.ddr_cap, or more ranks."
     if device.type == "cuda":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -191,9 +190,8 @@ class Training:
         leave_record()
 
     def _check_room(self) -> None:
-        copied = self.job.checkpoint is not UNSET and self.job.checkpoint.overlap
-        if (said := check_room(self.plan, self.rank, self.device, copied)) and self.rank == 0:
-            print(said, file=sys.stderr)
+        section = self.job.checkpoint
+        check_room(self.plan, self.rank, self.device, section is not UNSET and section.overlap)
 
     def _resumed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Start:
         """Go on from the newest checkpoint, if there is one and the run is to be resumed."""
