@@ -158,10 +158,9 @@ def memory_of(job: Job) -> MemorySection:
     """
     section = MemorySection() if job.memory is UNSET else job.memory
     param, reduce = section.param_dtype, section.reduce_dtype
-    if job.model.kind == "python":
-        reduce = reduce or (UNSET if param is UNSET else "fp32")
-    else:
-        param, reduce = param or _said_dtype(job), reduce or "fp32"
+    if job.model.kind != "python":
+        param = param or _said_dtype(job)
+    reduce = reduce or ("fp32" if param else UNSET)
     return msgspec.structs.replace(section, param_dtype=param, reduce_dtype=reduce)
 
 
@@ -174,7 +173,7 @@ def with_memory(job: Job, **keys: Any) -> Job:
 def _said_dtype(job: Job) -> ComputeDtype:
     if job.model.kind != "llama":
         return "fp32"
-    said = UNSET if job.model.shape is UNSET else job.model.shape.dtype
+    said = job.model.shape and job.model.shape.dtype
     return said or ("fp32" if device_of(job.cluster) == "cpu" else "bf16")
 
 

@@ -41,8 +41,8 @@ def free_bytes(device: torch.device, ranks: int) -> int | None:
 
 def check_room(plan: Plan, rank: int, device: torch.device, copied: bool) -> None:
     """NoPlanError unless the plan's peak is free now; ``copied``: a save's copy is beside it. On an
-    accelerator rank 0 says it if it hangs on what the allocator keeps; of what else is on the device
-    free memory says what there is by now."""
+    accelerator rank 0 says it if it hangs on what the allocator keeps; what else is on the device
+    is not free by now."""
     local = plan.cluster.local_world_size
     free = free_bytes(device, min(local, plan.world_size))
     totals = plan.ranks[rank]
