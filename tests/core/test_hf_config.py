@@ -6,9 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
 from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.hf_config import hf_shape, read_hf_config
+from shardwright.core.job import memory_of, parse_job
+from shardwright.core.t5 import T5Shape
 
 LLAMA_3 = {
     "model_type": "llama",
@@ -301,3 +304,46 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, text: str) -> 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="expected a model configuration file, got no such file"):
         read_hf_config(tmp_path / "none.json")
+
+
+def test_a_llama_computes_in_what_its_configuration_says(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for key in ("torch_dtype", "dtype"):
+        for name, dtype in (("bfloat16", "bf16"), ("float32", "fp32"), (None, "bf16")):
+            path.write_text(json.dumps({"model_type": "llama", key: name}))
+            document = {"model": {"hf_config": str(path)}, "cluster": {"preset": "h100-8"}}
+            assert memory_of(parse_job(document)).param_dtype == dtype
+    with pytest.raises(UnsupportedError, match=r"dtype: expected one of bfloat16.*'float8_e4m3fn'"):
+        hf_shape({"model_type": "llama", "dtype": "float8_e4m3fn"})
+
+
+def test_a_t5_has_parameters_of_its_configuration_s_dtype() -> None:
+    shape = hf_shape({"model_type": "t5", "torch_dtype": "bfloat16"})
+    assert isinstance(shape, T5Shape)
+    assert shape.dtype == "bf16"
+
+
+def test_what_makes_another_model_of_a_family_is_refused_by_its_key() -> None:
+    for key, value in (
+        ("quantization_config", {"load_in_4bit": True}),
+        ("architectures", ["LlamaForSequenceClassification"]),
+        ("hidden_act", "relu"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"config.json: {key}: expected"):
+            hf_shape({"model_type": "llama", key: value})
+    hf_shape({"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None})
+
+
+def test_keys_that_nobody_reads_are_named_unless_they_are_off_or_change_nothing() -> None:
+    known = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "use_cache": True}
+    assert hf_shape(known).unread is UNSET
+    found = hf_shape(
+        known | {"residual_multiplier": 0.2, "some_flag": False, "attention_bias": True}
+    )
+    assert found.unread == ("residual_multiplier",)
+
+
+def test_experts_of_every_nth_layer() -> None:
+    config = {"model_type": "deepseek_v2", "num_hidden_layers": 6, "num_experts_per_tok": 2}
+    found = hf_shape(config | {"first_k_dense_replace": 1, "moe_layer_freq": 2})
+    assert found.moe_layers == (2, 4)

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from shardwright.core.errors import InputError
+from shardwright.core.job import ClusterSection, device_of, parse_job
 from shardwright.core.memory_section import (
     MemorySection,
     Offload,
@@ -12,7 +13,9 @@ from shardwright.core.memory_section import (
     check_memory,
     float8_scaling,
 )
+from shardwright.core.model_of_job import step_dtypes
 from shardwright.core.placement import Zero
+from shardwright.cost.presets import HARDWARE
 
 
 @pytest.mark.parametrize(
@@ -84,3 +87,43 @@ def test_eight_bit_products_have_one_scale_per_tensor_unless_rows_are_named() ->
     assert float8_scaling(MemorySection()) is None
     assert float8_scaling(MemorySection(float8=True)) == "tensorwise"
     assert float8_scaling(MemorySection(float8="rowwise")) == "rowwise"
+
+
+# Keys of [memory] that name no dtype, one at a time.
+OTHERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"checkpointing": "none"},
+    {"lowering": "cpu"},
+    {"zero": 2},
+    {"offload": "all"},
+    {"runtime": "fsdp2"},
+    {"loss": "chunked"},
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "dtypes"),
+    [
+        ({"kind": "llama"}, "cuda", ("bf16", "fp32")),
+        ({"kind": "llama"}, "cpu", ("fp32", "fp32")),
+        ({"kind": "python", "python": "mine:net"}, "cuda", ("", "")),
+    ],
+)
+def test_no_key_but_a_dtype_s_own_changes_the_dtypes(
+    model: dict[str, Any], device: str, dtypes: tuple[str, str]
+) -> None:
+    cluster = {"compute_device": device, "world_size": 2}
+    alone = parse_job({"model": model, "cluster": cluster})
+    assert step_dtypes(alone) == dtypes
+    for keys in OTHERS:
+        job = parse_job({"model": model, "cluster": cluster, "memory": keys})
+        assert step_dtypes(job) == dtypes, keys
+    named = {"model": model, "cluster": cluster, "memory": {"param_dtype": "fp16"}}
+    assert step_dtypes(parse_job(named)) == ("fp16", "fp32")
+
+
+def test_the_device_of_a_preset_is_known_without_its_constants() -> None:
+    for name, preset in HARDWARE.items():
+        assert device_of(ClusterSection(preset=name)) == preset.compute_device
+    assert device_of(ClusterSection()) == "cpu"
+    assert device_of(ClusterSection(preset="local", compute_device="cuda")) == "cuda"

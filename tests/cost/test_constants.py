@@ -42,8 +42,17 @@ def test_rates_divide_and_so_are_never_zero(name: str) -> None:
 
 
 def test_machines_have_the_same_constants_in_the_same_units() -> None:
+    """But for rates of products in other dtypes than fp32, which not every machine has."""
     units = [{k: c.unit for k, c in sorted(p.constants.items())} for p in HARDWARE.values()]
-    assert all(u == units[0] for u in units)
+    own = [{k: u for k, u in of.items() if not k.endswith("_compute_rate")} for of in units]
+    assert all(of == own[0] for of in own)
+
+
+def test_products_are_faster_the_fewer_bits_they_have() -> None:
+    for name in ("a100-8", "h100-8", "h200-8", "b200-8", "mi300x-8"):
+        c = {key: constant.value for key, constant in HARDWARE[name].constants.items()}
+        assert c["compute_rate"] < c["tf32_compute_rate"] < c["bf16_compute_rate"]
+        assert c["bf16_compute_rate"] == c["fp16_compute_rate"] <= c.get("fp8_compute_rate", 9e99)
 
 
 def test_a_profile_that_is_no_machine_has_a_preset_of_its_name() -> None:

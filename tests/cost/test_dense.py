@@ -13,6 +13,7 @@ from shardwright.cost import dense
 
 CASES: dict[str, Callable[[Any], Any]] = {
     "compute_seconds": lambda v: dense.compute_seconds(v.operations, v.flops, v.moved, v.c),
+    "product_rate": lambda v: dense.product_rate("bf16", v.c),
     "update_seconds": lambda v: dense.update_seconds(v.payload, v.c),
     "update_seconds/away": lambda v: dense.update_seconds(v.payload, v.c, away=True),
     "copy_seconds": lambda v: dense.copy_seconds(v.payload, v.c, away=False),
@@ -105,6 +106,9 @@ def test_padding_counts_once_for_each_role(kind: str, state: int, padding: int) 
 
 def test_computing_takes_its_products_what_others_move_and_its_calls() -> None:
     assert dense.compute_seconds(4, 300, 70, C) == 300 / 100 + 70 / 10 + 4 * 0.5
+    faster = C | {"bf16_compute_rate": 600.0}
+    assert dense.compute_seconds(0, 300, 0, faster, "bf16") == 300 / 600
+    assert dense.compute_seconds(0, 300, 0, faster, "fp16") == 300 / 100  # no rate of its own
 
 
 def test_a_sharded_unit_pays_a_gather_and_a_reduce_scatter() -> None:

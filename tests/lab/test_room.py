@@ -43,3 +43,19 @@ def test_a_save_beside_training_needs_room_for_a_copy_of_weights_and_states(
         room.check_room(made, 0, device, copied=True)
     monkeypatch.setattr(room, "free_bytes", lambda *_: needed)
     room.check_room(made, 0, device, copied=True)
+
+
+def test_a_run_that_hangs_on_the_allocator_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = {
+        "model": {"kind": "transformer", "layers": 1, "dim": 16, "heads": 2},
+        "cluster": {"compute_device": "cuda", "world_size": 1},
+        "memory": {"checkpointing": "none"},
+    }
+    made, device = plan(parse_job(job)), torch.device("cpu")
+    peak, (least, most) = made.ranks[0].peak_bytes, made.needed
+    for free, said in ((peak + most - least, ""), (peak, "Perhaps fits: ")):
+        monkeypatch.setattr(room, "free_bytes", lambda *_, free=free: free)
+        room.check_room(made, 0, device, copied=False)
+        assert capsys.readouterr().err[: len(said) or None] == said

@@ -56,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
 def _followed(case: str) -> RankMemory:
     """What several tests look at: nothing is left out of its largest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwright.lab.footprint.classes.LARGEST", 10_000)
+        patch.setattr("shardwright.memory.classes.LARGEST", 10_000)
         return _worst(**CASES[case])
 
 
@@ -103,7 +103,7 @@ def test_a_device_that_is_almost_full_has_the_allocator_give_back_what_it_cached
 
 @pytest.mark.slow
 def test_a_class_that_is_asked_for_is_shown_in_detail(monkeypatch: Any) -> None:
-    monkeypatch.setattr("shardwright.lab.footprint.classes.LARGEST", 10_000)
+    monkeypatch.setattr("shardwright.memory.classes.LARGEST", 10_000)
     job = {
         "model": {**MODEL, "layers": 24},
         "cluster": {"world_size": 8, "compute_device": "cpu"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from shardwright.planner.explain.recompute import draft_of
 from shardwright.report.plan_sheets import checkpointing_line
 
 SHARED = {"units": dict.fromkeys(("embed", "layers", "head"), "shard")}
-TIGHT = 60_000_000
+LARGE = {"dim": 2048}  # beside which a further communicator is little
+TIGHT = 4_800_000_000  # for these
 
 
 def _job(
@@ -24,11 +27,12 @@ def _job(
     memory: int = 2**30,
     ranks: int = 32,
     units: dict[str, Any] = SHARED,
+    widths: Mapping[str, Any] = MappingProxyType({}),
     **parallel: int,
 ) -> Job:
     return parse_job(
         {
-            "model": {"kind": "transformer", "layers": 8, "dim": 256, "heads": 4},
+            "model": {"kind": "transformer", "layers": 8, "dim": 256, "heads": 4, **widths},
             "batch": {"size": 4, "sequence": 64},
             "cluster": {"preset": "h100-8", "world_size": ranks, "hbm_cap": memory},
             "memory": {"param_dtype": "fp32", "zero": zero},
@@ -57,7 +61,7 @@ def test_hosts_share_units_where_memory_is_there_and_states_over_hosts_where_it_
 
 
 def test_a_plan_takes_replicas_where_that_is_fastest_and_fits() -> None:
-    made, everywhere = (plan(_job(zero, TIGHT, units={})) for zero in ("auto", 3))
+    made, everywhere = (plan(_job(zero, TIGHT, units={}, widths=LARGE)) for zero in ("auto", 3))
     assert (made.grid.replicas, made.grid.twice) == (4, False)
     assert made.max_rank_seconds < everywhere.max_rank_seconds
     assert "HSDP, none" in checkpointing_line(made)
@@ -88,7 +92,7 @@ def test_why_not_says_what_to_write(wanted: str, zero: str) -> None:
     assert answer.replanned is not None
     assert answer.replanned.option.endswith(wanted)
     assert answer.option.startswith("all sharded units: ")
-    tight = explain.why_not(plan(_job(3, TIGHT, units={})), "layers.0", wanted)
+    tight = explain.why_not(plan(_job(3, TIGHT, units={}, widths=LARGE)), "layers.0", wanted)
     assert tight.replanned is not None
     key = f"memory.zero = {zero} and parallel.data_replicate = 4, which is of all units"
     assert (key in tight.replanned.reason) == ("faster" in tight.replanned.reason)
@@ -103,9 +107,11 @@ def test_a_pair_of_stages_needs_replicas() -> None:
 def test_what_does_not_fit_is_said_to_fit_with_fewer_replicas_or_in_host_memory() -> None:
     least = {"layers_per_unit": 1, "prefetch": 0, "reshard": True, "checkpointing": ["none"]}
     frugal = {**SHARED, "dense": least}
-    everywhere = _peak(plan(_job(3, units=frugal)))
-    within = _peak(plan(_job(3, units=frugal, data_replicate=4)))
+    how: Any = {"units": frugal, "widths": LARGE | {"layers": 24}}
+    _, most = plan(_job(3, 2**40, **how)).needed
+    least, _ = plan(_job(3, 2**40, **how, data_replicate=4)).needed
+    assert most < least
     with pytest.raises(NoPlanError) as refused:
-        plan(_job(3, (everywhere + within) // 2, units=frugal, data_replicate=4))
+        plan(_job(3, (most + least) // 2, **how, data_replicate=4))
     assert "parallel.data_replicate = 1 fits" in str(refused.value)
     assert "memory.offload = 'auto' fits" in str(refused.value)

@@ -66,7 +66,9 @@ def test_every_policy_has_its_largest_batch_and_tokens() -> None:
 
 def test_the_answers_are_sentences() -> None:
     text = flowed(made())
-    assert "As it is (2 samples of 8,192 tokens, none): fits, needs 70.00 to 71.00 GiB." in text
+    assert (
+        "As it is (2 samples of 8,192 tokens, none): fits: 70.00 to 71.00 GiB of 80.00 GiB (88.8 %)"
+    ) in text
     assert "Longest sequence with batch 2, none: 9,088 tokens (in steps of 128)." in text
     assert "Fewest ranks for 2 samples of 8,192 tokens each, none: 8 ranks." in text
     assert "12 estimates in 4.2 s" in text

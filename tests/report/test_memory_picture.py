@@ -59,7 +59,7 @@ def test_the_peak_and_the_capacity_are_marked() -> None:
 def test_a_capacity_far_beyond_the_peak_is_written_instead_of_drawn() -> None:
     svg = timeline_chart(footprint(capacity=400 * GIB))
     assert not any("capacity" in word for word in texts(svg))
-    assert "Fits 400.00 GiB" in texts(svg, "desc")[0]
+    assert "Fits: 23.44 to 25.25 GiB of 400.00 GiB" in texts(svg, "desc")[0]
 
 
 def test_areas_lie_on_each_other_and_reach_the_peak() -> None:

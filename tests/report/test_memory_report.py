@@ -96,7 +96,7 @@ def test_the_first_screen_is_one_screen_with_the_verdict_first(width: int) -> No
     for made in (footprint(), footprint(ranks=many)):
         text = printed(made, width)
         assert len(text.splitlines()) <= 40
-        assert text.index("Fits 40.00 GiB") < text.index("Classes of ranks")
+        assert text.index("Fits: 23.44 to 25.25 GiB of 40.00 GiB") < text.index("Classes of ranks")
 
 
 def test_modules_sources_and_every_tensor_are_in_the_full_report() -> None:
@@ -150,20 +150,23 @@ def test_what_the_device_needs_is_a_range_from_live_bytes_up() -> None:
 
 
 def test_a_job_that_fits_says_what_is_left() -> None:
-    assert verdict_sentence(footprint()) == "Fits 40.00 GiB with 14.75 GiB to spare."
+    assert verdict_sentence(footprint()) == (
+        "Fits: 23.44 to 25.25 GiB of 40.00 GiB (63.1 %) on rank class 'stage 0' (4 ranks), most in "
+        "backward, layers.3."
+    )
 
 
 def test_a_job_that_does_not_fit_names_the_class_the_shortfall_and_the_largest() -> None:
     assert verdict_sentence(footprint(capacity=20 * GIB)) == (
-        "Does not fit: rank class 'stage 0' (4 ranks) needs 23.44 GiB of 20.00 GiB, 3.44 GiB too "
-        "much, in backward, layers.3. The largest are optimizer states 7.81 GiB, activations "
-        "7.47 GiB, weights 3.91 GiB."
+        "Does not fit: 23.44 GiB of 20.00 GiB (3.44 GiB too much) on rank class 'stage 0' (4 "
+        "ranks), most in backward, layers.3. The largest are optimizer states 7.81 GiB, "
+        "activations 7.47 GiB, weights 3.91 GiB."
     )
 
 
 def test_what_hangs_on_a_range_is_perhaps() -> None:
     text = verdict_sentence(footprint(capacity=24 * GIB))
-    assert text.startswith("Perhaps fits: rank class 'stage 0' (4 ranks) needs 23.44 to 25.25 GiB")
+    assert text.startswith("Perhaps fits: 23.44 to 25.25 GiB of 24.00 GiB (105.2 %) on rank class")
 
 
 def test_without_a_capacity_nothing_is_said_about_fitting() -> None:

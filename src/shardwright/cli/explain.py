@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from msgspec import UNSET
+
 from shardwright.cli import options as shared
 from shardwright.cli.planning import Listener
 from shardwright.core.amount import Step
@@ -23,6 +25,7 @@ from shardwright.planner import explain
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.statistics.times import parts_of
 from shardwright.planner.strategy.found import ModelOf
+from shardwright.report.plan_sheets import fits_line
 from shardwright.report.wording import NO_BREAK, TEXT_LIMIT, printable, ranks_text, unbroken
 
 MOST_GROUPS = 8  # of ranks that are alike
@@ -174,7 +177,9 @@ def _ranks(plan: Plan, wanted: int | None) -> list[str]:
     ranks = [totals for totals in plan.ranks if wanted in (None, totals.rank)]
     slowest = sorted(ranks, key=lambda totals: (-totals.seconds, totals.rank))
     fullest = sorted(ranks, key=lambda totals: (-totals.peak_bytes, totals.rank))
+    fits = [] if plan.needs is UNSET else [fits_line(plan)]  # else the peak below is all there is
     return [
+        *fits,
         *_grouped([(totals.rank, _seconds(totals, order)) for totals in slowest], "faster"),
         *_grouped([(totals.rank, _bytes(plan, totals, peaks)) for totals in fullest], "emptier"),
     ]

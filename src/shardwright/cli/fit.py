@@ -19,8 +19,8 @@ EVERY, WATCHED = 5.0, 0.2  # seconds between lines where nobody watches, and whe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``fit``."""
     parser.epilog = (
-        "A capacity is needed: cluster.preset, or cluster.hbm_cap. Exit code 3: nothing fits, "
-        "under no checkpointing policy."
+        "A capacity is needed: cluster.preset, or cluster.hbm_cap. Exit code 3: nothing fits, not "
+        "even perhaps, under no checkpointing policy."
     )
     shared.job_argument(parser)
     shared.json_option(parser)
@@ -47,8 +47,9 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def anything_fits(found: Fit) -> bool:
-    """Whether some policy lets some batch fit."""
-    return any(row.largest_batch.size for row in found.policies)
+    """Whether some policy lets some batch fit, if only perhaps, as `plan` and `memory` say it."""
+    rows = (row.largest_batch for row in found.policies)
+    return any(largest.size or largest.next_perhaps for largest in rows)
 
 
 class _Progress:

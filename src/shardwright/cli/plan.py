@@ -62,6 +62,8 @@ def as_report(made: Plan, found: Statistics, prices: Sequence[MemoryPrice]) -> d
         "gap": made.gap,
         "capacity": dict(zip(TIERS, made.cluster.capacity, strict=True)),
         "reserved": made.reserved,
+        "verdict": made.verdict,
+        "needs_bytes": dict(zip(("least", "most"), made.needed, strict=True)),
         "ranks": [
             {
                 "rank": r.rank,

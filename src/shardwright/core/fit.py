@@ -56,7 +56,7 @@ class Remedy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All answers, and what they are about. ``checkpointing`` is the job's own policy, which the
     sequence, the ranks and the remedies keep unless they say otherwise; ``skipped`` are policies
-    that this model or runtime does not have."""
+    that this model or runtime does not have, ``dtype`` is what it computes in."""
 
     model: str
     capacity: int
@@ -72,6 +72,7 @@ class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     assumptions: tuple[str, ...] = ()
     estimates: int = 0
     seconds: float = 0.0
+    dtype: str = ""
     schema: str = SCHEMA
 
     @property

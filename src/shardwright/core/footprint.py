@@ -8,6 +8,7 @@ user may replace.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -131,23 +132,36 @@ class Footprint(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return next((verdict for verdict in worst if verdict in found), "fits")
 
     def verdict_of(self, rank: RankMemory) -> Verdict:
-        """Whether ranks of a class fit: ``perhaps`` where it hangs on what is given as a range."""
-        if self.capacity is None:
-            return "unknown"
-        least, most = self.needs(rank)
-        if most <= self.capacity:
-            return "fits"
-        return "does not fit" if least > self.capacity else "perhaps"
+        """Whether ranks of a class fit."""
+        return verdict_of(*self.needs(rank), self.capacity)
 
     def needs(self, rank: RankMemory) -> tuple[int, int]:
-        """The least and the most bytes that a rank of a class takes of its device: its live bytes
-        or what the allocator holds for them, and the range of what is outside. The allocator of a
-        class that was not replayed is taken to hold as many times its peak as that of any other."""
-        replayed = [each for each in self.ranks if each.reserved_bytes]
-        held = [rank] if rank in replayed else replayed
-        holds = (rank.peak_bytes * each.reserved_bytes // each.peak_bytes for each in held)
-        most = max(rank.peak_bytes, *holds, 0) + sum(e.high for e in self.outside)
-        return rank.peak_bytes + sum(e.low for e in self.outside), most
+        """The least and the most bytes that a rank of a class takes of its device."""
+        return needs_of(rank, self.ranks, self.outside)
+
+
+def needs_of(
+    rank: RankMemory, ranks: Sequence[RankMemory], outside: Sequence[Extra]
+) -> tuple[int, int]:
+    """The least and the most bytes that a rank of one of the classes takes of its device: its live
+    bytes or what the allocator holds for them, and the range of what is outside. The allocator of a
+    class that was not replayed is taken to hold as many times its peak as that of any other."""
+    replayed = [each for each in ranks if each.reserved_bytes]
+    held = [rank] if rank in replayed else replayed
+    holds = (rank.peak_bytes * each.reserved_bytes // each.peak_bytes for each in held)
+    most = max(rank.peak_bytes, *holds, 0) + sum(e.high for e in outside)
+    return rank.peak_bytes + sum(e.low for e in outside), most
+
+
+def verdict_of(least: int, most: int, capacity: int | None) -> Verdict:
+    """What "fits" means everywhere: all that a rank needs of its device at most is there.
+    ``perhaps`` where it hangs on what is given as a range, what the allocator keeps and what else
+    is on the device."""
+    if capacity is None:
+        return "unknown"
+    if most <= capacity:
+        return "fits"
+    return "does not fit" if least > capacity else "perhaps"
 
 
 State = Literal[

@@ -164,8 +164,11 @@ def hf_shape(document: dict[str, Any], where: str = "config.json") -> LlamaShape
     if "model_type" not in document:
         raise InputError(expected(f"{where}: model_type", "a value", "none"))
     family = document["model_type"]
+    read = _Reader(document, where)
+    if isinstance(family, str) and family in (*T5_FAMILIES, *FAMILIES):
+        _refuse_others(read, family)
     if isinstance(family, str) and family in T5_FAMILIES:
-        return _t5_shape(_Reader(document, where), T5_FAMILIES[family])
+        return _t5_shape(read, T5_FAMILIES[family])
     if not isinstance(family, str) or family not in FAMILIES:
         raise UnsupportedError(
             expected(
@@ -175,17 +178,113 @@ def hf_shape(document: dict[str, Any], where: str = "config.json") -> LlamaShape
                 "Give the model as model.python = 'package.module:function'.",
             )
         )
-    shape = _shape(_Reader(document, where), FAMILIES[family])
+    shape = msgspec.structs.replace(_shape(read, FAMILIES[family]), dtype=_dtype(read))
     check_shape(shape, where)
-    return shape
+    return msgspec.structs.replace(shape, unread=read.unread() or UNSET)
+
+
+# What a file says that changes no byte and no second of a step as these are worked out: names, ids,
+# what is for generating, how weights begin, how positions turn, and how an expert is chosen.
+HARMLESS = frozenset(
+    (
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "aux_loss_alpha",
+        "bos_token_id",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "decoder_start_token_id",
+        "eos_token_id",
+        "ep_size",
+        "hidden_act",
+        "hidden_activation",
+        "id2label",
+        "initializer_factor",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "layer_types",
+        "max_position_embeddings",
+        "max_window_layers",
+        "model_type",
+        "n_group",
+        "n_positions",
+        "norm_topk_prob",
+        "num_nextn_predict_layers",
+        "original_max_position_embeddings",
+        "output_past",
+        "pad_token_id",
+        "pretraining_tp",
+        "query_pre_attn_scalar",
+        "rope_interleave",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "routed_scaling_factor",
+        "router_aux_loss_coef",
+        "scoring_func",
+        "seq_aux",
+        "sliding_window",
+        "sliding_window_pattern",
+        "task_specific_params",
+        "tokenizer_class",
+        "topk_group",
+        "topk_method",
+        "transformers_version",
+        "unk_token_id",
+        "use_cache",
+        "use_sliding_window",
+    )
+)
+ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu")}
+HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+
+
+def _refuse_others(read: _Reader, family: str) -> None:
+    """Refuse what makes another model of a family: quantized weights, another head or gate."""
+    own = "Give the model as model.python = 'package.module:function'."
+    if read.document.get("quantization_config"):
+        wanted = "none, for weights are taken to be whole"
+        where = f"{read.where}: quantization_config"
+        raise UnsupportedError(expected(where, wanted, "one", own))
+    made = read.document.get("architectures") or [HEADS[0]]
+    if not any(str(name).endswith(HEADS) for name in made):
+        wanted = f"a model for tokens, such as one that ends in {HEADS[0]}"
+        raise UnsupportedError(expected(f"{read.where}: architectures", wanted, repr(made), own))
+    gate = "" if family in T5_FAMILIES else FAMILIES[family].fixed.get("activation", "silu")
+    for key in ("hidden_activation", "hidden_act") if gate else ():
+        found = read.document.get(key)
+        if found is not None and found not in ACTIVATIONS[gate]:
+            wanted = f"one of {', '.join(ACTIVATIONS[gate])} for a {family}"
+            raise UnsupportedError(expected(f"{read.where}: {key}", wanted, repr(found), own))
+
+
+class _Asked(dict[str, Any]):
+    """A document that knows which keys it was asked for."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        super().__init__(document)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, which is known from now on."""
+        self.asked.add(key)
+        return super().get(key, default)
 
 
 class _Reader:
     """Values of a configuration by key, with a default for what is missing or null."""
 
     def __init__(self, document: dict[str, Any], where: str) -> None:
-        self.document = document
+        self.document = _Asked(document)
         self.where = where
+
+    def unread(self) -> tuple[str, ...]:
+        """Keys that nobody asked for and that may change the model; what is off changes none."""
+        known = self.document.asked | HARMLESS
+        return tuple(key for key, value in self.document.items() if value and key not in known)
 
     def size(self, key: str, default: int, least: int = 1) -> int:
         value = self._value(key, default)
@@ -229,6 +328,24 @@ class _Reader:
         return default if value is None else value
 
 
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def _dtype(read: _Reader) -> Any:
+    """What a model is loaded in; transformers 4.56 renamed the key."""
+    for key in ("dtype", "torch_dtype"):
+        value = read.document.get(key)
+        if value is None:
+            continue
+        name = str(value).removeprefix("torch.")
+        if name not in DTYPES:
+            remedy = "Leave it out, and name memory.param_dtype in the job."
+            wanted = f"one of {', '.join(DTYPES)}"
+            raise UnsupportedError(expected(f"{read.where}: {key}", wanted, repr(value), remedy))
+        return DTYPES[name]
+    return UNSET
+
+
 def _t5_shape(read: _Reader, usual: T5Shape) -> T5Shape:
     """A T5; its decoder is as deep as its encoder unless the file says otherwise."""
     activation = read.document.get("feed_forward_proj")
@@ -253,6 +370,7 @@ def _t5_shape(read: _Reader, usual: T5Shape) -> T5Shape:
         norm_eps=read.real("layer_norm_epsilon", usual.norm_eps),
         gated=T5_ACTIVATIONS[activation] if activation else usual.gated,
         tied=read.flag("tie_word_embeddings", usual.tied),
+        dtype=_dtype(read) or usual.dtype,
     )
 
 
@@ -330,7 +448,12 @@ def _with_experts(read: _Reader, family: Defaults, dense: LlamaShape) -> LlamaSh
     first ones."""
     step, plain = read.size("decoder_sparse_step", 1), read.numbers("mlp_only_layers")
     first = read.size("first_k_dense_replace", family.dense_layers, 0)
-    layers = [i for i in range(first, dense.layers) if (i + 1) % step == 0 and i not in plain]
+    every = read.size("moe_layer_freq", 1)  # DeepSeek's, from layer 0 on
+    layers = [
+        i
+        for i in range(first, dense.layers)
+        if (i + 1) % step == 0 and i % every == 0 and i not in plain
+    ]
     wide = read.size("moe_intermediate_size", family.expert_ffn_dim or dense.ffn_dim)
     chosen = read.document.get("num_experts_per_tok")
     if layers and chosen is None and not family.experts_per_token:

@@ -10,7 +10,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.checkpoint_section import CheckpointSection, every
-from shardwright.core.cluster import CAPACITIES, MAX_PLANNED, Calibration, Ranks, read_calibration
+from shardwright.core.cluster import (
+    CAPACITIES,
+    MAX_PLANNED,
+    Calibration,
+    Device,
+    Ranks,
+    read_calibration,
+)
 from shardwright.core.data_section import READ_BY, Count, DataSection, check_data
 from shardwright.core.defined import check_defined
 from shardwright.core.document import convert, parse_toml, read_bytes
@@ -18,7 +25,7 @@ from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.kinds import EmbeddingsSection, members_of
 from shardwright.core.memory_section import (
     HAVE_BLOCKS,
-    PLANNED,
+    ComputeDtype,
     MemorySection,
     check_memory,
     check_planned,
@@ -143,8 +150,43 @@ def degrees_of(job: Job, world_size: int, where: str = "job") -> Degrees:
 
 
 def memory_of(job: Job) -> MemorySection:
-    """How a job's steps are run; without the section as plans have them, in fp32."""
-    return PLANNED if job.memory is UNSET else job.memory
+    """How a job's steps are run, with the dtypes of its model where it names none.
+
+    A llama computes in what its configuration says; one of given widths in bf16 on accelerators and
+    in fp32 on a CPU. Its gradients are summed in fp32. A module of the user's own has dtypes of its
+    own, which stay UNSET, and beside a ``param_dtype`` sums in fp32, too. Other models are fp32.
+    """
+    section = MemorySection() if job.memory is UNSET else job.memory
+    param, reduce = section.param_dtype, section.reduce_dtype
+    if job.model.kind != "python":
+        param = param or _said_dtype(job)
+    reduce = reduce or ("fp32" if param else UNSET)
+    return msgspec.structs.replace(section, param_dtype=param, reduce_dtype=reduce)
+
+
+def with_memory(job: Job, **keys: Any) -> Job:
+    """The job with keys of ``[memory]``; what it does not say stays unsaid."""
+    section = MemorySection() if job.memory is UNSET else job.memory
+    return msgspec.structs.replace(job, memory=msgspec.structs.replace(section, **keys))
+
+
+def _said_dtype(job: Job) -> ComputeDtype:
+    if job.model.kind != "llama":
+        return "fp32"
+    said = job.model.shape and job.model.shape.dtype
+    return said or ("fp32" if device_of(job.cluster) == "cpu" else "bf16")
+
+
+CPU_PRESETS = ("", "local", "cpu-host")
+
+
+def device_of(section: ClusterSection) -> Device:
+    """What the ranks of a job compute on."""
+    if section.compute_device:
+        return section.compute_device
+    if section.measured is not None:
+        return section.measured.compute_device
+    return "cpu" if section.preset in CPU_PRESETS else "cuda"
 
 
 def table_optimizer(job: Job) -> str:
@@ -424,12 +466,10 @@ def _with_kinds(document: dict[str, Any], where: str) -> dict[str, Any]:
     """
     model, memory = document.get("model", {}), document.get("memory")
     kind = model.get("kind", "dlrm") if isinstance(model, dict) else ""
-    if isinstance(memory, dict):
-        if "optimizer" in memory:
-            named = f"{where}: memory.optimizer", "no such key", repr(memory["optimizer"])
-            raise InputError(expected(*named, "Name the optimizer as train.optimizer."))
-        if kind not in ESTIMATED:
-            document = {**document, "memory": {"param_dtype": PLANNED.param_dtype, **memory}}
+    if isinstance(memory, dict) and "optimizer" in memory:
+        named = f"{where}: memory.optimizer", "no such key", repr(memory["optimizer"])
+        raise InputError(expected(*named, "Name the optimizer as train.optimizer."))
+
     if kind in WITHOUT_TABLES:
         data = "python" if kind == "python" else "text"
         document = _with_default({"tables": [], **document}, "data", "kind", data)

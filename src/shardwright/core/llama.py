@@ -40,6 +40,9 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     As Gemma 2 has them: ``activation`` of the gate, a norm after each sublayer (``post_norms``), an
     embedding times the root of ``dim`` (``scaled_embedding``), and logits and scores of attention
     that a tanh keeps below ``logit_cap`` and ``attention_cap``.
+
+    ``dtype`` is what it computes in, where its configuration says so; ``unread`` are keys of that
+    which may make another model and which nothing here reads.
     """
 
     layers: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_DEPTH)]
@@ -72,6 +75,8 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scaled_embedding: bool = False
     logit_cap: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     attention_cap: Annotated[float, msgspec.Meta(gt=0)] | UnsetType = UNSET
+    dtype: Literal["bf16", "fp16", "fp32"] | UnsetType = UNSET
+    unread: tuple[str, ...] | UnsetType = UNSET
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts."""

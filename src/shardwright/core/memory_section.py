@@ -29,10 +29,12 @@ _PARAMETRIC = re.compile(r"layers:[1-9][0-9]{0,3}|save:[\w.:, ]+")
 class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is kept of a forward, on which device, under which runtime, in which dtypes.
 
-    Parameters are stored in fp32 and cast to ``param_dtype`` for computing where a runtime shards
-    them. ``zero`` is 3 where a runtime shares parameters, gradients and optimizer states, as all
-    but "ddp" and "megatron" do, which share nothing by themselves and with 1 the states. Ours also
-    keeps parameters whole with 2, and with 1 shares the states alone; "auto" leaves it to a plan.
+    Parameters are cast to ``param_dtype`` for computing where a runtime shards them, and gradients
+    are summed in ``reduce_dtype``; where these are not given, the model says them
+    (``core.job.memory_of``), whatever else the section has. ``zero`` is 3 where a runtime shares
+    parameters, gradients and optimizer states, as all but "ddp" and "megatron" do, which share
+    nothing by themselves and with 1 the states. Ours also keeps parameters whole with 2, and with 1
+    shares the states alone; "auto" leaves it to a plan.
     A pair, (2, 3), is one for replicas and one for shards.
     ``offload`` says what lives in host memory, of ours shards, gradients and states of every unit
     ("all") or of those for which a plan chooses it ("auto").
@@ -45,8 +47,8 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpointing: str | UnsetType = UNSET
     lowering: Literal["cpu", "cuda"] | None = None
     runtime: Runtime = "shardwright"
-    param_dtype: ComputeDtype = "bf16"
-    reduce_dtype: ReduceDtype = "fp32"
+    param_dtype: ComputeDtype | UnsetType = UNSET
+    reduce_dtype: ReduceDtype | UnsetType = UNSET
     implementation: Implementation | None = None
     reshard_after_forward: bool | Literal["default"] = "default"
     zero: Zero | Literal["auto"] | TwoZeros = 3
@@ -95,7 +97,7 @@ def float8_scaling(section: MemorySection) -> Float8 | None:
 
 
 # The steps of a model that is planned and trained: a plan says the rest.
-PLANNED = MemorySection(param_dtype="fp32")
+PLANNED = MemorySection(param_dtype="fp32", reduce_dtype="fp32")
 HAVE_BLOCKS = ("transformer", "llama", "python")  # kinds with parts that may be checkpointed
 
 
@@ -109,7 +111,7 @@ def check_planned(section: MemorySection, kind: str, where: str) -> None:
             if kind in HAVE_BLOCKS:
                 continue
             value, run = section.policy, PLANNED.policy
-        if value != run:
+        if value not in (run, UNSET):
             wanted = f"{run!r}, as steps of kind '{kind}' are planned and run"
             raise InputError(expected(f"{where}: memory.{field.name}", wanted, repr(value)))
 

@@ -152,10 +152,10 @@ def tables_of_bags(job: Job) -> Iterator[str]:
 def step_dtypes(job: Job) -> tuple[str, str]:
     """What units compute in and what gradients are summed in; empty where each tensor keeps its
     own."""
-    if job.model.kind not in ESTIMATED or job.memory is UNSET:
+    if job.model.kind not in ESTIMATED:
         return "", ""
     section = memory_of(job)
-    return section.param_dtype, section.reduce_dtype
+    return section.param_dtype or "", section.reduce_dtype or ""
 
 
 def check_model(job: Job) -> None:

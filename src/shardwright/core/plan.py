@@ -17,6 +17,7 @@ from shardwright.core.block import Block, BlockRun, check_tiling, decode
 from shardwright.core.cluster import Cluster
 from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.errors import MismatchError, check_type, expected
+from shardwright.core.footprint import Verdict, verdict_of
 from shardwright.core.grid import Grid
 from shardwright.core.job import Job, degrees_of, memory_of, overlap_of
 from shardwright.core.model import ModelSpec
@@ -228,7 +229,8 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything ``apply`` needs, and everything ``explain`` recomputes.
 
     ``recording`` is that of the model's step, none of tables alone. ``prefetch`` is how many units
-    are gathered ahead of the one that computes.
+    are gathered ahead of the one that computes. ``needs`` are the least and the most bytes that the
+    rank which asks most needs of its accelerator, allocator and context counted.
     """
 
     schema: Literal["shardwright.plan/4"]
@@ -249,6 +251,7 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     assumptions: tuple[str, ...]
     search: Search
     fingerprint: str = ""
+    needs: tuple[int, int] | UnsetType = UNSET
 
     def __repr__(self) -> str:
         parts = [
@@ -259,8 +262,26 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (
             f"<Plan of {' and '.join(parts)} on {self.world_size:,} ranks: "
             f"{format_seconds(self.max_rank_seconds)} per step, gap {self.gap * 100:.1f} %, "
-            f"fingerprint {self.fingerprint[:12]}>"
+            f"{self.verdict}, fingerprint {self.fingerprint[:12]}>"
         )
+
+    @property
+    def budget(self) -> int:
+        """Bytes that a rank may fill of the memory that weights live in."""
+        on_cpu = self.cluster.compute_device == "cpu"
+        return self.reserved.ddr_left if on_cpu else self.reserved.hbm_left
+
+    @property
+    def needed(self) -> tuple[int, int]:
+        """The least and the most bytes that the rank which asks most needs of that memory."""
+        on_cpu = self.cluster.compute_device == "cpu"
+        live = max(t.ddr_bytes if on_cpu else t.hbm_bytes for t in self.ranks)
+        return (live, live) if self.needs is UNSET else self.needs
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether every rank fits, as `memory` and `fit` say it of the same job."""
+        return verdict_of(*self.needed, self.budget)
 
     @property
     def world_size(self) -> int:

@@ -391,6 +391,11 @@ class Unfolded:
             if touch.what == "gradient":
                 yield self.blocks.beside(self.blocks.unit_of[touch.name], moment)
 
+    @cached_property
+    def arrivals(self) -> list[tuple[str, ...]]:
+        """The same by place of the backward, each once: every order of a step asks for them."""
+        return [tuple(dict.fromkeys(self.arriving(moment))) for moment in self.backward]
+
     def tables_of(self, fqn: str) -> str:
         """The module of tables that has the table ``fqn``; empty where none has it."""
         return next((path for path in self.lookups if fqn.startswith(f"{path}.")), "")

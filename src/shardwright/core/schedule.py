@@ -329,8 +329,8 @@ class _Walk:
         self.flow.begin_backward()
         for place, moment in enumerate(self.step.backward):
             yield from self._reach_backward(moment.piece.point, moment.unit)
-            for name in map(self.merged.name, self.step.arriving(moment)):
-                yield from self.flow.arrive(name)
+            for unit in self.step.arrivals[place]:
+                yield from self.flow.arrive(self.merged.name(unit))
             if moment.piece.work.calls:
                 yield self._compute(place, "backward")
         for unit in list(self.flow.touched):

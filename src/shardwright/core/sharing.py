@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.core.amount import ceil_div
-from shardwright.core.job import Job, memory_of, parallel_of
+from shardwright.core.job import Job, memory_of, parallel_of, with_memory
 from shardwright.core.placement import TwoZeros, Zero
 
 WHOLE_STAGES: tuple[Zero, ...] = (2, 1)  # of ZeRO, in which parameters stay whole
@@ -70,8 +70,7 @@ def with_sharing(job: Job, sharing: Sharing) -> Job:
     if replicas != section.data_replicate:
         section = msgspec.structs.replace(section, data_replicate=replicas, data_shard=-1)
         job = msgspec.structs.replace(job, parallel=section)
-    memory = msgspec.structs.replace(memory_of(job), zero=sharing.zero)
-    job = msgspec.structs.replace(job, memory=memory)
+    job = with_memory(job, zero=sharing.zero)
     return with_buckets(job, sharing.bucket_size)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -11,7 +11,7 @@ Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
 class T5Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``layers`` of the encoder and ``decoder_layers``; ``gated`` feed-forwards are GeGLUs.
-    Distances beyond ``farthest`` share the last of ``buckets``."""
+    Distances beyond ``farthest`` share the last of ``buckets``. Parameters are of ``dtype``."""
 
     vocab: Size = 32128
     dim: Size = 512
@@ -26,3 +26,4 @@ class T5Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     norm_eps: float = 1e-6
     gated: bool = False
     tied: bool = True
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"

@@ -33,9 +33,17 @@ def unit_bytes(
     }
 
 
-def compute_seconds(calls: Any, flops: Any, moved: Any, c: Any) -> Any:
-    """Seconds of ``calls`` of operators: the FLOPs of products, bytes ``moved`` by all others."""
-    products = flops / c["compute_rate"]
+def product_rate(dtype: str, c: Any) -> Any:
+    """FLOP/s of products in a dtype: ``compute_rate``, which is fp32's, where the machine has no
+    rate of its own for it."""
+    name = f"{dtype}_compute_rate"
+    return c[name if name in c else "compute_rate"]
+
+
+def compute_seconds(calls: Any, flops: Any, moved: Any, c: Any, dtype: str = "fp32") -> Any:
+    """Seconds of ``calls`` of operators: the FLOPs of products in ``dtype``, bytes ``moved`` by all
+    others."""
+    products = flops / product_rate(dtype, c)
     return products + moved / c["memory_rate"] + calls * c["operation_latency"]
 
 

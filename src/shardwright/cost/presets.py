@@ -1,8 +1,10 @@
 """Machines by name: capacities of a rank, and every constant with value, unit, source and date.
 
 A rate named ``*_rate`` is per rank and per direction. Where a data sheet says nothing the source
-begins with ``assumed``. Ranks of one host talk at the rate of each collective, ranks of different
-hosts at ``inter_host_rate``; ``host_link_rate`` joins an accelerator to its host's memory.
+begins with ``assumed``. ``compute_rate`` is that of products in fp32, which PyTorch keeps unless
+told to use tf32; other dtypes have rates of their own where a data sheet has them. Ranks of one
+host talk at the rate of each collective, ranks of different hosts at ``inter_host_rate``;
+``host_link_rate`` joins an accelerator to its host's memory.
 """
 
 from __future__ import annotations
@@ -93,15 +95,18 @@ _ACCELERATOR = _ANYWHERE | {
 
 def _accelerator(
     compute: Constant,
+    products: dict[str, Constant],
     memory: Constant,
     link: Constant,
     network: Constant,
     bus: Constant,
     ddr: Constant,
 ) -> dict[str, Constant]:
-    """The constants of one accelerator of a server."""
+    """The constants of one accelerator of a server. ``compute`` is the rate of products in fp32,
+    ``products`` are those of other dtypes, without sparsity."""
     constants = _ACCELERATOR | {
         "compute_rate": compute,
+        **{f"{dtype}_compute_rate": rate for dtype, rate in products.items()},
         "memory_rate": memory,
         "fresh_memory_rate": assumed(
             memory.value, "B/s", "memory is kept and reused: as memory_rate"
@@ -130,9 +135,12 @@ _MI300X = Sheet("AMD Instinct MI300X data sheet", "2023-12")
 _EPYC = Sheet("AMD EPYC 9654 data sheet", "2022-11")
 
 _NVLINK = "NVLink per direction, half of {}"
+_SPARSE = "dense, half of the {} TFLOP/s with sparsity, {}"
+_EIGHTH = "dense, a sixteenth of the {} PFLOP/s of eight with sparsity, {}"
 
 V100 = _accelerator(
     compute=_V100.says(15.7e12, "FLOP/s", "fp32"),
+    products={"fp16": _V100.says(125e12, "FLOP/s", "fp16 on tensor cores")},
     memory=_V100.says(900e9, "B/s"),
     link=_V100.says(150e9, "B/s", _NVLINK.format("300 GB/s")),
     network=_DGX1.says(6.25e9, "B/s", "four 100 Gb/s ports of eight GPUs"),
@@ -141,6 +149,11 @@ V100 = _accelerator(
 )
 A100 = _accelerator(
     compute=_A100.says(19.5e12, "FLOP/s", "fp32"),
+    products={
+        "bf16": _A100.says(312e12, "FLOP/s", "bf16, dense"),
+        "fp16": _A100.says(312e12, "FLOP/s", "fp16, dense"),
+        "tf32": _A100.says(156e12, "FLOP/s", "tf32, dense"),
+    },
     memory=_A100.says(2.039e12, "B/s"),
     link=_A100.says(300e9, "B/s", _NVLINK.format("600 GB/s")),
     network=_DGX_A100.says(25e9, "B/s", "one 200 Gb/s port per GPU"),
@@ -149,6 +162,12 @@ A100 = _accelerator(
 )
 H100 = _accelerator(
     compute=_H100.says(67e12, "FLOP/s", "fp32"),
+    products={
+        "bf16": _H100.says(989.5e12, "FLOP/s", _SPARSE.format("1,979", "bf16")),
+        "fp16": _H100.says(989.5e12, "FLOP/s", _SPARSE.format("1,979", "fp16")),
+        "tf32": _H100.says(494.5e12, "FLOP/s", _SPARSE.format("989", "tf32")),
+        "fp8": _H100.says(1979e12, "FLOP/s", _SPARSE.format("3,958", "fp8")),
+    },
     memory=_H100.says(3.35e12, "B/s"),
     link=_H100.says(450e9, "B/s", _NVLINK.format("900 GB/s")),
     network=_DGX_H100.says(50e9, "B/s", "one 400 Gb/s port per GPU"),
@@ -157,6 +176,12 @@ H100 = _accelerator(
 )
 H200 = _accelerator(
     compute=_H200.says(67e12, "FLOP/s", "fp32"),
+    products={
+        "bf16": _H200.says(989.5e12, "FLOP/s", _SPARSE.format("1,979", "bf16")),
+        "fp16": _H200.says(989.5e12, "FLOP/s", _SPARSE.format("1,979", "fp16")),
+        "tf32": _H200.says(494.5e12, "FLOP/s", _SPARSE.format("989", "tf32")),
+        "fp8": _H200.says(1979e12, "FLOP/s", _SPARSE.format("3,958", "fp8")),
+    },
     memory=_H200.says(4.8e12, "B/s"),
     link=_H200.says(450e9, "B/s", _NVLINK.format("900 GB/s")),
     network=_DGX_H200.says(50e9, "B/s", "one 400 Gb/s port per GPU"),
@@ -165,6 +190,12 @@ H200 = _accelerator(
 )
 B200 = _accelerator(
     compute=_B200.says(75e12, "FLOP/s", "an eighth of 600 TFLOP/s, fp32"),
+    products={
+        "bf16": _B200.says(2.25e15, "FLOP/s", _EIGHTH.format("36", "bf16")),
+        "fp16": _B200.says(2.25e15, "FLOP/s", _EIGHTH.format("36", "fp16")),
+        "tf32": _B200.says(1.125e15, "FLOP/s", _EIGHTH.format("18", "tf32")),
+        "fp8": _B200.says(4.5e15, "FLOP/s", _EIGHTH.format("72", "fp8")),
+    },
     memory=_B200.says(8e12, "B/s", "the figure for one GPU"),
     link=_B200.says(900e9, "B/s", _NVLINK.format("1.8 TB/s")),
     network=_DGX_B200.says(50e9, "B/s", "one 400 Gb/s port per GPU"),
@@ -173,6 +204,12 @@ B200 = _accelerator(
 )
 MI300X = _accelerator(
     compute=_MI300X.says(163.4e12, "FLOP/s", "fp32"),
+    products={
+        "bf16": _MI300X.says(1307.4e12, "FLOP/s", "bf16, dense"),
+        "fp16": _MI300X.says(1307.4e12, "FLOP/s", "fp16, dense"),
+        "tf32": _MI300X.says(653.7e12, "FLOP/s", "tf32, dense"),
+        "fp8": _MI300X.says(2614.9e12, "FLOP/s", "fp8, dense"),
+    },
     memory=_MI300X.says(5.3e12, "B/s"),
     link=_MI300X.says(448e9, "B/s", "seven Infinity Fabric links, half of 128 GB/s each"),
     network=assumed(50e9, "B/s", "one 400 Gb/s port per accelerator"),

@@ -41,9 +41,9 @@ from shardwright.core.model_section import ESTIMATED
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import MOST_GIB
 from shardwright.core.recording import Recording
-from shardwright.lab.with_tables import Recorded, find_with_tables
+from shardwright.lab.with_tables import Paths, Recorded, find_with_tables
 from shardwright.planner.kinds import find_kinds
-from shardwright.planner.planner import find, watch_of, written
+from shardwright.planner.planner import find, surely_or_perhaps, watch_of, written
 from shardwright.planner.profiles import cluster_of
 from shardwright.planner.search.watch import Hear, Watch
 from shardwright.planner.strategy.found import Found
@@ -68,10 +68,27 @@ def plan(job: Job, hear: Hear | None = None) -> Plan:
 def found_for(job: Job, watch: Watch, record: Recorded | None = None) -> Found:
     """What the search of ``job`` brings back, with a draft of its plan or without; ``record`` gives
     the step of a module of the user's own in place of ``recorded``."""
-    if job.model.kind != "python":
-        return find_kinds(job, lambda its: find(its, described, watch))
-    at_all = bool(table_optimizer(job))
-    return find_with_tables(job, record or recorded, watch, found_at_all=at_all)
+    at_all, own = bool(table_optimizer(job)), _once(record or recorded)
+
+    def look(sure: bool) -> Found:
+        if job.model.kind != "python":
+            return find_kinds(job, lambda its: find(its, described, watch, sure))
+        return find_with_tables(job, own, watch, found_at_all=at_all, sure=sure)
+
+    return surely_or_perhaps(look)
+
+
+def _once(record: Recorded) -> Recorded:
+    """``record`` that traces no step twice."""
+    known: dict[tuple[bytes, Paths | None], Recording] = {}
+
+    def recorded(job: Job, routed: Paths | None) -> Recording:
+        key = msgspec.json.encode(job), routed
+        if key not in known:
+            known[key] = record(job, routed)
+        return known[key]
+
+    return recorded
 
 
 def plan_module(
@@ -135,10 +152,17 @@ def plan_module(
         return module_recording(lambda: given, name, step_dtypes(job)[0], treatment, routed)
 
     watch = watch_of(job)
-    found = find_with_tables(
-        job, lambda its, routed: of(routed, checkpointing_of(its)[0]), watch, found_at_all=said
-    )
-    return written(found, watch)
+
+    def look(sure: bool) -> Found:
+        return find_with_tables(
+            job,
+            lambda its, routed: of(routed, checkpointing_of(its)[0]),
+            watch,
+            found_at_all=said,
+            sure=sure,
+        )
+
+    return written(surely_or_perhaps(look), watch)
 
 
 def _check_takes_nothing(build: Callable[..., Any]) -> None:
@@ -224,7 +248,8 @@ def _path(job: Job, device: str) -> Path | None:
     policy = checkpointing_of(job)[0]
     memory = msgspec.structs.replace(memory_of(job), checkpointing=policy, zero=3)
     run = (memory, parallel_of(job), device)
-    of = (job.model, job.batch, tables, bags, *run, version("torch"), _recorder())
+    how = step_dtypes(job)
+    of = (job.model, job.batch, tables, bags, *run, how, version("torch"), _recorder())
     digest = hashlib.sha256(msgspec.json.encode(of, order="deterministic")).hexdigest()
     return Path(os.path.expanduser(folder)) / "recordings" / f"{digest}.json"
 

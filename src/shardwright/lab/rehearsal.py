@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 import msgspec
 import torch
+from msgspec import UnsetType
 from torch import nn
 
 from shardwright.core.document import read_document
@@ -41,6 +42,7 @@ STEPS = 2  # the second has the states of the first
 SHARE = 0.8  # of the memory that is free now: more is not tried
 RATE = 1e-3
 MOST_RANKS = 64
+NOT_RUN = ("compile", "float8", "offload")  # of [memory], by CPU ranks
 JOB, TIMEOUT = "job.json", 300.0  # what the ranks read, and the seconds they wait for one another
 
 
@@ -55,6 +57,12 @@ def among(job: Job, ranks: int) -> Job:
             remedy = "What is planned is measured by 'shardwright train'."
             names = " or ".join(map(repr, known))
             raise UnsupportedError(expected(where, names, repr(value), remedy))
+    for name in NOT_RUN:
+        value, usual = getattr(asked, name), getattr(MemorySection(), name)
+        if value != usual:
+            remedy = "What is measured runs without it: leave it out of both."
+            where = f"--real-ranks: memory.{name}"
+            raise UnsupportedError(expected(where, repr(usual), repr(value), remedy))
     if not 2 <= ranks <= MOST_RANKS:
         raise InputError(expected("--real", f"from 1 to {MOST_RANKS} ranks", str(ranks)))
     return _as_run(job, asked.runtime, asked.param_dtype, asked.reduce_dtype, ranks)
@@ -75,7 +83,11 @@ def alone(job: Job) -> Job:
 
 
 def _as_run(
-    job: Job, runtime: Runtime, param_dtype: ComputeDtype, reduce_dtype: ReduceDtype, ranks: int
+    job: Job,
+    runtime: Runtime,
+    param_dtype: ComputeDtype | UnsetType,
+    reduce_dtype: ReduceDtype | UnsetType,
+    ranks: int,
 ) -> Job:
     """The job on so many CPU ranks, without what no rehearsal runs; with its replicas where that
     many ranks are whole ones."""

@@ -82,7 +82,9 @@ def _built(job: Job) -> tuple[nn.Module, Any, Loss]:
 def _shard(model: nn.Module, units: list[RecordedUnit], job: Job, mesh: DeviceMesh) -> None:
     section = memory_of(job)
     how = sharding(section, degrees_of(job, mesh.size()), on_gpu=False)
-    precision = MixedPrecisionPolicy(DTYPES[section.param_dtype], DTYPES[section.reduce_dtype])
+    precision = MixedPrecisionPolicy(
+        DTYPES.get(section.param_dtype or ""), DTYPES.get(section.reduce_dtype or "")
+    )
     for fqn in (name for unit in units for name in unit.frozen):
         model.get_parameter(fqn).requires_grad_(False)  # what gets no gradient, as a plan runs it
     for unit in units:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import nn
 from shardwright.core.errors import NoPlanError, RunError, expected
 from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes
+from shardwright.report.wording import fitting
 from shardwright.runtime.meter import exact_events
 
 MOST_NAMED = 3
@@ -38,7 +40,9 @@ def free_bytes(device: torch.device, ranks: int) -> int | None:
 
 
 def check_room(plan: Plan, rank: int, device: torch.device, copied: bool) -> None:
-    """NoPlanError unless the plan's peak is free now; ``copied``: a save's copy is beside it."""
+    """NoPlanError unless the plan's peak is free now; ``copied``: a save's copy is beside it. On an
+    accelerator rank 0 says it if it hangs on what the allocator keeps; what else is on the device
+    is not free by now."""
     local = plan.cluster.local_world_size
     free = free_bytes(device, min(local, plan.world_size))
     totals = plan.ranks[rank]
@@ -48,6 +52,11 @@ def check_room(plan: Plan, rank: int, device: torch.device, copied: bool) -> Non
         copy = sum(totals.exact.get(kind, 0) for kind in ("weight", "optimizer_state"))
         needed += copy
         what += f", and {format_bytes(copy)} for the copy that a save writes"
+    least, most = plan.needed
+    if free is not None and needed <= free < needed + most - least:
+        if rank == 0:
+            print(fitting(needed, needed + most - least, free, "rank 0"), file=sys.stderr)
+        return
     if free is None or needed <= free:
         return
     where = f"free memory on rank {rank}"

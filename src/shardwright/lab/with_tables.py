@@ -41,10 +41,12 @@ MOST_REASONS = 3  # of a longer list
 BESIDE_TABLES = ("", "fp32", "bf16")  # that units compute in beside tables
 
 
-def find_with_tables(job: Job, recorded: Recorded, watch: Watch, *, found_at_all: bool) -> Found:
+def find_with_tables(
+    job: Job, recorded: Recorded, watch: Watch, *, found_at_all: bool, sure: bool = True
+) -> Found:
     """What the search of a module brings back; ``recorded`` gives its step with the embeddings at
     some paths as tables, or at None with all that can be. Unless some are ``found_at_all`` there
-    are none.
+    are none. What perhaps fits is enough where it need not be ``sure``.
 
     InputError for what is said of tables that there are not.
     """
@@ -62,7 +64,7 @@ def find_with_tables(job: Job, recorded: Recorded, watch: Watch, *, found_at_all
     for paths in _ways(job, tables, collected, everything):
         given = None if paths == tables and wanted else paths
         try:
-            searched.append(find(job, _described(recorded, given, reasons, wanted), watch))
+            searched.append(find(job, _described(recorded, given, reasons, wanted), watch, sure))
         except UnsupportedError as error:  # a sparse gradient goes to a table alone
             errors.append(error)
     if not searched:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwright.core.t5 import T5Shape
+from shardwright.tracker.tensors import DTYPES
 
 Masked = torch.Tensor | None
 
@@ -19,7 +20,7 @@ def build(batch: int, sequence: int, **sizes: Any) -> tuple[nn.Module, Any, Any,
     """A T5 of these sizes (``T5Shape``) and a batch for it, [batch, sequence] on either side."""
     shape = T5Shape(**sizes)
     ids = torch.arange(batch * sequence).remainder(shape.vocab).view(batch, sequence)
-    return T5(shape), (ids, ids.clone()), loss, ids.flip(-1)
+    return T5(shape).to(DTYPES[shape.dtype]), (ids, ids.clone()), loss, ids.flip(-1)
 
 
 def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, get_args
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from shardwright import __version__
 from shardwright.core.amount import maximum, minimum, named
@@ -56,6 +56,7 @@ def assemble(draft: Draft, bound: float, found: Search) -> Plan:
             reserved=_reserved(problem),
             assumptions=problem.assumptions,
             search=found,
+            needs=_needs(draft),
         )
     )
 
@@ -68,6 +69,13 @@ def proven(bounds: Sequence[Any], slowest: Any) -> Any:
 def gap(slowest: Any, bound: Any) -> Any:
     """The share by which the slowest rank is above the bound."""
     return named("gap", (slowest - bound) / bound)
+
+
+def _needs(draft: Draft) -> tuple[int, int] | UnsetType:
+    """Of steps on accelerators, where that is more than live bytes."""
+    if isinstance(draft, StepDraft) and draft.problem.on_accelerator:
+        return draft.needs
+    return UNSET
 
 
 def _reserved(problem: Problem) -> Reserved:

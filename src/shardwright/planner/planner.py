@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import msgspec
@@ -42,7 +42,16 @@ def plan(job: Job, model_of: ModelOf, hear: Hear | None = None) -> Plan:
     :class:`Watch` of the search in every round.
     """
     watch = watch_of(job, hear)
-    return written(find(job, model_of, watch), watch)
+    return written(surely_or_perhaps(lambda sure: find(job, model_of, watch, sure)), watch)
+
+
+def surely_or_perhaps(look: Callable[[bool], Found]) -> Found:
+    """What ``look`` finds that fits for sure; where nothing does, what perhaps fits, which is less
+    than that on an accelerator alone."""
+    found = look(True)
+    if found.draft is not None or not found.problem.on_accelerator:
+        return found
+    return look(False)
 
 
 def watch_of(job: Job, hear: Hear | None = None) -> Watch:
@@ -58,21 +67,22 @@ def written(found: Found, watch: Watch) -> Plan:
     return assemble(found.draft, found.bound, how)
 
 
-def find(job: Job, model_of: ModelOf, watch: Watch) -> Found:
+def find(job: Job, model_of: ModelOf, watch: Watch, sure: bool = True) -> Found:
     """What the search of a job brings back, at the stage of ZeRO, over the replicas and with the
-    checkpointing policy of the fastest plan that fits; where nothing does, with those that ask
-    least. What was left open is as the job of what was found has it."""
+    checkpointing policy of the fastest plan that fits, or if it need not be ``sure`` perhaps fits;
+    where nothing does, with those that ask least. What was left open is as the job of what was
+    found has it."""
     cluster, _ = profiles.cluster_of(job)
     usual = min(checkpointing_of(job), key=lambda name: name != "none")
     if job.planner.dense.bucket_size == "auto":
         model_of = _once(model_of)
     sharings = sharings_of(job, hosts_of(cluster), _bucket_sizes(job, _with(model_of, usual)))
     if memory_of(job).zero != "auto" and len(sharings) == 1:
-        return _find(job, model_of, watch)
+        return _find(job, model_of, watch, sure)
     best: Found | None = None
     least, rows = 0, []
     for sharing in sharings:
-        found = _find(with_sharing(job, sharing), model_of, watch)
+        found = _find(with_sharing(job, sharing), model_of, watch, sure)
         zero, replicas = sharing.zero, sharing.replicas if sharing.replicas > 1 else UNSET
         tried = found.tried or (_tried(usual, found),)
         size = sharing.bucket_size or UNSET
@@ -112,9 +122,9 @@ def _bucket_sizes(job: Job, model_of: ModelOf) -> tuple[int, ...]:
     return bucket_sizes_of(job, sum(trained))
 
 
-def _find(job: Job, model_of: ModelOf, watch: Watch) -> Found:
+def _find(job: Job, model_of: ModelOf, watch: Watch, sure: bool) -> Found:
     """The same of a job that names its stage."""
-    tries = dict(_tries(job, model_of, watch))
+    tries = dict(_tries(job, model_of, watch, sure))
     tried = tuple(_tried(*each) for each in tries.items()) if len(tries) > 1 else ()
     best = min(tries, key=lambda policy: tries[policy].seconds)
     if tried and tries[best].draft is None:
@@ -122,7 +132,7 @@ def _find(job: Job, model_of: ModelOf, watch: Watch) -> Found:
     return replace(tries[best], tried=tried, model_of=_with(model_of, best))
 
 
-def _tries(job: Job, model_of: ModelOf, watch: Watch) -> Iterator[tuple[str, Found]]:
+def _tries(job: Job, model_of: ModelOf, watch: Watch, sure: bool) -> Iterator[tuple[str, Found]]:
     """What is found with each policy: no other one where nothing was given up with none, or where
     there is nothing to be checkpointed."""
     policies = checkpointing_of(job)
@@ -133,7 +143,7 @@ def _tries(job: Job, model_of: ModelOf, watch: Watch) -> Iterator[tuple[str, Fou
                 return
             wanted = f"'none' for a model {reason}"
             raise UnsupportedError(expected("memory.checkpointing", wanted, f"'{policy}'"))
-        found = search(job, model, watch)
+        found = search(job, model, watch, sure=sure)
         yield policy, found
         if policy == "none" and found.draft is not None and not found.gave_up:
             return
@@ -152,4 +162,4 @@ def _with(model_of: ModelOf, policy: str) -> ModelOf:
 def _tried(policy: str, found: Found) -> Tried:
     if found.draft is not None:
         return Tried(policy, found.seconds, found.draft.highest_peak)
-    return Tried(policy, None, smallest(found.problem).highest_peak)
+    return Tried(policy, None, smallest(found.problem).demand)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,11 +13,13 @@ from shardwright.core.batch import MADE_UP_ZIPF, Batch
 from shardwright.core.cluster import TIERS, Cluster, Tier
 from shardwright.core.data_section import DataSection
 from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.footprint import Extra
 from shardwright.core.job import Job, checkpointing_of, degrees_of, memory_of
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.model_of_job import placed_tables, step_dtypes
 from shardwright.core.planning import EstimatorSection, trained_communication
 from shardwright.cost import reservation
+from shardwright.memory.outside import outside
 from shardwright.memory.rank_step import Chunk
 from shardwright.planner import profiles
 from shardwright.planner.choices import Tables, table_choices
@@ -32,7 +34,8 @@ class Problem:
     """A job on its cluster, and every choice there is.
 
     Where it is not ``slow``, kernels with weights in host memory are among them only as far as they
-    can help while HBM is not scarce.
+    can help while HBM is not scarce. Steps of plans that are not ``sure`` need no more than perhaps
+    fit: their live bytes and the least of what else is on the device.
     """
 
     job: Job
@@ -43,6 +46,7 @@ class Problem:
     reserved: reservation.Reservation
     assumptions: tuple[str, ...]
     slow: bool = True
+    sure: bool = True
 
     @property
     def cluster(self) -> Cluster:
@@ -68,6 +72,22 @@ class Problem:
     def values(self) -> dict[str, float]:
         """The machine's constants by name."""
         return self.context.values
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether steps run on a device with an allocator and a context of its own."""
+        device = memory_of(self.job).lowering or self.cluster.compute_device
+        return device == "cuda" and self.model.is_trained
+
+    @cached_property
+    def extras(self) -> tuple[Extra, ...]:
+        """What fills a rank's device beside torch's tensors."""
+        return outside(degrees_of(self.job, self.cluster.world_size), self.on_accelerator)
+
+    @cached_property
+    def outside(self) -> tuple[int, int]:
+        """The least and the most bytes of that."""
+        return sum(each.low for each in self.extras), sum(each.high for each in self.extras)
 
     @property
     def capacity(self) -> tuple[int, int, int]:
@@ -119,7 +139,12 @@ def canonical_order(tables: Sequence[TableSpec]) -> tuple[int, ...]:
 
 
 def make_problem(
-    job: Job, model: ModelSpec, *, slow: bool = True, known: Problem | None = None
+    job: Job,
+    model: ModelSpec,
+    *,
+    slow: bool = True,
+    sure: bool = True,
+    known: Problem | None = None,
 ) -> Problem:
     """Enumerate once what each table and unit could be; ``known`` is the problem of the same job
     with fewer choices."""
@@ -171,8 +196,17 @@ def make_problem(
     capacity = reserved.capacities[0]
     priced = known.tables if known else ()
     tables = table_choices(model, job, context, slow=slow, capacity=capacity, known=priced)
-    notes = (*assumptions, *_assumptions(job, unit_space))
-    return Problem(job, context, model, tables, unit_space, reserved, notes, slow)
+    notes = (*assumptions, *_assumptions(job, unit_space), *_rates(unit_space))
+    return Problem(job, context, model, tables, unit_space, reserved, notes, slow, sure)
+
+
+def _rates(space: UnitSpace) -> Iterator[str]:
+    """Dtypes whose products a machine's constants tell no rate of."""
+    rates, homes = space.context.c, space.model.step.units if space.model.units else ()
+    dtypes = dict.fromkeys(space.dtype_of(home) for home in homes)
+    for dtype in dtypes:
+        if dtype != "fp32" and f"{dtype}_compute_rate" not in rates:
+            yield f"products in {dtype} take as long as in fp32 (no {dtype}_compute_rate is known)"
 
 
 def _assumptions(job: Job, unit_space: UnitSpace) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from shardwright.core.job import (
     memory_of,
     parallel_of,
     with_checkpointing,
+    with_memory,
 )
 from shardwright.core.memory_section import HAVE_BLOCKS
 from shardwright.core.model import ModelSpec, TableSpec
@@ -144,9 +145,10 @@ def _fullest(problem: Problem, draft: Draft) -> _Short:
             for rank, size in enumerate(draft.tier_bytes[tier])
         ]
         return max(found, key=lambda its: (its.need - its.capacity, -its.rank))
-    peak = max(draft.peak_bytes)
+    assert isinstance(draft, StepDraft)
     tier: Tier = "ddr" if problem.cluster.compute_device == "cpu" else "hbm"
-    return _Short(tier, draft.peak_bytes.index(peak), peak, problem.decisive_capacity)
+    fullest = draft.peak_bytes.index(max(draft.peak_bytes))
+    return _Short(tier, fullest, draft.demand, problem.decisive_capacity)
 
 
 def _largest(draft: Draft, rank: int) -> str:
@@ -349,9 +351,9 @@ def _units_on_host(attempt: _Try) -> str:
     on_cpu = problem.cluster.compute_device == "cpu"
     if on_cpu or not problem.model.units or memory_of(job).offload != "none":
         return ""
-    memory = msgspec.structs.replace(memory_of(job), offload="auto")
+
     what = "memory.offload = 'auto'"
-    fits = attempt.fits(msgspec.structs.replace(job, memory=memory), what)
+    fits = attempt.fits(with_memory(job, offload="auto"), what)
     return f"{what} fits" if fits else ""
 
 

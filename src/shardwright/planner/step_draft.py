@@ -26,6 +26,7 @@ from shardwright.memory.machine import Sharding, Units
 from shardwright.memory.rank_step import RankStep
 from shardwright.memory.traffic import Traffic
 from shardwright.planner.crossing import Crossing, crossings
+from shardwright.planner.demand import needs
 from shardwright.planner.draft import Draft
 from shardwright.planner.exchange import Exchange, exchanges
 from shardwright.planner.problem import ranks_per_host
@@ -250,10 +251,31 @@ class StepDraft(Draft):
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's peak is within its memory."""
+        """Whether every rank's memory is enough, for sure or perhaps as its problem asks."""
         _, ddr, ssd = self.problem.capacity
-        within = max(self.disk_bytes, default=0) <= ssd and self.host_bytes <= ddr
-        return within and self.highest_peak <= self.problem.decisive_capacity
+        if max(self.disk_bytes, default=0) > ssd or self.host_bytes > ddr:
+            return False
+        room = self.problem.decisive_capacity
+        return self.least_demand <= room and self.demand <= room  # the first costs much less
+
+    @cached_property
+    def needs(self) -> tuple[int, int]:
+        """The least and the most bytes that the rank which asks most needs of its device."""
+        if not self.problem.on_accelerator:
+            return self.highest_peak, self.highest_peak
+        return needs(self)
+
+    @property
+    def demand(self) -> int:
+        """Bytes that have to be there for the draft to fit, its allocator's where that is to be
+        sure."""
+        return self.needs[1] if self.problem.sure else self.least_demand
+
+    @property
+    def least_demand(self) -> int:
+        """The same if the allocator held no more than what is alive."""
+        outside = self.problem.outside[self.problem.sure]
+        return self.highest_peak + outside
 
     @cached_property
     def host_bytes(self) -> int:
@@ -269,7 +291,7 @@ class StepDraft(Draft):
     def room(self) -> tuple[int, int, int]:
         """A step needs as much again as it now has above what is kept."""
         units = max(StepDraft(self.problem, (), self.units).kept_bytes)
-        passing = self.highest_peak - max(self.kept_bytes)
+        passing = self.demand - max(self.kept_bytes)
         left = self.problem.decisive_capacity - units - passing
         return self.problem.capacity_with(max(left, 0))
 

@@ -115,21 +115,39 @@ class UnitSpace:
     forced: Mapping[str, str] = field(default_factory=dict)
     section: DenseSection = FREE
     _known: dict[tuple[str, ...], tuple[UnitChoice, ...]] = field(default_factory=dict)
+    _dtypes: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def pieces(self) -> dict[str, list[float]]:
         """Seconds that every recorded piece computes, by direction."""
         step = self.model.step
-        return {"forward": self._seconds(step.forward), "backward": self._seconds(step.backward)}
+        return {
+            "forward": self._seconds("forward", step.forward),
+            "backward": self._seconds("backward", step.backward),
+        }
 
-    def _seconds(self, moments: Sequence[Moment]) -> list[float]:
-        known: dict[int, float] = {}
-        for moment in moments:
-            piece, work = moment.piece, moment.piece.work
-            if id(piece) not in known:
-                seconds = dense.compute_seconds(work.calls, work.flops, work.moved, self.context.c)
-                known[id(piece)] = seconds
-        return [known[id(moment.piece)] for moment in moments]
+    def _seconds(self, direction: str, moments: Sequence[Moment]) -> list[float]:
+        known: dict[tuple[int, str], float] = {}
+        keys = []
+        for moment, home in zip(moments, self.model.step.homes[direction], strict=True):
+            key = id(moment.piece), self.dtype_of(home)
+            keys.append(key)
+            if key not in known:
+                work, c = moment.piece.work, self.context.c
+                seconds = dense.compute_seconds(work.calls, work.flops, work.moved, c, key[1])
+                known[key] = seconds
+        return [known[key] for key in keys]
+
+    def dtype_of(self, home: str) -> str:
+        """What a recorded unit computes in: what the job says, or else most of its numbers; in fp32
+        what is in none."""
+        if home not in self._dtypes:
+            sizes: dict[str, int] = {}
+            for tensor in self.model.step.units[home].tensors if home else ():
+                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel
+            own = max(sizes, key=lambda dtype: sizes[dtype], default="fp32")
+            self._dtypes[home] = self.context.param_dtype or own
+        return self._dtypes[home]
 
     def of_piece(self, action: Action) -> float:
         """Seconds of the piece that an action computes."""

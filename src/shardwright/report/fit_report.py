@@ -15,6 +15,7 @@ from shardwright.report.wording import (
     TEXT_LIMIT,
     VERDICT_STYLES,
     counted,
+    fitting,
     largest_text,
     printable,
     range_text,
@@ -25,6 +26,7 @@ HOW = (
     "Fits: live bytes, what the allocator holds and the upper end of what else is on the device. "
     + MARGIN
 )
+REFUSED = {True: VERDICT_STYLES["perhaps"], False: VERDICT_STYLES["does not fit"]}
 FIRST_REMEDIES, FIRST_SKIPPED, FIRST_ASSUMED = 5, 2, 2  # lines of a first screen
 
 
@@ -39,7 +41,7 @@ def fit_report(fit: Fit, *, full: bool = False) -> RenderableType:
         prose(job_line(fit), style=VERDICT_STYLES[fit.own.estimate.verdict]),
         drawn(policies_sheet(fit, full=full)),
         prose("\n".join(answers(fit))),
-        None if fits else prose(refusal(fit), style="bold red"),
+        None if fits else prose(refusal(fit), style=REFUSED[fit.own.largest_batch.next_perhaps]),
         drawn(remedies_sheet(fit, full=full)) if fit.remedies else None,
         listed("Not looked at", _skipped(fit, full=full)),
         listed("Assumptions", tuple(printable(text, TEXT_LIMIT) for text in fit.assumptions))
@@ -53,14 +55,16 @@ def headline(fit: Fit) -> str:
     """What is looked for, in one line."""
     capacity = format_bytes(fit.capacity)
     ranks = counted(fit.world_size, "rank")
-    return f"What fits of {printable(fit.model)} on {ranks} of {capacity} each"
+    dtype = f", computing in {printable(fit.dtype)}" if fit.dtype else ""
+    return f"What fits of {printable(fit.model)} on {ranks} of {capacity} each{dtype}"
 
 
 def job_line(fit: Fit) -> str:
     """The job as it is."""
-    estimate = fit.own.estimate
-    needs = range_text(estimate.least_bytes, estimate.most_bytes)
-    return f"As it is ({_batch_text(fit)}, {fit.checkpointing}): {estimate.verdict}, needs {needs}."
+    its = fit.own.estimate
+    where = f"the rank that needs most, in {printable(its.peak_phase)}" if its.peak_phase else "all"
+    text = fitting(its.least_bytes, its.most_bytes, fit.capacity, where)
+    return f"As it is ({_batch_text(fit)}, {fit.checkpointing}): {text[0].lower()}{text[1:]}"
 
 
 def policies_sheet(fit: Fit, *, full: bool = True) -> Sheet:
@@ -107,13 +111,15 @@ def answers(fit: Fit) -> list[str]:
 
 
 def refusal(fit: Fit) -> str:
-    """Why not even the smallest batch fits: what fills the rank."""
-    estimate = fit.own.estimate
-    step = fit.own.largest_batch.step
+    """Why the smallest batch does not fit, or not for sure: what fills the rank."""
+    estimate, largest = fit.own.estimate, fit.own.largest_batch
+    samples = counted(largest.step, "sample")
+    said = f"Not even {samples} per rank fits under the job's own settings."
+    if largest.next_perhaps:
+        said = f"No more than perhaps {samples} per rank fits under the job's own settings."
     return (
-        f"Not even {counted(step, 'sample')} per rank fits under the job's own settings. At batch "
-        f"{fit.batch} the peak is in {printable(estimate.peak_phase)}; the largest are "
-        f"{largest_text(estimate.by_category)}."
+        f"{said} At batch {fit.batch} the peak is in {printable(estimate.peak_phase)}; the largest "
+        f"are {largest_text(estimate.by_category)}."
     )
 
 

@@ -198,7 +198,7 @@ def _warnings(
 
 def _figures(plan: Plan, measurement: Measurement | None) -> tuple[Figure, ...]:
     peak = max((totals.peak_bytes for totals in plan.ranks), default=0)
-    budget = plan_sheets.budget_of(plan)
+    budget = plan.budget
     used = f"{percent(peak / budget)} of {format_bytes(budget)}" if budget else ""
     step = format_seconds(plan.max_rank_seconds)
     if measurement is None:

@@ -10,6 +10,8 @@ from itertools import groupby
 from msgspec import UNSET
 
 from shardwright.core.cluster import TIERS
+from shardwright.core.model_of_job import step_dtypes
+from shardwright.core.model_section import ESTIMATED
 from shardwright.core.placement import Replicate, shared_words
 from shardwright.core.plan import Plan, RankTotals, TablePlan, UnitPlan
 from shardwright.core.quantities import format_bytes, format_seconds
@@ -19,6 +21,7 @@ from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import (
     TEXT_LIMIT,
     counted,
+    fitting,
     percent,
     placement_text,
     printable,
@@ -61,22 +64,28 @@ def headline(plan: Plan) -> str:
     )
     return (
         f"{what} on {counted(plan.world_size, f'{cluster.compute_device} rank')}{where}, "
-        f"{counted(batch.size, 'sample')}{length} per rank and step"
+        f"{counted(batch.size, 'sample')}{length} per rank and step{_dtypes(plan)}"
     )
+
+
+def _dtypes(plan: Plan) -> str:
+    """What is computed in, where a job or its model may say so."""
+    if plan.job.model.kind not in ESTIMATED:
+        return ""
+    param, reduce = step_dtypes(plan.job)
+    own = sorted({t.dtype for unit in plan.model.units for t in unit.tensors})
+    sums = f", gradients summed in {reduce}" if reduce and reduce != (param or own) else ""
+    return f", in {param or ' and '.join(own)}{sums}"
 
 
 def fits_line(plan: Plan) -> str:
-    """The fullest rank beside what it may fill."""
-    budget = budget_of(plan)
+    """What the fullest rank needs beside what it may fill."""
     held = f"{_decisive(plan)}_bytes"
     fullest = max(plan.ranks, key=lambda totals: getattr(totals, held))
-    share = f" ({percent(getattr(fullest, held) / budget)})" if budget else ""
-    where = f" in {fullest.peak_phase}" if plan.units else ""
-    return (
-        f"Fits: {format_bytes(getattr(fullest, held))} of {format_bytes(budget)} "
-        f"{_decisive(plan).upper()}{share} on rank {fullest.rank}, the fullest{printable(where)}."
-        f"{_elsewhere(plan)}"
-    )
+    inside = f" in {fullest.peak_phase}" if plan.units else ""
+    where = f"rank {fullest.rank}, the fullest{printable(inside)}"
+    text = fitting(*plan.needed, plan.budget, where, _decisive(plan).upper())
+    return f"{text}{_elsewhere(plan)}"
 
 
 def _elsewhere(plan: Plan) -> str:
@@ -372,7 +381,7 @@ def ranks_sheet(plan: Plan, most: int = MOST_RANKS) -> Sheet:
         more = f" Of {len(plan.ranks)} ranks the fullest and slowest are shown."
     rows = [(ranks_text(ranks, plan.world_size), *row) for row, ranks in shown]
     columns, rows = _without_empty(_rank_columns(plan), rows)
-    budget = budget_of(plan)
+    budget = plan.budget
     what = "Live bytes at the predicted peak" if plan.units else "Bytes that are counted"
     return Sheet(
         "Memory and time per rank",
@@ -383,20 +392,14 @@ def ranks_sheet(plan: Plan, most: int = MOST_RANKS) -> Sheet:
     )
 
 
-def budget_of(plan: Plan) -> int:
-    """Bytes that a rank may fill of the memory that weights live in."""
-    on_cpu = plan.cluster.compute_device == "cpu"
-    return plan.reserved.ddr_left if on_cpu else plan.reserved.hbm_left
-
-
 def budget_sentence(plan: Plan) -> str:
     """What a rank may fill, and what the reservation leaves that of."""
-    return f"The budget is {format_bytes(budget_of(plan))} per rank{_of_all(plan)}."
+    return f"The budget is {format_bytes(plan.budget)} per rank{_of_all(plan)}."
 
 
 def _of_all(plan: Plan) -> str:
     whole = plan.cluster.memory_per_rank
-    aside = whole - budget_of(plan)
+    aside = whole - plan.budget
     if aside <= 0:
         return ""
     return f", what the reservation of {format_bytes(aside)} leaves of {format_bytes(whole)}"
@@ -463,7 +466,7 @@ def _rank_row(plan: Plan, totals: RankTotals) -> tuple[str, ...]:
     named = [totals.at_peak.get(kind, 0) for kind in _kinds(plan)]
     if plan.units:
         named.append(totals.peak_bytes - sum(named))
-    budget = budget_of(plan)
+    budget = plan.budget
     used = totals.peak_bytes / budget if budget > 0 else 0.0
     others = [getattr(totals, f"{tier}_bytes") for tier in _other_tiers(plan)]
     return (

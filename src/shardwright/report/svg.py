@@ -25,7 +25,7 @@ from shardwright.core.timeline import (
     phase_seconds,
 )
 from shardwright.report.marks import LINE, WIDTH, box, chart, element, label, legend, line, ticks
-from shardwright.report.plan_sheets import budget_of, budget_sentence
+from shardwright.report.plan_sheets import budget_sentence
 from shardwright.report.sharding_map import sharding_map
 from shardwright.report.wording import printable
 
@@ -115,7 +115,7 @@ def memory_chart(plan: Plan, measurement: Measurement | None = None) -> str:
     ranks = _fullest(predicted, measured)
     if not ranks:
         return ""
-    budget = budget_of(plan)
+    budget = plan.budget
     highest = max(peak.nbytes for side in (predicted, measured) for peak in side.values())
     shown_budget = 0 < budget <= 4 * max(highest, 1)
     scale = (WIDTH - _LEFT - _RIGHT) / max(highest, budget if shown_budget else 0, 1)

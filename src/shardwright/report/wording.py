@@ -9,7 +9,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardwright.core.footprint import Footprint, RankMemory, Verdict
+from shardwright.core.footprint import Footprint, RankMemory, Verdict, verdict_of
 from shardwright.core.measurement import Saved, Straggler
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
 from shardwright.core.quantities import format_bytes, format_seconds
@@ -238,26 +238,36 @@ def verdict_sentence(footprint: Footprint) -> str:
             "No capacity is known, so nothing is said about fitting: name cluster.preset or "
             "cluster.hbm_cap."
         )
-    capacity = format_bytes(footprint.capacity)
     fullest = max(footprint.ranks, key=lambda rank: footprint.needs(rank)[1])
-    if verdict == "fits":
-        left = footprint.capacity - footprint.needs(fullest)[1]
-        return f"Fits {capacity} with {format_bytes(left)} to spare."
     rank = footprint.worst if verdict == "does not fit" else fullest
-    least, most = footprint.needs(rank)
-    who = class_text(footprint, rank)
-    if verdict == "perhaps":
-        return (
-            f"Perhaps fits: {who} needs {range_text(least, most)} of {capacity}. It hangs on what "
-            "the allocator keeps and what else is on the device."
-        )
-    return (
-        f"Does not fit: {who} needs {format_bytes(least)} of {capacity}, "
-        f"{format_bytes(least - footprint.capacity)} too much, in {peak_text(rank)}. "
-        f"The largest are {largest_text(rank.by_category)}."
-    )
+    where = f"{class_text(footprint, rank)}, most in {peak_text(rank)}"
+    text = fitting(*footprint.needs(rank), footprint.capacity, where)
+    if verdict == "does not fit":
+        text += f" The largest are {largest_text(rank.by_category)}."
+    return text
 
 
+VERDICT_WORDS: dict[Verdict, str] = {
+    "fits": "Fits",
+    "perhaps": "Perhaps fits",
+    "does not fit": "Does not fit",
+    "unknown": "Not known to fit",
+}
+
+
+def fitting(least: int, most: int, capacity: int, where: str, tier: str = "") -> str:
+    """What every command says of whether a rank fits: the least and the most that it needs of its
+    device, ``where`` that is, and what it hangs on."""
+    verdict = verdict_of(least, most, capacity)
+    missing = verdict == "does not fit"
+    share = f"{format_bytes(least - capacity)} too much" if missing else percent(most / capacity)
+    end = f" {HANGS_ON}" if verdict == "perhaps" else ""
+    needs = format_bytes(least) if missing else range_text(least, most)
+    of = f"{format_bytes(capacity)}{f' {tier}' if tier else ''}"
+    return f"{VERDICT_WORDS[verdict]}: {needs} of {of} ({share}) on {where}.{end}"
+
+
+HANGS_ON = "It hangs on what the allocator keeps and what else is on the device."
 VERDICT_STYLES: dict[Verdict, str] = {
     "fits": "bold green",
     "perhaps": "bold yellow",

@@ -21,7 +21,8 @@ def place_of(error: BaseException) -> str | None:
     called; None where the error is ours."""
     paths = [(Path(f.filename), f) for f in traceback.extract_tb(error.__traceback__)]
     # operators, who follows them, and what refuses some
-    passed = {_TORCH, _OURS / "tracker", _OURS / "trace" / "checks.py"}
+    trace = _OURS / "trace"
+    passed = {_TORCH, _OURS / "tracker", trace / "recorder.py", trace / "checks.py"}
     path, frame = [(p, f) for p, f in paths if passed.isdisjoint((p, *p.parents))][-1]
     if _OURS / "lab" in path.parents:
         return ""

@@ -42,6 +42,17 @@ class Recorder(Follower):
     that runs again in the backward.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under a trace: torch would import its compiler, for seconds, to keep
+        it away from every operation."""
+        return False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        return self.follow(function, types, arguments, keywords)
+
     def __init__(self) -> None:
         super().__init__(granularity=1, mixed=True, device_type=None)
         self.pieces: list[Piece] = []

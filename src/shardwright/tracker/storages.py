@@ -73,6 +73,10 @@ class Follower(TorchDispatchMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         """Run the operation and count the storages of what it returns."""
+        return self.follow(function, types, arguments, keywords)
+
+    def follow(self, function: Any, types: Any, arguments: Any, keywords: Any) -> Any:
+        """The same, for modes that say for themselves whether torch's compiler may look into it."""
         if any(map(_unwraps, types)):
             return NotImplemented  # its parts come by on their own
         keywords = keywords or {}

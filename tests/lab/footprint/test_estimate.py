@@ -335,3 +335,20 @@ def test_a_module_saves_what_one_microbatch_leaves() -> None:
 def test_gradients_of_zero_1_are_whole_between_microbatches() -> None:
     (forward,) = (p for p in _in_microbatches(2, 4, zero=1).phases if p.phase == "forward")
     assert forward.by_category["unreduced_gradient"] == forward.by_category["weight"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"memory": {"runtime": "ddp", "zero": 1}}, "memory.zero = 1 shares nothing"),
+        ({"parallel": {"pipeline": 2}}, "the last stage keeps no result of a microbatch"),
+    ],
+)
+def test_what_an_estimate_takes_for_granted_is_said(keys: dict[str, Any], said: str) -> None:
+    stages = keys.get("parallel", {}).get("pipeline", 1)
+    document = {
+        "model": {"kind": "llama", "layers": 2, "dim": 32, "heads": 2, "vocab": 64},
+        "cluster": {"preset": "h100-8", "world_size": stages},
+        "batch": {"size": 2, "sequence": 16},
+    }
+    assert any(note.startswith(said) for note in footprint(parse_job(document | keys)).assumptions)

@@ -72,7 +72,7 @@ def test_every_rank_has_the_peaks_of_the_plan_to_the_byte(name: str, world_size:
 def test_the_class_with_the_highest_peak_is_followed_event_by_event(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwright.lab.footprint.classes.LARGEST", 10_000)
+    monkeypatch.setattr("shardwright.memory.classes.LARGEST", 10_000)
     worst = footprint(example(name), details=True).worst
     assert sum(alive.bytes for alive in worst.largest) == worst.peak_bytes
     kept = {alive.module for alive in worst.largest if alive.name == "weight"}

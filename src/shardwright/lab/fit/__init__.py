@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, NoPlanError, expected
 from shardwright.core.fit import Fit
 from shardwright.core.job import Job
 from shardwright.core.model_of_job import is_planned
@@ -53,7 +53,11 @@ def fit(
     scaled = Scaled(recorded)
     exact = footprints or _footprints(hear, recorded)
     variants = Variants(footprints or _footprints(hear, scaled), progress)
-    found = _searched(job, variants)
+    try:
+        found = _searched(job, variants)
+    except NoPlanError:
+        _footprints(hear, scaled, ways=True)(job)  # raises it with what would help
+        raise
     decisive = {row.largest_batch.size for row in found.rows}
     if not scaled.agree(decisive):
         variants = Variants(exact, progress)
@@ -84,6 +88,7 @@ def fit(
         assumptions=first.assumptions,
         estimates=variants.estimates,
         seconds=time.perf_counter() - begun,
+        dtype=first.settings.get("param_dtype", ""),
     )
 
 
@@ -101,7 +106,8 @@ def _searched(job: Job, variants: Variants) -> Findings:
     )
 
 
-def _footprints(hear: Hear | None, record: Recorded) -> Footprints:
+def _footprints(hear: Hear | None, record: Recorded, *, ways: bool = False) -> Footprints:
+    """``ways`` out of what does not fit take far longer than to see that: no variant has them."""
     from shardwright.lab.footprint import footprint
 
-    return partial(footprint, hear=hear, record=record)
+    return partial(footprint, hear=hear, record=record, ways=ways)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from shardwright.core.errors import InputError
 from shardwright.core.fit import Estimate, Remedy
 from shardwright.core.job import Job, memory_of, parallel_of
@@ -239,7 +241,9 @@ def _memory_keys(job: Job) -> Iterator[_Key]:
     for way in ("states", "all"):
         if way in ways and section.offload in ("none", "states") and section.offload != way:
             yield _Key("memory", "offload", way)
-    if section.reduce_dtype == "fp32" and section.param_dtype != "fp32":
+    if section.param_dtype in (UNSET, "fp32"):
+        yield _Key("memory", "param_dtype", "bf16")
+    elif section.reduce_dtype == "fp32":
         yield _Key("memory", "reduce_dtype", section.param_dtype)
 
 

@@ -20,6 +20,7 @@ from shardwright.core.job import (
     memory_of,
     parallel_of,
     with_checkpointing,
+    with_memory,
 )
 from shardwright.core.model_of_job import is_planned
 from shardwright.core.model_section import ESTIMATED
@@ -129,8 +130,9 @@ def on_ranks(job: Job, world_size: int) -> Job:
 
 def changed_job(job: Job, section: str, **keys: Any) -> Job:
     """The job with other values in a section."""
-    given = {"memory": memory_of, "parallel": parallel_of}
-    old = given[section](job) if section in given else getattr(job, section)
+    if section == "memory":
+        return with_memory(job, **keys)
+    old = parallel_of(job) if section == "parallel" else getattr(job, section)
     return msgspec.structs.replace(job, **{section: msgspec.structs.replace(old, **keys)})
 
 

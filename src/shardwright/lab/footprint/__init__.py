@@ -24,6 +24,7 @@ def footprint(
     rank: str = "",
     hear: Hear | None = None,
     record: Recorded | None = None,
+    ways: bool = True,
 ) -> Footprint:
     """The memory of every class of ranks of ``job``, without running it.
 
@@ -34,12 +35,12 @@ def footprint(
     ``rank`` names another class to have them. ``hear`` is called in every round of a search, and
     ``record`` gives the step of a module of the user's own that is planned.
     Raises InputError for what cannot be traced or divided, naming the place, NoPlanError where
-    no tables alone fit.
+    no tables alone fit, with ``ways`` out unless nobody asks for them.
     """
     check_type(job, Job, "job", A_JOB)
     begun = time.perf_counter()
     if is_planned(job):
-        found = planned(job, details=details, rank=rank, hear=hear, record=record)
+        found = planned(job, details=details, rank=rank, hear=hear, record=record, ways=ways)
     else:
         from shardwright.lab.footprint.estimate import estimated
 

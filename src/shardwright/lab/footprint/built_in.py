@@ -14,13 +14,13 @@ from shardwright.core.batch import expected_distinct
 from shardwright.core.job import Job
 from shardwright.core.model_of_job import placed_tables, reads_bags
 from shardwright.core.recording import Recording, Series
-from shardwright.lab.footprint.python_model import settle
 from shardwright.models.dlrm import DLRM
 from shardwright.models.kinds import HashNetwork
 from shardwright.models.transformer import Transformer, next_token_loss
 from shardwright.planner.problem import batch_of
 from shardwright.trace.checkpointing import policy, treated
 from shardwright.trace.composed import Composer, Shortened
+from shardwright.trace.faked import settle
 from shardwright.trace.module import Subject, held_tensors, record, storage_bytes
 from shardwright.trace.tables import RoutedRows
 from shardwright.trace.treatment import Treatment

@@ -10,22 +10,17 @@ from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.footprint import Footprint
 from shardwright.core.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.core.llama import LlamaShape
-from shardwright.core.memory_section import check_memory, float8_scaling
+from shardwright.core.memory_section import WHOLE, check_memory, float8_scaling
 from shardwright.core.model_of_job import unplanned
 from shardwright.core.parallel import Degrees, ParallelSection, Quantile, experts_of
 from shardwright.cost import constants
-from shardwright.lab.footprint.classes import (
-    RankClass,
-    Setting,
-    assumptions_on_gpu,
-    rank_memories,
-    settings_of,
-)
 from shardwright.lab.footprint.machines import machine_of, optimizer_of, sharding
 from shardwright.lab.footprint.models import recorded_model
-from shardwright.lab.footprint.outside import outside
+from shardwright.lab.footprint.settings import assumptions_on_gpu, settings_of
 from shardwright.lab.footprint.stages import PipelineRank, pipeline_ranks
 from shardwright.memory.allocator import AllocatorSettings
+from shardwright.memory.classes import RankClass, Setting, rank_memories
+from shardwright.memory.outside import outside
 from shardwright.memory.rank_step import Chunk, RankStep
 from shardwright.memory.results import MODELLED
 from shardwright.planner.profiles import cluster_of
@@ -160,13 +155,21 @@ def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
     section = memory_of(job)
     if section.runtime == "ddp":
         yield (
-            f"whole parameters, their gradients and states are kept in {section.param_dtype}, "
-            "without copies in fp32"
+            f"whole parameters, their gradients and states are kept in "
+            f"{section.param_dtype or 'the dtypes they were made in'}, without copies in fp32"
         )
     if section.runtime == "megatron":
         yield (
             "what a forward keeps is TorchTitan's llama's: Megatron-LM's own layers (Transformer "
             "Engine) keep more or less of it"
+        )
+    alone = degrees.shards * degrees.data_replicate == 1
+    if section.runtime in WHOLE and section.zero == 1 and alone:
+        yield "memory.zero = 1 shares nothing: no other rank has the same parameters"
+    if degrees.pipeline > 1:
+        yield (
+            "the last stage keeps no result of a microbatch, as torch's schedule.step(..., "
+            "return_outputs=False); its default keeps those of all until the step is over"
         )
     holders = _expert_holders(job, degrees)
     if holders:

@@ -64,7 +64,12 @@ def stage_recording(request: Request, stage: Stage, where: str = "") -> Recordin
     units = tuple(
         msgspec.structs.replace(unit, series=of_series.get(unit.name, "")) for unit in found.units
     )
-    return msgspec.structs.replace(found, series=tuple(series), units=units)
+    notes = (
+        (*found.notes, f"not read of hf_config: {', '.join(shape.unread)}")
+        if shape.unread
+        else found.notes
+    )
+    return msgspec.structs.replace(found, series=tuple(series), units=units, notes=notes)
 
 
 def forget_recordings() -> None:

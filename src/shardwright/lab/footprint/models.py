@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -15,10 +15,12 @@ from shardwright.core.parallel import Degrees, ParallelSection, local_shape
 from shardwright.core.recording import RecordedUnit, Recording
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.lab.footprint.llama import Request, stage_recording
-from shardwright.lab.footprint.own_stages import Blocks, moved
-from shardwright.lab.footprint.python_model import Recorded, python_blocks, python_recording
 from shardwright.lab.footprint.stages import Stage, stages
 from shardwright.trace.treatment import Treatment
+
+if TYPE_CHECKING:
+    from shardwright.lab.footprint.own_stages import Blocks
+    from shardwright.lab.footprint.python_model import Recorded
 
 STORED = "fp32"  # what runtimes that shard keep a llama's parameters in
 
@@ -56,6 +58,8 @@ def recorded_whole(
     be."""
     section = msgspec.structs.replace(parallel_of(job), data_replicate=1, data_shard=-1)
     if job.model.kind == "python":
+        from shardwright.lab.footprint.python_model import python_recording  # seconds of imports
+
         return python_recording(
             job, treatment, job.batch.size, planned=True, routed=routed
         ).recording
@@ -90,6 +94,7 @@ class LlamaModel:
 
     def _request(self, parallel: ParallelSection, stage: Stage) -> Request:
         section, batch = memory_of(self.job), self.job.batch
+        assert section.param_dtype, "a llama's is known"
         local = local_shape(
             parallel,
             self.degrees,
@@ -119,6 +124,8 @@ class PythonModel:
         self.batch = job.batch.size // self.several
         self.blocks: Blocks | None = None
         if degrees.pipeline > 1:
+            from shardwright.lab.footprint.python_model import python_blocks
+
             self.blocks = python_blocks(job, treatment, self.batch)
         self.layers = len(self.blocks.names) if self.blocks else 1
         ends = stages(self.layers, degrees.pipeline * degrees.chunks)
@@ -132,11 +139,16 @@ class PythonModel:
             by = begin - 1  # the blocks of the second stage on, wherever they lie
             stage = Stage((1, end - by), False, False)
         found, _, received = self._of(stage, parallel)
-        found = moved(found, self.blocks, by) if self.blocks else found
+        if self.blocks:
+            from shardwright.lab.footprint.own_stages import moved
+
+            found = moved(found, self.blocks, by)
         found = msgspec.structs.replace(found, inputs=found.inputs * self.several)
         return RecordedStage(found, received)
 
     def _of(self, stage: Stage, parallel: ParallelSection) -> Recorded:
+        from shardwright.lab.footprint.python_model import python_recording
+
         one = stage if self.blocks else None
         return python_recording(self.job, self.treatment, self.batch, stage=one, parallel=parallel)
 

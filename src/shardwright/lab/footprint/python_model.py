@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright.core.job import Job, parallel_of
@@ -45,6 +45,7 @@ from shardwright.trace.checks import (
     without_pointers,
 )
 from shardwright.trace.composed import Composer, Shortened
+from shardwright.trace.faked import faked, settle
 from shardwright.trace.module import Subject, held_tensors, record, storage_bytes
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.tensors import DTYPES, NAMES
@@ -191,7 +192,7 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> Recorded:
     seen: dict[int, Any] = {}  # a task's loss has the inputs among its targets
     given = (built.inputs, built.keywords, built.targets)
     inputs, keywords, targets = tree_map(
-        lambda leaf: seen.setdefault(id(leaf), _fake(leaf, mode)), given
+        lambda leaf: seen.setdefault(id(leaf), faked(leaf, mode)), given
     )
     built = built._replace(inputs=inputs, keywords=keywords, targets=targets)
     check_call(built)
@@ -317,61 +318,3 @@ def _not_trained(module: nn.Module, found: Recording) -> Iterator[str]:
 
 
 # ---- tensors of one fake mode --------------------------------------------------------------------
-
-
-def settle(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
-    """Every tensor of the module becomes one of the mode, on the CPU; parameters compute in
-    ``dtype``, or where it is None in their own."""
-    done: dict[int, torch.Tensor] = {}
-
-    def once(tensor: Any, make: Callable[..., Any], *how: Any) -> Any:
-        if id(tensor) not in done:
-            done[id(tensor)] = make(tensor, mode, *how)
-        return done[id(tensor)]
-
-    for part in module.modules():
-        for name, parameter in list(part._parameters.items()):
-            if parameter is not None and once(parameter, _parameter, dtype) is not parameter:
-                setattr(part, name, once(parameter, _parameter, dtype))
-        for name, buffer in list(part._buffers.items()):
-            if buffer is not None:
-                part._buffers[name] = once(buffer, _fake)
-        for name, value in list(vars(part).items()):
-            if _has_strange(value, mode):
-                vars(part)[name] = tree_map(lambda leaf: once(leaf, _fake), value)
-
-
-def _has_strange(value: Any, mode: FakeTensorMode) -> bool:
-    if not isinstance(value, (torch.Tensor, list, tuple)):
-        return False
-    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return any(not _is_ours(tensor, mode) for tensor in tensors)
-
-
-def _parameter(
-    parameter: nn.Parameter, mode: FakeTensorMode, dtype: torch.dtype | None
-) -> nn.Parameter:
-    wanted = dtype if dtype and parameter.is_floating_point() else parameter.dtype
-    own = _is_ours(parameter, mode)
-    if own and parameter.dtype == wanted:
-        return parameter
-    cast = torch.empty_strided(parameter.shape, parameter.stride(), dtype=wanted, device="cpu")
-    if own:
-        parameter.data = cast
-        return parameter
-    fresh = nn.Parameter(cast, requires_grad=parameter.requires_grad)
-    if not isinstance(parameter, FakeTensor):  # which keeps its mode among its attributes
-        vars(fresh).update(vars(parameter))
-    return fresh
-
-
-def _is_ours(leaf: torch.Tensor, mode: FakeTensorMode) -> bool:
-    return isinstance(leaf, FakeTensor) and leaf.fake_mode is mode and leaf.device.type == "cpu"
-
-
-def _fake(leaf: Any, mode: FakeTensorMode) -> Any:
-    """A tensor of the mode on the CPU, itself where it is one."""
-    if not isinstance(leaf, torch.Tensor) or _is_ours(leaf, mode):
-        return leaf
-    made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
-    return made.requires_grad_(leaf.requires_grad) if leaf.is_floating_point() else made

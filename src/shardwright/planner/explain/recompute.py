@@ -40,6 +40,7 @@ RECOMPUTED = (
     "prefetch",
     "blocks",
     "reserved",
+    "needed",
     "assumptions",
     "max_rank_seconds",
     "lower_bound_seconds",
@@ -89,7 +90,7 @@ def problem_of(plan: Plan) -> Problem:
         if plan.recording is not None:
             check_recording(plan.recording)
             _check_batch(plan.job, plan.recording)
-        return make_problem(plan.job, plan.model, slow=plan.search.slow_kernels)
+        return _problem(plan, plan.job, plan.model)
     except ShardwrightError as error:
         wanted = "the job that the plan was made from"
         raise MismatchError(expected("plan: job", wanted, f"'{error}'", AGAIN)) from None
@@ -106,7 +107,13 @@ def _check_batch(job: Job, recording: Recording) -> None:
 def recorded_with(plan: Plan, policy: str, again: ModelOf | None) -> Problem:
     """The plan's problem with a step that ``again`` records with another checkpointing policy."""
     job = with_checkpointing(plan.job, policy)
-    return make_problem(job, model_recorded(plan, job, again), slow=plan.search.slow_kernels)
+    return _problem(plan, job, model_recorded(plan, job, again))
+
+
+def _problem(plan: Plan, job: Job, model: ModelSpec) -> Problem:
+    """As a plan's search saw it: of what perhaps fits only where nothing did for sure."""
+    sure = plan.verdict != "perhaps"
+    return make_problem(job, model, slow=plan.search.slow_kernels, sure=sure)
 
 
 def model_recorded(plan: Plan, job: Job, again: ModelOf | None) -> ModelSpec:

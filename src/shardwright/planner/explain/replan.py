@@ -15,6 +15,7 @@ from shardwright.core.job import (
     checkpointing_of,
     memory_of,
     with_checkpointing,
+    with_memory,
 )
 from shardwright.core.model import ModelSpec
 from shardwright.core.model_of_job import key_of, model_of
@@ -24,7 +25,7 @@ from shardwright.core.quantities import SAME_SECONDS, format_seconds
 from shardwright.core.sharing import WHOLE_STAGES, Sharing, with_buckets, with_sharing
 from shardwright.planner.draft import Draft
 from shardwright.planner.explain.recompute import model_recorded
-from shardwright.planner.planner import find
+from shardwright.planner.planner import find, surely_or_perhaps
 from shardwright.planner.problem import hosts_of
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.strategy.found import Found, ModelOf
@@ -131,8 +132,7 @@ def left_open(plan: Plan) -> Job:
     stages = {row.zero for row in rows}
     if len(stages) > 1 or stages == {3}:
         job = with_sharing(job, Sharing(3, min(row.replicas or 1 for row in rows)))
-        memory = msgspec.structs.replace(memory_of(job), zero="auto")
-        job = msgspec.structs.replace(job, memory=memory)
+        job = with_memory(job, zero="auto")
     sizes = {row.bucket_size or 0 for row in rows if row.zero in WHOLE_STAGES}
     bucket_size = "auto" if len(sizes) > 1 else max(sizes, default=0) or UNSET
     dense = msgspec.structs.replace(job.planner.dense, bucket_size=bucket_size)
@@ -187,7 +187,8 @@ def replanned(
     if again is None and len(checkpointing_of(job)) > 1:
         job = with_checkpointing(job, _policy(plan))
     try:
-        found = find(job, _models(plan, forced, again), watch)
+        models = _models(plan, forced, again)
+        found = surely_or_perhaps(lambda sure: find(job, models, watch, sure))
     except ShardwrightError as error:
         text = f"{wanted} with the rest planned anew has no plan: {error}"
         return Replanned(None, 0.0, "", "", text)

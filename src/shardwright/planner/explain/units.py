@@ -66,7 +66,9 @@ class UnitAmounts:
         calls = leaf(work.calls, f"operators[{where}]", "", "the recorded step")
         flops = leaf(work.flops, f"flops[{where}]", "FLOP", "its products")
         moved = leaf(work.moved, f"moved[{where}]", "B", "read and written by other operators")
-        seconds = dense.compute_seconds(calls, flops, moved, self.constants)
+        home = step.homes[action.direction][action.place]
+        dtype = self.draft.problem.unit_space.dtype_of(home)
+        seconds = dense.compute_seconds(calls, flops, moved, self.constants, dtype)
         found: Amount = named(f"compute[{where}]", seconds, "s")
         return found
 

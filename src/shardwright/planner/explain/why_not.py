@@ -29,6 +29,7 @@ from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.space import Item, Space, shard_ranks
 from shardwright.planner.search.state import State
 from shardwright.planner.search.watch import Watch
+from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import ModelOf
 from shardwright.planner.strategy.spacing import space_of
 from shardwright.planner.tally import Placed
@@ -233,10 +234,10 @@ def trial(changed: Draft, option: str) -> Trial:
         ]
         _, tier, rank, size, most = max(found, key=lambda f: (f[0] > 0, f[3] / max(f[4], 1)))
         return Trial(option, changed, tier, rank, size, most)
-    peak = max(changed.peak_bytes)
+    assert isinstance(changed, StepDraft)
     tier = "ddr" if problem.cluster.compute_device == "cpu" else "hbm"
-    rank = changed.peak_bytes.index(peak)
-    return Trial(option, changed, tier, rank, peak, problem.decisive_capacity)
+    rank = changed.peak_bytes.index(max(changed.peak_bytes))
+    return Trial(option, changed, tier, rank, changed.demand, problem.decisive_capacity)
 
 
 def verdict_of(draft: Draft, best: Trial, wanted: str) -> tuple[Verdict, str]:

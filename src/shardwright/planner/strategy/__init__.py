@@ -13,8 +13,8 @@ from shardwright.planner.strategy.steps import search_steps, step_bound
 from shardwright.planner.strategy.tables import search_tables, tables_bound
 
 
-def search(job: Job, model: ModelSpec, watch: Watch) -> Found:
-    """Search as the job asks."""
+def search(job: Job, model: ModelSpec, watch: Watch, *, sure: bool = True) -> Found:
+    """Search as the job asks, for steps that fit for sure or perhaps."""
     wanted = job.planner.search
     if model.is_trained:
         if wanted != "bounded":
@@ -26,7 +26,7 @@ def search(job: Job, model: ModelSpec, watch: Watch) -> Found:
                     "Leave [model] out to plan the tables alone.",
                 )
             )
-        return search_steps(job, model, watch)
+        return search_steps(job, model, watch, sure)
     if wanted == "proposers":
         return profiles.torchrec.search(job, model, watch)
     if wanted == "exact":

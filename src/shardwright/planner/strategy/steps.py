@@ -57,9 +57,9 @@ AVOIDED: tuple[Callable[[Choice], bool], ...] = (
 )
 
 
-def search_steps(job: Job, model: ModelSpec, watch: Watch) -> Found:
-    """The fastest draft whose simulated peak fits."""
-    problem = make_problem(job, model)
+def search_steps(job: Job, model: ModelSpec, watch: Watch, sure: bool = True) -> Found:
+    """The fastest draft whose simulated step fits."""
+    problem = make_problem(job, model, sure=sure)
     seeker = _Seeker(problem, watch, step_bound(problem))
     if model.tables:
         seeker.run()
@@ -275,7 +275,9 @@ class _Seeker:
             self._take(draft)
             return None
         self.gave_up = True
-        return known.filled - max(1, max(draft.peak_bytes) - self.problem.decisive_capacity)
+        room = self.problem.decisive_capacity
+        needed = draft.least_demand if draft.least_demand > room else draft.demand
+        return known.filled - max(1, needed - room)
 
     def _take_smallest(self) -> None:
         self.tried += 1

@@ -144,6 +144,12 @@ class _Functions(TorchFunctionMode):
 class _Operators(TorchDispatchMode):
     """Takes what a kernel takes inside, and keeps row statistics in the kernel's dtype."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under a trace: torch would import its compiler, for seconds, to keep
+        it away from every operation."""
+        return False
+
     def __init__(self, inner: bool) -> None:
         super().__init__()
         self.inner = inner

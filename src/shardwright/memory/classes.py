@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from shardwright.core.footprint import Alive, RankMemory
-from shardwright.core.job import Job, memory_of
-from shardwright.core.memory_section import MemorySection
 from shardwright.core.timeline import Kind
 from shardwright.memory.allocator import AllocatorSettings
-from shardwright.memory.allocator.replay import ASSUMPTION
 from shardwright.memory.machine import Sharding
 from shardwright.memory.rank_step import MakeMachine, RankStep
 from shardwright.memory.results import MODELLED, module_memory, rank_memory, reserved, timeline
@@ -120,39 +117,3 @@ def _one_by_one(alive: Sequence[Alive], kept: Sequence[Alive]) -> list[Alive]:
     sums = {each.kind for each in kept}
     others = [a for a in alive if a.module or a.name not in sums or a.kind != a.name]
     return sorted([*others, *kept], key=lambda each: -each.bytes)
-
-
-def assumptions_on_gpu(operators: Iterable[Iterable[str]]) -> list[str]:
-    """What is assumed of an accelerator: operators whose kernels nobody has compared take there
-    what they take on a CPU."""
-    from shardwright.trace.lowering import unknown_operators
-
-    unknown = [unknown_operators(tuple(each)) for each in operators]
-    return [*(f"as on a CPU: {', '.join(names)}" for names in unknown if names), ASSUMPTION]
-
-
-def settings_of(job: Job, device: str, policy: str = "") -> dict[str, str]:
-    """What a step is run with on ``device``, and checkpointed by a plan's ``policy``; of the rest
-    what is not by default. Of tables alone, without a step on any, the batch."""
-    batch = {"batch": str(job.batch.size)}
-    if not device:
-        return batch
-    section, usual = memory_of(job), MemorySection()
-    rest = ("zero", "compile", "float8", "offload", "loss", "implementation", "allocator")
-    values = {name: getattr(section, name) for name in rest}
-    changed = {
-        name: str(list(value) if isinstance(value, tuple) else value)
-        for name, value in values.items()
-        if value != getattr(usual, name)
-    }
-    return {
-        "runtime": section.runtime,
-        "checkpointing": policy or section.policy,
-        "lowering": device,
-        "param_dtype": section.param_dtype,
-        "reduce_dtype": section.reduce_dtype,
-        "optimizer": job.train.optimizer,
-        **batch,
-        "sequence": str(job.batch.sequence),
-        **changed,
-    }
