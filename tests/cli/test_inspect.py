@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from shardwright.core.job import read_job
@@ -71,6 +72,23 @@ def test_the_exponent_of_made_up_ids_is_found_and_can_be_put_into_the_job(
     first = call("inspect", logged, "--json", "--rows", "512").json[0]
     assert (first["table"], first["ids"]) == ("large", 512)
     assert first["distinct"] == first["distinct_per_batch"] <= 512
+
+
+def test_what_is_printed_keeps_all_that_the_job_says_of_a_table(call: Any, logged: Path) -> None:
+    """In whose place it is put: a mean would be a sum, a dtype another one."""
+    more = (
+        'dtype = "fp16"\noptimizer = "adagrad"\npooling_type = "mean"\nmin_partition = 4\n'
+        'sharding_types = ["row_wise", "table_wise"]\ncompute_kernels = ["fused"]\n'
+        'features = ["large"]\n'
+    )
+    logged.write_text(JOB + TABLES.replace("dim = 8\n", f"dim = 8\n{more}"))
+    write(logged.parent, 1.1, 512)
+    before = read_job(logged).tables
+    logged.write_text(JOB + call("inspect", logged).out)
+    found = read_job(logged).tables
+    for one, other in zip(found, before, strict=True):
+        kept = msgspec.structs.replace(one, zipf=other.zipf, pooling_factors=other.pooling_factors)
+        assert kept == other
 
 
 def test_a_last_batch_that_is_short_counts_in_no_mean_of_batches(call: Any, logged: Path) -> None:

@@ -93,11 +93,14 @@ def _spot(section: str, key: str) -> str:
 def as_toml(document: Document) -> str:
     """Sections of plain values as TOML."""
     return "\n".join(
-        "\n".join([f"[{name}]", *(f"{key} = {_written(value)}" for key, value in section.items())])
+        "\n".join([f"[{name}]", *(f"{key} = {written(value)}" for key, value in section.items())])
         + "\n"
         for name, section in document.items()
     )
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
+    """A plain value as TOML, a mapping as a table in a line."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {written(each)}" for key, each in value.items()) + " }"
     return msgspec.json.encode(value).decode()  # of text, numbers and truth TOML's form is JSON's

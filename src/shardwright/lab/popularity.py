@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.batch import expected_distinct
 from shardwright.core.errors import InputError, expected
+from shardwright.core.imported import written
 from shardwright.core.job import Job, data_files
 from shardwright.core.model import TableSpec
 from shardwright.data.reading import evaluation_batches
@@ -105,18 +107,20 @@ def exponent(ids: int, rows: int, distinct: float) -> float:
     return round((low + high) / 2, 3)
 
 
-def as_toml(found: list[Popularity]) -> Iterator[str]:
-    """Entries of tables with what was found, to be put in the place of the job's."""
-    for each in found:
+def as_toml(job: Job, found: list[Popularity]) -> Iterator[str]:
+    """Entries of tables with what was found, to be put in the place of the job's, of which they
+    keep all other keys."""
+    fields = msgspec.structs.fields(TableSpec)
+    plain = {f.name: f.default for f in fields if f.name != "fqn"}  # which no job says
+    for table, each in zip(job.tables, found, strict=True):
         yield (
             f"# {each.ids:,} ids of {each.distinct:,} rows; "
             f"{each.distinct_per_batch:,.1f} different ones in a batch"
         )
         yield "[[tables]]"
-        yield f'name = "{each.table}"'
-        yield f"rows = {each.rows}"
-        yield f"dim = {each.dim}"
-        if any(length != 1.0 for length in each.lengths):
-            yield f"pooling_factors = {list(each.lengths)}"
-        yield f"zipf = {each.zipf}"
+        said = {f: v for f in plain if (v := getattr(table, f)) not in (plain[f], None)}
+        if each.lengths != table.pooling_factors:
+            said["pooling_factors"] = each.lengths
+        for key, value in (said | {"zipf": each.zipf}).items():
+            yield f"{key} = {written(msgspec.to_builtins(value))}"
         yield ""
