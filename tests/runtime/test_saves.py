@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -131,9 +132,7 @@ def test_a_save_that_fails_is_said_and_the_next_one_is_made(tmp_path: Path) -> N
     folder.write_text("no folder")
     run = Run(folder, every="1 steps", overlap=False)
     run.step(1)
-    assert (
-        "Nothing was saved; earlier checkpoints are whole, and training can go on." in run.said[0]
-    )
+    assert "Nothing was saved; training can go on." in run.said[0]
     folder.unlink()
     run.step(2)
     assert (run.saves.failed, run.saves.count, complete_steps(folder)) == (1, 1, [2])
@@ -188,3 +187,17 @@ def test_a_worker_of_a_loader_that_is_killed_ends_no_step_in_its_middle(tmp_path
         with pytest.raises(StoppedError, match="a DataLoader's worker, which was killed, after"):
             run.step(4)
     assert complete_steps(tmp_path) == [4]
+
+
+def test_a_folder_of_checkpoints_that_is_gone_is_not_said_to_hold_any(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    run = Run(folder, every="1 steps")
+    run.step(1)
+    run.until_saved(1)
+    shutil.rmtree(folder)
+    folder.write_text("another file")
+    with run.saves.listening():
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StoppedError, match="not be saved; there is no checkpoint"):
+            run.step(2)
+    assert "Nothing was saved; training can go on" in run.said[0]

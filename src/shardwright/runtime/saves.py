@@ -23,7 +23,7 @@ from shardwright.core.checkpoint_section import CheckpointSection, every
 from shardwright.core.errors import RunError, StoppedError
 from shardwright.core.measurement import Saved
 from shardwright.runtime.checkpoint.agreement import rank_and_size
-from shardwright.runtime.checkpoint.folders import step_folder
+from shardwright.runtime.checkpoint.folders import complete_steps, step_folder
 from shardwright.runtime.checkpoint.manifest import shard_name
 from shardwright.runtime.checkpoint.write import Work
 from shardwright.runtime.model_parts import comm_of, on_disk
@@ -235,7 +235,9 @@ class Saves:
         if self.saved == step:
             where = step_folder(self.folder, step)
             raise StoppedError(f"{text}, saved in {where}: the same command with --resume goes on.")
-        raise StoppedError(f"{text}, which could not be saved; the newest is step {self.saved}.")
+        there = complete_steps(self.folder)  # the folder may be gone
+        newest = f"the newest is step {there[-1]}" if there else "there is no checkpoint"
+        raise StoppedError(f"{text}, which could not be saved; {newest}.")
 
     def _warn(self, step_seconds: float) -> None:
         """Say once that a signal leaves too little time for a save."""

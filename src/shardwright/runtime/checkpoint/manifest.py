@@ -99,6 +99,9 @@ def shard_name(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
 
+AWAY = "move its folder away, and the step before it is the newest."
+
+
 def digest_of(raw: bytes) -> FileDigest:
     """Size and sha256 of bytes."""
     return FileDigest(len(raw), hashlib.sha256(raw).hexdigest())
@@ -144,7 +147,12 @@ def check_size(path: Path, nbytes: int, found: int) -> None:
     """Raise MismatchError unless a file is as long as was written down."""
     if found != nbytes:
         raise MismatchError(
-            expected(str(path), f"{nbytes} bytes", f"{found}", "The file is not what was saved.")
+            expected(
+                str(path),
+                f"{nbytes} bytes",
+                f"{found}",
+                f"The file is not what was saved: {AWAY}",
+            )
         )
 
 
@@ -156,7 +164,7 @@ def check_digest(path: Path, sha256: str, found: str) -> None:
                 str(path),
                 f"sha256 {sha256[:12]}...",
                 f"{found[:12]}...",
-                "The file was changed after it was saved; read another step.",
+                f"The file was changed after it was saved: {AWAY}",
             )
         )
 

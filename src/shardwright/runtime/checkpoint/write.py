@@ -141,7 +141,8 @@ def save_in_parts(
 
     def failure(error: Exception) -> ShardwrightError:
         found = f"'{reason(error)}' on rank {global_rank(comm, rank)}"
-        remedy = "Nothing was saved; earlier checkpoints are whole, and training can go on."
+        whole = "earlier checkpoints are whole, and " if folder.is_dir() else ""
+        remedy = f"Nothing was saved; {whole}training can go on."
         return RunError(expected(str(final), "every rank to save its part", found, remedy))
 
     with contextlib.ExitStack() as until_saved:
