@@ -9,7 +9,7 @@ ours and TorchRec's in turn; seconds are medians of the CPU's and leave out star
 importing, which is given apart. Ours goes from the job file to the plan on disk, TorchRec's is its
 ``plan`` alone. Every plan of ours is added up again by planner_check.py, and priced by TorchRec's
 own estimators where that interpreter is given. The second call runs the public sharding tasks, see
-planner_tasks.py, the third ours alone on up to 10,000 tables and 16,384 ranks, see
+planner_tasks.py, the third ours alone on up to 30,000 tables and 16,384 ranks, see
 planner_large.py.
 """
 
@@ -273,7 +273,7 @@ def main() -> int:
         const="",
         help=f"a task file or a folder of them, else that of {planner_tasks.VARIABLE}",
     )
-    parser.add_argument("--large", action="store_true", help="up to 10,000 tables, 16,384 ranks")
+    parser.add_argument("--large", action="store_true", help="up to 30,000 tables, 16,384 ranks")
     parser.add_argument("--output", type=Path, help="where the figures go, as JSON")
     options = parser.parse_args()
     where = machine()

@@ -3,7 +3,9 @@
 * ``10000x4096`` and ``10000x16384``: the tables of planner_problems.py with the two kernels and
   options of TorchRec, and with every kernel and sharding type of ours;
 * ``800x128``: tables of very unequal sizes, on ranks whose memory is 1.05 times what all of them
-  hold, at our own costs, four draws.
+  hold, at our own costs, four draws;
+* ``30000x8``: thousands of tables on every rank, which has memory for four times as many, at our
+  own costs.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ MANY_TARGETS = {4096: 30.0, 16384: 120.0}  # seconds of CPU by ranks
 KINDS = ("torchrec", planner_problems.EVERY_KERNEL)
 TIGHT_TABLES, TIGHT_RANKS, ROOM, TIGHT_TARGET = 800, 128, 1.05, 10.0
 SEEDS = (11, 12, 13, 14)
+CROWD, CROWDED_RANKS, CROWDED_ROOM, CROWDED_TARGET = 30_000, 8, 4.0, 60.0
 Run = Callable[[list[str]], dict[str, Any]]
 
 
@@ -69,6 +72,7 @@ def cases(folder: Path) -> Iterator[Case]:
             yield Case(f"{problem.name} {kind}", job, planner_problems.CAPACITY, target)
     for seed in SEEDS:
         yield tight(seed, folder)
+    yield crowded(folder)
 
 
 def _planned(case: Case, measured: Run) -> dict[str, Any]:
@@ -105,8 +109,31 @@ def tight(seed: int, folder: Path, room: float = ROOM) -> Case:
         }
         for i in range(count)
     ]
-    capacity = int((rows * dims * 4).sum() * room / TIGHT_RANKS)
-    path = folder / f"tight{seed}.toml"
+    name = f"{count}x{TIGHT_RANKS} draw {seed}"
+    return _case(name, tables, TIGHT_RANKS, room, TIGHT_TARGET, folder / f"tight{seed}.toml")
+
+
+def crowded(folder: Path, count: int = CROWD) -> Case:
+    """``count`` tables on few ranks: rows from 100 to 10 million, up to 30 ids per sample."""
+    drawn = np.random.default_rng(5)
+    tables = [
+        {
+            "name": f"t{i}",
+            "rows": int(10 ** drawn.uniform(2, 7)),
+            "dim": int(drawn.choice([8, 16, 32, 64, 128])),
+            "pooling": round(10 ** float(drawn.uniform(0, 1.5)), 1),
+        }
+        for i in range(count)
+    ]
+    name, path = f"{count}x{CROWDED_RANKS}", folder / "crowded.toml"
+    return _case(name, tables, CROWDED_RANKS, CROWDED_ROOM, CROWDED_TARGET, path)
+
+
+def _case(
+    name: str, tables: list[dict[str, Any]], ranks: int, room: float, target: float, path: Path
+) -> Case:
+    """``tables`` on ``ranks`` whose memory is ``room`` times the bytes of all, at our own costs."""
+    capacity = int(sum(4 * table["rows"] * table["dim"] for table in tables) * room / ranks)
     reservation = '\n[planner.reservation]\nkind = "none"\n'
-    planner_problems.write(path, tables, TIGHT_RANKS, capacity, reservation)
-    return Case(f"{count}x{TIGHT_RANKS} draw {seed}", path, capacity, TIGHT_TARGET)
+    planner_problems.write(path, tables, ranks, capacity, reservation)
+    return Case(name, path, capacity, target)

@@ -110,6 +110,34 @@ def test_what_why_not_calls_impossible_is_refused_where_nothing_else_is_allowed(
     assert why in found.reason
 
 
+ON_SSD = {"preset": "local", "ssd_cap": 2**32}
+KERNEL_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "packed": ({"kind": "int8"}, {"preset": "h100-8"}, "quant_uvm_caching", ""),
+    "packed on a CPU": ({"kind": "int8"}, {"preset": "local"}, "quant_uvm", "quant keeps the "),
+    "packed on disk": ({"kind": "int4"}, ON_SSD, "key_value", "kernels of training do not read"),
+    "on disk": ({"optimizer": "sgd"}, ON_SSD, "key_value", ""),
+    "no disk": ({"optimizer": "sgd"}, {"preset": "local"}, "key_value", "there is no SSD"),
+}
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_kernels_of_packed_tables_and_of_disks_are_as_planning_with_them_alone(case: str) -> None:
+    changes, cluster, wanted, why = KERNEL_CASES[case]
+    table = {"name": "t", "rows": 100_000, "dim": 64} | changes
+    job = parse_job({"tables": [table], "cluster": cluster | {"world_size": 2}})
+    found = explain.why_not(plan(job), "t", wanted)
+    if not why:
+        made = plan(_forced(job, "t", wanted))
+        assert made.tables[0].compute_kernel == wanted
+        assert found.replanned is not None
+        assert found.replanned.seconds == made.max_rank_seconds
+        return
+    assert found.verdict == "impossible"
+    assert why in found.reason
+    with pytest.raises(InputError, match=why):
+        plan(_forced(job, "t", wanted))
+
+
 def test_columns_that_cannot_be_cut_are_one_shard_with_a_note_where_costs_are_torchrecs() -> None:
     table = {"name": "t", "rows": 1000, "dim": 33, "sharding_types": ["column_wise"]}
     cluster = {"world_size": 2, "compute_device": "cuda"}

@@ -24,6 +24,8 @@ SWAP_PARTNERS = 64  # ranks of lowest cost whose blocks are looked at
 EPSILON = 1e-12
 MANY_HOSTS = 256  # of which the least busy ones are looked at first
 PAIRS_AT_ONCE = 2**11  # of blocks, or of a block and a rank, that are looked at in one go
+MOST_PAIRS = 2**22  # of blocks that are all looked at, in 1/2 GiB
+NEIGHBOURS = 3  # of more, those of each rank on each side of what evens two ranks out
 AT_ONCE = 2**15  # ranks, each as often as there are ways that are weighed together
 
 Ways = list[tuple[int, int]]  # items, and an option of each
@@ -238,36 +240,68 @@ def exchanges(state: State, ranks: list[int], costs: Floats, others: Ints) -> li
     own, there = singles_of(state, ranks), singles_of(state, others.tolist())
     if not own.items or not there.items:
         return [None] * len(ranks)
-    gain = there.seconds - own.seconds[:, None]
-    bytes_ = there.storage - own.storage[:, None, :]
+    at = partners(state, own, there, others)
+    seconds, storage, ranks_there = there.seconds[at], there.storage[at], there.ranks[at]
+    gain = seconds - own.seconds[:, None]
+    bytes_ = storage - own.storage[:, None, :]
     mine = state.cost(state.load[own.ranks, None] + gain, state.memory[own.ranks, None] + bytes_)
-    theirs = state.cost(state.load[there.ranks] - gain, state.memory[there.ranks] - bytes_)
-    change = mine + theirs - costs[own.ranks, None] - costs[there.ranks]
-    change[own.ranks[:, None] == there.ranks] = np.inf
+    theirs = state.cost(state.load[ranks_there] - gain, state.memory[ranks_there] - bytes_)
+    change = mine + theirs - costs[own.ranks, None] - costs[ranks_there]
+    change[own.ranks[:, None] == ranks_there] = np.inf
     if state.space.constrained:
-        _forbid_swaps(state, own, there, change)
+        _forbid_swaps(state, own, there, at, change)
 
     def move(row: int, column: int, rank: int) -> Move:
-        other = int(there.ranks[column])
+        number = int(at[min(row, len(at) - 1), column])
+        other = int(there.ranks[number])
         blocks = (
             _moved(state, own.items[row], rank, other),
-            _moved(state, there.items[column], other, rank),
+            _moved(state, there.items[number], other, rank),
         )
         return Move(float(change[row, column]), blocks)
 
     return _best_of(change, own, ranks, move)
 
 
-def _forbid_swaps(state: State, own: SinglesOf, there: SinglesOf, change: Floats) -> None:
-    """Rule out swaps that break a constraint; two tables kept apart never trade places."""
-    for row, item in enumerate(own.items):
-        mask = state.allowed(item)
-        if mask is not None:
-            change[row, ~mask[there.ranks]] = np.inf
-    for column, item in enumerate(there.items):
-        mask = state.allowed(item)
-        if mask is not None:
-            change[~mask[own.ranks], column] = np.inf
+def partners(state: State, own: SinglesOf, there: SinglesOf, others: Ints) -> Ints:
+    """Blocks ``there`` that may trade places with each of its ``own``: all of them [1, blocks], or,
+    of too many pairs to look at, few of each of the ``others`` [own blocks, few].
+
+    Two blocks that differ by half of what their ranks do even these out best, whatever the power of
+    the costs; and what is too much on a rank goes by two that differ by that many bytes.
+    """
+    if len(own.items) * len(there.items) <= MOST_PAIRS:
+        return np.arange(len(there.items))[None]
+    ends = np.cumsum(there.counts)
+    found = []
+    for rank, start, end in zip(others.tolist(), ends - there.counts, ends, strict=True):
+        if start == end:
+            continue
+        half = (state.load[own.ranks] - state.load[rank]) / 2
+        wanted = [(there.seconds[start:end], own.seconds - half)]
+        for tier, _ in state.space.scarce_tiers:
+            over = np.maximum(state.memory[:, tier] - state.limits[tier], 0.0)
+            size = own.storage[:, tier] - (over[own.ranks] - over[rank])
+            wanted.append((there.storage[start:end, tier], size))
+        for values, near in wanted:
+            order = np.argsort(values, kind="stable")
+            first = np.searchsorted(values[order], near)[:, None]
+            around = np.arange(-NEIGHBOURS, NEIGHBOURS)
+            found.append(start + order[np.clip(first + around, 0, end - start - 1)])
+    near_ones: Ints = np.concatenate(found, axis=1)
+    return near_ones
+
+
+def _forbid_swaps(state: State, own: SinglesOf, there: SinglesOf, at: Ints, change: Floats) -> None:
+    """Rule out swaps with those ``there`` that are ``at`` a column, or at a place of a row, that
+    break a constraint; two tables kept apart never trade places."""
+    rows = np.arange(len(own.items))[:, None]
+    for items, ranks, blocks in (
+        (own.items, there.ranks[at], rows),
+        (there.items, own.ranks[:, None], at),
+    ):
+        allowed = np.array([state.allowed(item) for item in items])
+        change[~allowed[blocks, ranks]] = np.inf
 
 
 def host_relocation(state: State, rank: int, costs: Floats, others: Ints) -> Move | None:
