@@ -187,6 +187,8 @@ def _refuse_unknown_keys(
     value: Any, kind: Any, where: str, path: str, hidden: frozenset[str]
 ) -> None:
     """Walk the document beside its type and name the first key that does not exist."""
+    if not isinstance(value, dict | list):
+        return
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         if not isinstance(value, dict):
             return
