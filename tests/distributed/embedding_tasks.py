@@ -166,7 +166,7 @@ class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding_bags = nn.ModuleDict({n: nn.EmbeddingBag(6, 4, mode="sum") for n in "xy"})
+        self.embedding_bags = nn.ModuleDict({n: nn.EmbeddingBag(6, 8, mode="sum") for n in "xy"})
 
     def embedding_bag_configs(self) -> list[Any]:
         sums = SimpleNamespace(value="SUM")

@@ -6,7 +6,7 @@ import overlap_tasks as tasks
 import pytest
 from combinations import in_turn
 from pool import Pool
-from test_shard_embeddings import _plan as plan_of
+from test_shard_embeddings import planned_tables as plan_of
 
 from shardwright.core.sharding import TYPES
 

@@ -237,14 +237,17 @@ UNITS_OF_RATES = ("B/s", "FLOP/s")
 
 def calibrated(found: Calibration, where: str) -> Preset:
     """The preset that a cluster file describes; InputError names the constant that cannot be."""
+    rates = (name for preset in PRESETS.values() for name in preset.constants)
+    known = {name: LOCAL["compute_rate"] for name in rates if name.endswith("_compute_rate")}
+    known |= LOCAL  # and where products in other dtypes are known, their rates
     for name in found.constants:
-        if name not in LOCAL:
-            raise unknown_key(where, f"constants.{name}", name, LOCAL)
+        if name not in known:
+            raise unknown_key(where, f"constants.{name}", name, known)
     missing = next((name for name in LOCAL if name not in found.constants), None)
     if missing:
         raise InputError(expected(f"{where}: constants.{missing}", "a value", "none", AGAIN))
     for name, figure in found.constants.items():
-        _check(f"{where}: constants.{name}", figure, LOCAL[name].unit)
+        _check(f"{where}: constants.{name}", figure, known[name].unit)
     for name, figure in found.capacities.items():
         _check_capacity(f"{where}: capacities.{name}", figure)
     sizes = {name: int(figure.value) for name, figure in found.capacities.items()}
