@@ -42,7 +42,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(call: Any, llama: Path) ->
     told = call("fit", llama, "--json").json
     own = next(row for row in told["policies"] if row["checkpointing"] == "none")
     size = own["largest_batch"]["size"]
-    assert size == 2
+    assert size == 1  # of two the context and the allocator may take more than there is
     verdicts = [
         call("memory", llama, "--json", "--set", f"batch.size={batch}").json["verdict"]
         for batch in (size, size + 1)

@@ -341,7 +341,10 @@ def test_gradients_of_zero_1_are_whole_between_microbatches() -> None:
     ("keys", "said"),
     [
         ({"memory": {"runtime": "ddp", "zero": 1}}, "memory.zero = 1 shares nothing"),
-        ({"parallel": {"pipeline": 2}}, "the last stage keeps no result of a microbatch"),
+        (
+            {"parallel": {"pipeline": 2}},
+            "the last stage keeps no results",
+        ),
     ],
 )
 def test_what_an_estimate_takes_for_granted_is_said(keys: dict[str, Any], said: str) -> None:

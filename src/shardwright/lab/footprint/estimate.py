@@ -167,10 +167,7 @@ def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
     if section.runtime in WHOLE and section.zero == 1 and alone:
         yield "memory.zero = 1 shares nothing: no other rank has the same parameters"
     if degrees.pipeline > 1:
-        yield (
-            "the last stage keeps no result of a microbatch, as torch's schedule.step(..., "
-            "return_outputs=False); its default keeps those of all until the step is over"
-        )
+        yield "the last stage keeps no results (return_outputs=False)"
     holders = _expert_holders(job, degrees)
     if holders:
         yield (
