@@ -34,7 +34,7 @@ def test_nothing_is_left_of_a_few(pool: Pool, tmp_path: Path, name: str) -> None
     _hold(pool, tmp_path, name, 9, 20_000)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("name", [*tasks.USES, "applied", "tables"])
 def test_nothing_is_left_of_a_hundred(pool: Pool, tmp_path: Path, name: str) -> None:
     """safetensors keeps an object for every tensor that it reads, some 35 of a checkpoint here."""

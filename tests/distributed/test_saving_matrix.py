@@ -72,7 +72,7 @@ def test_torch_saves_asynchronously_what_was_there_when_it_was_asked_to(
         assert wrong == []
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "owned"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_strategy_is_saved_asynchronously(
