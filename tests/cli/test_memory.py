@@ -58,7 +58,7 @@ def test_the_report_names_classes_categories_modules_and_the_verdict(
         "feed_forward",
         "Largest tensors at the peak",
         "CUDA context",
-        "to spare.",
+        "needs of its device",
     ):
         assert words in answer.out
 

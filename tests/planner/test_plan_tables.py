@@ -63,6 +63,8 @@ def _job(
     batch: int = 128,
     **planner: Any,
 ) -> Job:
+    if profile == "additive":
+        planner.pop("options", None)  # which it does not read
     return parse_job(
         {
             "batch": {"size": batch},
