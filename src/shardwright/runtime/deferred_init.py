@@ -30,8 +30,8 @@ from shardwright.tracker.private import (
     operator_name,
     own_buffers,
     own_parameters,
-    schema_of,
     without_dispatch_modes,
+    written_by,
 )
 
 Memory = dict[int, tuple[int, torch.UntypedStorage]]  # of storages: who wrote last, and the bytes
@@ -131,7 +131,7 @@ class Deferred(TorchDispatchMode):
         )
         places = [leaf for leaf in results if isinstance(leaf, Place)]
         makes = {p.storage for p in places} - self._constants - set(self._writers)
-        written = _written(function, arguments, keywords)
+        written = places_in(written_by(function, arguments, keywords))
         if self._constants & {p.storage for p in written}:
             raise NotDeferredError("a change of a tensor that was there before")
         if not makes and not written:
@@ -401,16 +401,6 @@ def _on_meta(parameter: torch.Tensor) -> nn.Parameter:
 def _has_tensors(value: Any) -> bool:
     several = isinstance(value, (torch.Tensor, list, tuple, dict))
     return several and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
-
-
-def _written(function: Any, arguments: Sequence[Any], keywords: dict[str, Any]) -> list[Place]:
-    """The arguments that an operation writes into."""
-    found = []
-    for index, wanted in enumerate(schema_of(function).arguments):
-        if wanted.alias_info is not None and wanted.alias_info.is_write:
-            there = index < len(arguments) and not wanted.kwarg_only
-            found += places_in(arguments[index] if there else keywords.get(wanted.name))
-    return found
 
 
 def forget_conversions(mode: FakeTensorMode) -> None:

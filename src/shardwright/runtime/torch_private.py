@@ -479,7 +479,8 @@ _WORKER_LOOP = data_worker._worker_loop
 @contextmanager
 def data_workers_reported(report: Callable[[], None]) -> Iterator[None]:
     """``report`` that a DataLoader's worker was killed, where torch would raise in the middle of
-    whatever runs (main thread only)."""
+    whatever runs (main thread only). Half a step cannot be saved, so torch's own handler must not
+    be called: it is replaced where it is there, and torch is told that it is where it is not."""
 
     def look(number: int, frame: FrameType | None) -> None:
         try:

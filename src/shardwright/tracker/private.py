@@ -72,6 +72,19 @@ def schema_of(operator: Any) -> Any:
     return getattr(operator, "_schema", None)
 
 
+def written_by(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operation writes into, lists of tensors among them; None of those that
+    were not given."""
+    schema = schema_of(function)
+    return [
+        arguments[index]
+        if index < len(arguments) and not argument.kwarg_only
+        else keywords.get(argument.name)
+        for index, argument in enumerate(schema.arguments if schema is not None else ())
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
 def operator_name(operator: OpOverload) -> str:
     """``aten::mm``."""
     return str(operator._schema.name)

@@ -29,7 +29,7 @@ from shardwright.runtime.checkpoint.shard import open_shard
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.fills import ELEMENTWISE, FILLS, Fill
 from shardwright.runtime.torch_private import set_version
-from shardwright.tracker.private import key_of, operator_name, schema_of
+from shardwright.tracker.private import key_of, operator_name, written_by
 
 T = TypeVar("T")
 Ints = tuple[int, ...]
@@ -348,7 +348,8 @@ class _Noted(TorchDispatchMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
-        if any(self._is_ours(each) for each in _written(function, arguments, keywords)):
+        written = tree_leaves(written_by(function, arguments, keywords))
+        if any(map(self._is_ours, written)):
             self._note(function, arguments, keywords)
         return function(*arguments, **keywords)
 
@@ -390,15 +391,6 @@ def _noted(start: Start, own: Callable[[], Any]) -> list[Fill]:
         for parameter, version in versions:  # which tell whether somebody else initialised them
             set_version(parameter, version)
     return noted.done
-
-
-def _written(function: Any, arguments: Any, keywords: Any) -> Iterable[Any]:
-    """The tensors that an operation writes into."""
-    schema = schema_of(function)
-    for index, wanted in enumerate(schema.arguments if schema is not None else ()):
-        if wanted.alias_info is not None and wanted.alias_info.is_write:
-            value = arguments[index] if index < len(arguments) else keywords.get(wanted.name)
-            yield from tree_leaves(value)
 
 
 def _rows_of(weight: torch.Tensor) -> tuple[int, int]:

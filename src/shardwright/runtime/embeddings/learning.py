@@ -53,9 +53,9 @@ class Learning:
 
     def of_trained(self, gradient: Rows, features: Sequence[Feature]) -> Rows:
         """The gradient of rows of every feature, 0 of those in frozen tables."""
-        still = [place for place, f in enumerate(features) if f.table.fqn in self.frozen]
-        if not still:
+        if not self.frozen:
             return gradient
+        still = [place for place, f in enumerate(features) if f.table.fqn in self.frozen]
         if isinstance(gradient, torch.Tensor):
             return gradient.index_fill(0, torch.tensor(still, device=gradient.device), 0.0)
         zeros = {place: torch.zeros_like(gradient[place]) for place in still}
