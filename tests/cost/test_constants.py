@@ -8,7 +8,7 @@ import pytest
 
 from shardwright.core.cluster import SCHEMA, Calibration, Figure, write_calibration
 from shardwright.core.errors import InputError
-from shardwright.core.job import ClusterSection
+from shardwright.core.job import ClusterSection, device_of
 from shardwright.core.planning import Profile
 from shardwright.cost.constants import cluster
 from shardwright.cost.presets import HARDWARE, LOCAL, MODELS, PRESETS
@@ -378,3 +378,9 @@ def test_a_measured_machine_without_memory_is_refused(
     with pytest.raises(InputError) as caught:
         cluster(ClusterSection(file="c.toml", measured=measured), "cluster")
     assert str(caught.value) == message
+
+
+def test_jobs_know_what_every_preset_computes_on() -> None:
+    """Without the presets: a model's dtype follows from it."""
+    for name, preset in PRESETS.items():
+        assert device_of(ClusterSection(preset=name)) == preset.compute_device, name

@@ -177,7 +177,7 @@ def _said_dtype(job: Job) -> ComputeDtype:
     return said or ("fp32" if device_of(job.cluster) == "cpu" else "bf16")
 
 
-CPU_PRESETS = ("", "local", "cpu-host")
+CPU_PRESETS = ("", "local", "cpu-host")  # all of them, or a llama there is taken for bf16
 
 
 def device_of(section: ClusterSection) -> Device:
