@@ -182,7 +182,7 @@ def test_a_worker_of_a_loader_that_is_killed_ends_no_step_in_its_middle(tmp_path
         next(batches)
         assert not run.saves.has_lost_worker
         os.kill(workers[1].pid, signal.SIGKILL)
-        workers[1].join(10)
+        os.waitid(os.P_PID, workers[1].pid, os.WEXITED | os.WNOWAIT)  # and leave it to be asked for
         assert run.saves.has_lost_worker
         with pytest.raises(StoppedError, match="a DataLoader's worker, which was killed, after"):
             run.step(4)
@@ -201,3 +201,17 @@ def test_a_folder_of_checkpoints_that_is_gone_is_not_said_to_hold_any(tmp_path: 
         with pytest.raises(StoppedError, match="not be saved; there is no checkpoint"):
             run.step(2)
     assert "Nothing was saved; training can go on" in run.said[0]
+
+
+def test_a_loader_that_finds_its_worker_gone_before_the_signal_is_heard_ends_no_run(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    gone = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    other = InputError("data.python: expected batch 2, got OSError")
+    other.__cause__ = OSError("no disk")
+    assert not run.saves.is_of_lost_worker(other)
+    other.__cause__ = gone
+    assert run.saves.is_of_lost_worker(other)
+    with pytest.raises(StoppedError, match="a DataLoader's worker, which was killed, after"):
+        run.step(2)

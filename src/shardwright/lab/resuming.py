@@ -149,8 +149,8 @@ def lasting(
             batch = next(batches)
         except StopIteration:
             return
-        except Exception:
-            if not saves.has_lost_worker:
+        except Exception as error:
+            if not saves.is_of_lost_worker(error):
                 raise
             states = random_states()
             batches = islice(again(), number, None)

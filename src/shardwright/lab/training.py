@@ -64,7 +64,7 @@ from shardwright.launcher.folder import (
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.progress import Writer
 from shardwright.launcher.worker import out_of_memory
-from shardwright.runtime import comm
+from shardwright.runtime import comm, data_workers
 from shardwright.runtime.apply import apply
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.folders import complete_steps
@@ -77,7 +77,6 @@ from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.random_state import random_states, set_random_states
 from shardwright.runtime.saves import Saves
 from shardwright.runtime.saving import load_checkpoint
-from shardwright.runtime.torch_private import data_workers_outlive_signals
 
 
 class Training:
@@ -129,7 +128,7 @@ class Training:
             log = self.job.train.log or ()
             self.writers = writers(self.folder, log, step=step, shown=self.shown)
         try:
-            with data_workers_outlive_signals():
+            with data_workers.outliving_signals():
                 self._run()
         finally:
             for writer in self.writers:

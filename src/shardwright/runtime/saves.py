@@ -22,16 +22,13 @@ from torch import nn
 from shardwright.core.checkpoint_section import CheckpointSection, every
 from shardwright.core.errors import RunError, StoppedError
 from shardwright.core.measurement import Saved
+from shardwright.runtime import data_workers
 from shardwright.runtime.checkpoint.agreement import rank_and_size
 from shardwright.runtime.checkpoint.folders import complete_steps, step_folder
 from shardwright.runtime.checkpoint.manifest import shard_name
 from shardwright.runtime.checkpoint.write import Work
 from shardwright.runtime.model_parts import comm_of, on_disk
 from shardwright.runtime.saving import Optimizers, save_parts
-from shardwright.runtime.torch_private import (
-    data_workers_outlive_signals,
-    data_workers_reported,
-)
 
 SAVE = 1  # a wish above it is a signal's number more
 _ONE_SIGNAL = 2.0  # seconds in which a second signal is the first one, passed on by torchrun
@@ -96,14 +93,10 @@ class Saves:
             elif not self._signal:
                 self._signal, self._heard = number, now
 
-        def lost() -> None:
-            if not self._signal:
-                self._signal, self._heard = signal.SIGCHLD, self._clock()
-
         for number in before:
             signal.signal(number, note)
         try:
-            with data_workers_outlive_signals(), data_workers_reported(lost):
+            with data_workers.outliving_signals(), data_workers.reported(self._lose_worker):
                 yield
         finally:
             for number, handler in before.items():
@@ -113,6 +106,17 @@ class Saves:
     def has_lost_worker(self) -> bool:
         """Whether a DataLoader's worker of this rank was killed, so that it stops."""
         return self._signal == signal.SIGCHLD
+
+    def is_of_lost_worker(self, error: BaseException) -> bool:
+        """Whether an error of batches comes of such an end. Who asks a process whether it lives
+        takes its end away from the signal that tells of it, and may be first: the loader does."""
+        if data_workers.says_lost(error):
+            self._lose_worker()
+        return self.has_lost_worker
+
+    def _lose_worker(self) -> None:
+        if not self._signal:
+            self._signal, self._heard = signal.SIGCHLD, self._clock()
 
     # ---- steps -----------------------------------------------------------------------------------
 

@@ -3,14 +3,11 @@ it is looked at."""
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from types import FrameType
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -24,8 +21,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
-from torch.utils.data._utils import signal_handling as data_signals
-from torch.utils.data._utils import worker as data_worker
 
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.tracker.private import Wrapped, in_backward
@@ -436,64 +431,3 @@ def _refuse_backward(_: torch.Tensor) -> None:
             "Compute with full_tensor(), or in its unit's forward.",
         )
     )
-
-
-# ---- processes that load data --------------------------------------------------------------------
-
-
-@contextmanager
-def data_workers_outlive_signals() -> Iterator[None]:
-    """Workers that a DataLoader starts inside do not hear SIGTERM and SIGINT, which schedulers,
-    torchrun and terminals send to all processes of a rank: a rank that is to save first needs
-    batches until its step is over. They end when their rank ends them or is gone. Nothing changes
-    off the main thread, which alone hears signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = data_worker._worker_loop
-    data_worker._worker_loop = _deaf_worker
-    try:
-        yield
-    finally:
-        data_worker._worker_loop = before
-
-
-def _deaf_worker(*arguments: Any, **keywords: Any) -> None:
-    """A worker's life, in a process of its own. torch has a handler of its own for SIGTERM there,
-    which ends it: so the signal is blocked, and a thread takes it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _WORKER_LOOP(*arguments, **keywords)
-
-
-def _end_with_parent() -> None:
-    while True:
-        heard = signal.sigwaitinfo({signal.SIGTERM})
-        if heard.si_pid == os.getppid():
-            os._exit(0)
-
-
-_WORKER_LOOP = data_worker._worker_loop
-
-
-@contextmanager
-def data_workers_reported(report: Callable[[], None]) -> Iterator[None]:
-    """``report`` that a DataLoader's worker was killed, where torch would raise in the middle of
-    whatever runs (main thread only). Half a step cannot be saved, so torch's own handler must not
-    be called: it is replaced where it is there, and torch is told that it is where it is not."""
-
-    def look(number: int, frame: FrameType | None) -> None:
-        try:
-            data_signals._error_if_any_worker_fails()
-        except RuntimeError:
-            report()
-        if callable(before) and not was_set:
-            before(number, frame)
-
-    was_set, data_signals._SIGCHLD_handler_set = data_signals._SIGCHLD_handler_set, True
-    before = signal.signal(signal.SIGCHLD, look)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-        data_signals._SIGCHLD_handler_set = was_set
