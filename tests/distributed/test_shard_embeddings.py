@@ -14,6 +14,11 @@ from shardwright.core.plan import Plan
 from shardwright.core.sharding import TYPES, traits
 
 KERNELS = "UnsupportedError: t0: expected a kernel of fused, dense, key_value on cpu, got"
+UNCUT = {
+    "column_wise": "table_wise",
+    "table_column_wise": "table_wise",
+    "grid_shard": "table_row_wise",
+}
 SHAPES = {"t0": (9, 4), "t1": (7, 8), "s0": (6, 4), "seen": (11, 4), "user.weight": (5, 8)}
 
 
@@ -23,7 +28,8 @@ def planned_tables(world_size: int, kinds: tuple[str, ...] = TYPES) -> Plan:
         kind = kinds[number % len(kinds)]
         pooled = name not in ("s0", "user.weight")
         kind = kind if pooled or not kind.startswith(("table_", "grid")) else "row_wise"
-        kind = "table_wise" if kind == "column_wise" and dim == 4 else kind  # nothing to cut
+        if dim == 4:  # nothing to cut
+            kind = UNCUT.get(kind, kind)
         table = {"name": name, "rows": rows, "dim": dim, "sharding_types": [kind]}
         tables.append({**table, "min_partition": 4, "pooled": pooled})
     cluster = {"preset": "local", "world_size": world_size}

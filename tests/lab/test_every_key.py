@@ -216,7 +216,7 @@ UNREAD = {
 
 def job_of(kind: str, key: str = "") -> Job:
     section, _, name = key.partition(".")
-    document = {"cluster": {"preset": "local", "world_size": 2, "ddr_cap": "8 MiB"}, **BASES[kind]}
+    document = {"cluster": {"preset": "local", "world_size": 2, "ddr_cap": "2 GiB"}, **BASES[kind]}
     if key:
         own = (kind, key) == ("python", "data.kind")
         document[section] = {**document.get(section, {}), name: "text" if own else VALUES[key]}

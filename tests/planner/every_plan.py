@@ -75,8 +75,10 @@ def fastest(job: Job) -> float:
 def _ways(problem: Problem, table: TableSpec) -> Ways:
     cluster, ranks = problem.cluster, problem.cluster.world_size
     pinned = problem.job.planner.constraints.ranks.get(table.name, tuple(range(ranks)))
+    planner = problem.job.planner
+    uncut = planner.constants == "torchrec-1.9" or planner.options == "torchrec"
     options = list(
-        _options(table, cluster, problem.job.planner.constants, _replica(problem, table))
+        _options(table, cluster, planner.constants, _replica(problem, table), uncut=uncut)
     )
     found = []
     for choice in price(problem.job, problem.context, [(table, option) for option in options]):
@@ -103,7 +105,10 @@ def _replica(problem: Problem, table: TableSpec) -> str:
     return "fused" if few and problem.job.planner.constants == "cluster" else "dense"
 
 
-def _options(table: TableSpec, cluster: Cluster, profile: str, replica: str) -> Iterator[Option]:
+def _options(
+    table: TableSpec, cluster: Cluster, profile: str, replica: str, *, uncut: bool
+) -> Iterator[Option]:
+    """Options of a table; one shard of all columns is a cut by columns in TorchRec alone."""
     for kind in table.sharding_types or TYPES:
         if profile == "additive" and kind not in ("table_wise", "column_wise"):
             continue
@@ -112,6 +117,7 @@ def _options(table: TableSpec, cluster: Cluster, profile: str, replica: str) -> 
         widths = [table.dim]
         if kind in CUT_BY_COLUMNS:
             least = table.min_partition or 4
+            widths = widths if uncut else []
             widths += [w for w in range(4, table.dim, 4) if table.dim % w == 0 and w >= least]
         for width in widths:
             runs = shard_runs(table, kind, cluster.world_size, cluster.group, width)
