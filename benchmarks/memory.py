@@ -88,6 +88,10 @@ def random_document(generator: random.Random) -> dict[str, Any]:
         "reduce_dtype": pick(["fp32", "fp32", "bf16"]),
         "reshard_after_forward": pick(["default", True, False]),
     }
+    if generator.random() < 0.2:
+        memory["fsdp2"] = {"reduce_scatter_max_input_buffers": pick([2, 3, 20])}
+    if generator.random() < 0.2:
+        memory["fp32_logits"] = True
     return {
         "model": model,
         "cluster": {"world_size": world},

@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.core.job import Job, degrees_of, memory_of
 from shardwright.core.llama import LlamaShape
+from shardwright.core.llama_local import LocalShape
 from shardwright.models.llama import Llama
 from shardwright.trace.checkpointing import apply_checkpointing
 from shardwright.tracker.memory import MemoryTracker
@@ -48,8 +49,8 @@ class Head(nn.Module):
 class HeadedLlama(Llama):
     """A llama whose head is one module."""
 
-    def __init__(self, shape: LlamaShape, sequence: int) -> None:
-        super().__init__(shape, sequence=sequence)
+    def __init__(self, shape: LlamaShape, local: LocalShape, sequence: int) -> None:
+        super().__init__(shape, local, sequence=sequence)
         self.end = Head(self.norm, self.output)
         del self.norm, self.output
 
@@ -114,7 +115,8 @@ def training(job: Job, *, one_module: bool = True) -> Iterator[Training]:
         with FakeTensorMode():
             headed = one_module and not shape.tied_embeddings
             kind = HeadedLlama if headed else Llama
-            model: Any = kind(shape, sequence=batch.sequence)
+            local = LocalShape(fp32_logits=section.fp32_logits)
+            model: Any = kind(shape, local, sequence=batch.sequence)
             apply_checkpointing(list(model.layers.values()), section.policy)
             _shard(model, mesh, job)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -141,6 +143,8 @@ def _shard(model: Any, mesh: DeviceMesh, job: Job) -> None:
     elif not model.shape.tied_embeddings:
         fully_shard([model.norm, model.output], reshard_after_forward=last, **common)
     fully_shard(model, **common)
+    if section.fsdp2.reduce_scatter_max_input_buffers > 1:
+        model.set_reduce_scatter_max_input_buffers(section.fsdp2.reduce_scatter_max_input_buffers)
 
 
 @dataclass(frozen=True)

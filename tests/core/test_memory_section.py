@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+import msgspec
 import pytest
 
 from shardwright.core.errors import InputError
 from shardwright.core.job import ClusterSection, device_of, parse_job
 from shardwright.core.memory_section import (
+    Fsdp2Section,
     MemorySection,
     Offload,
     Runtime,
@@ -127,3 +129,13 @@ def test_the_device_of_a_preset_is_known_without_its_constants() -> None:
         assert device_of(ClusterSection(preset=name)) == preset.compute_device
     assert device_of(ClusterSection()) == "cpu"
     assert device_of(ClusterSection(preset="local", compute_device="cuda")) == "cuda"
+
+
+def test_settings_that_mean_nothing_beside_others_are_refused() -> None:
+    section = MemorySection(fsdp2=Fsdp2Section(reduce_scatter_max_input_buffers=2))
+    check_memory(msgspec.structs.replace(section, runtime="fsdp2"), "job")
+    with pytest.raises(InputError, match=r"memory\.fsdp2: expected nothing beside runtime = 'ddp'"):
+        check_memory(msgspec.structs.replace(section, runtime="ddp"), "job")
+    check_memory(MemorySection(fp32_logits=True), "job")
+    with pytest.raises(InputError, match=r"memory\.fp32_logits: expected false or nothing beside"):
+        check_memory(MemorySection(fp32_logits=True, loss="chunked"), "job")

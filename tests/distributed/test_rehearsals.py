@@ -154,6 +154,24 @@ def test_replicas_beside_fsdp2_are_rehearsed_on_a_mesh_of_both(
     _check_as_estimated(pool, given)
 
 
+@pytest.mark.slow
+def test_logits_in_fp32_and_more_inputs_of_reduce_scatters_are_counted_as_they_run(
+    pool: Pool,
+) -> None:
+    model = {"kind": "llama", "layers": 4, "dim": 96, "heads": 4}
+    memory = {"runtime": "fsdp2", "param_dtype": "bf16", "checkpointing": "full"}
+    usual = {"model": model, "cluster": {"world_size": 2}, "memory": memory}
+    for words, batch, key in (
+        (5000, {"size": 2, "sequence": 33}, {"fp32_logits": True}),
+        (257, {"size": 1, "sequence": 8}, {"fsdp2": {"reduce_scatter_max_input_buffers": 4}}),
+    ):
+        plain = {**usual, "model": {**model, "vocab": words}, "batch": batch}
+        given = {**plain, "memory": {**memory, **key}}
+        peaks = [estimated(parse_job(each)).worst.peak_bytes for each in (plain, given)]
+        assert peaks[1] > peaks[0]
+        _check_as_estimated(pool, given)
+
+
 @pytest.mark.parametrize(
     ("order", "param_dtype"),
     [

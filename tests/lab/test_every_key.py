@@ -126,6 +126,8 @@ VALUES: dict[str, Any] = {
     "memory.offload": "states",
     "memory.allocator": "expandable_segments:True",
     "memory.loss": "chunked",
+    "memory.fp32_logits": True,
+    "memory.fsdp2": {"reduce_scatter_max_input_buffers": 2},
     "checkpoint.every": "20 steps",
     "checkpoint.keep": 3,
     "checkpoint.folder": "saved",

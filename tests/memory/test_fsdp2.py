@@ -154,6 +154,28 @@ def test_replicas_keep_a_sum_of_another_dtype_until_the_backward_ends(
     assert found.heap.live["gradient"] == 4 * PADDED // 4
 
 
+def test_a_sum_over_replicas_may_stay_until_the_next_unit_s_is_there(machine: Make) -> None:
+    """As where torch's context of all units holds one, not each unit its own."""
+    buffer, share = 2 * PADDED, 2 * PADDED // 4
+    for holds, sums in ((True, 3), (False, 1)):
+        found = machine(reduce_dtype="bf16", replicas=2, holds_all_reduced=holds)
+        forward(found)
+        backward(found, upto="first")
+        assert found.heap.live["reduce_scatter"] == buffer + sums * share
+        found.finish_backward()
+        assert found.heap.live["reduce_scatter"] == 0
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_so_many_inputs_of_reduce_scatters_are_there_at_once(machine: Make, most: int) -> None:
+    found = machine(reduce_scatter_inputs=most)
+    forward(found)
+    backward(found, upto="first")
+    assert found.heap.live["reduce_scatter"] == min(most, 3) * 4 * PADDED
+    found.finish_backward()
+    assert found.heap.live["reduce_scatter"] == 0
+
+
 def test_gradients_of_several_microbatches_are_kept_whole_in_fp32(machine: Make) -> None:
     found = machine(reduces="last")
     found.begin(NAMES, NAMES, last=False)

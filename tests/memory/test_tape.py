@@ -88,6 +88,21 @@ def test_the_allocator_reserves_at_least_what_is_alive(case: str) -> None:
     assert worst.reserved_bytes >= worst.peak_bytes
 
 
+def test_gradients_that_stay_where_they_are_take_no_second_memory() -> None:
+    """Of DDP, and of a rank alone: a fused step takes nothing beside weights, states, gradients."""
+    wide = {"layers": 3, "dim": 512, "heads": 8, "kv_heads": 8, "ffn_dim": 2048}
+    found = _worst(
+        model=wide,
+        cluster={"world_size": 1, "compute_device": "cuda"},
+        batch={"size": 1, "sequence": 16},
+        memory={"runtime": "ddp", "implementation": "fused"},
+    )
+    step = next(phase for phase in found.phases if phase.phase == "step")
+    gradients = step.by_category["gradient"]
+    assert gradients > 16 * 2**20  # eight segments of the allocator
+    assert found.reserved_bytes - found.peak_bytes < gradients // 2
+
+
 @pytest.mark.slow
 def test_a_device_that_is_almost_full_has_the_allocator_give_back_what_it_cached() -> None:
     size = {"dim": 512, "heads": 8, "kv_heads": 8, "ffn_dim": 1408, "vocab": 8000}

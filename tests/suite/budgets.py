@@ -34,7 +34,7 @@ BUDGETS: dict[str, float] = {
     "memory": 140,
     "cost": 130,
     "report": 130,
-    "published": 110,
+    "published": 125,
     "data": 100,
     "tracker": 70,
     "conformance": 70,

@@ -1,4 +1,4 @@
-"""``PYTHONPATH=validation python -m published FILE.json [-o DIR]``: predict published rows.
+"""``PYTHONPATH=validation python -m published FILE.json ... [-o DIR]``: predict published rows.
 
 Prints one JSON object; with ``-o`` it goes into files of DIR instead, one for each framework and a
 page beside them, and the distribution of the errors is printed.
@@ -30,11 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m published",
         description="Predicts published measurements of memory and compares.",
     )
-    parser.add_argument("file", type=Path, help="JSON file with lists of published rows")
+    parser.add_argument("file", type=Path, nargs="+", help="JSON with lists of published rows")
     parser.add_argument("-o", "--out", type=Path, help="folder for JSON files and a page")
     options = parser.parse_args(arguments)
     try:
-        result = compare(_read(options.file), options.file.name)
+        result = compare(_joined(options.file), options.file[0].name)
         told = result if options.out is None else _write(result, options.out, options.file)
     except ShardwrightError as error:
         print(f"shardwright: {' '.join(str(error).split())}", file=sys.stderr)
@@ -42,6 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     json.dump(told, sys.stdout, indent=1)
     print()
     return EXIT_OK
+
+
+def _joined(paths: Sequence[Path]) -> Any:
+    """What the files say together; of a list that several have, what the last says."""
+    documents = [_read(path) for path in paths]
+    if not documents[1:]:
+        return documents[0]
+    for path, each in zip(paths, documents, strict=True):
+        if not isinstance(each, dict):
+            wanted = "an object with lists of rows"
+            raise InputError(expected(path.name, wanted, type(each).__name__))
+    return {name: rows for each in documents for name, rows in each.items()}
 
 
 def _read(path: Path) -> Any:
@@ -55,7 +67,7 @@ def _read(path: Path) -> Any:
         raise InputError(expected(str(path), "JSON", str(error))) from None
 
 
-def _write(result: dict[str, Any], folder: Path, read: Path) -> dict[str, Any]:
+def _write(result: dict[str, Any], folder: Path, read: Sequence[Path]) -> dict[str, Any]:
     """One file for each framework with its rows, and a page of all; the errors' distribution."""
     texts = {folder / "README.md": page(result)}
     for framework in result["distribution"]["by_framework"]:
@@ -66,7 +78,7 @@ def _write(result: dict[str, Any], folder: Path, read: Path) -> dict[str, Any]:
         told = {**some, "distribution": result["distribution"]["by_framework"][framework]}
         texts[folder / f"{framework}.json"] = json.dumps(told, indent=1) + "\n"
     for path in texts:
-        check_output(path, PAGE if path.suffix == ".md" else ROWS, [read])
+        check_output(path, PAGE if path.suffix == ".md" else ROWS, read)
     for path, text in texts.items():
         write_atomically(path, text.encode())
     distribution: dict[str, Any] = result["distribution"]

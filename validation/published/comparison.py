@@ -25,6 +25,7 @@ CAVEATS = (
     "megatron: the counter is never reset, so loading a checkpoint may have made the peak",
     "megatron: one configuration on several platforms, or measured twice, is the noise floor",
     "torchtitan: pages do not say whether memory is allocated or reserved",
+    "reported: what differs from the code that was measured stands among the assumptions of a row",
     "torchtitan: sequence length and some checkpointing policies are inferred, see the rows",
 )
 

@@ -15,6 +15,7 @@ Predictor = Callable[[Mapping[str, Any]], Prediction]
 FRAMEWORKS = {
     "torchtitan": "predict_torchtitan",
     "megatron": "predict_megatron",
+    "reported": "predict_reported",
 }
 """Lists of a file of published rows, and the functions of the modules that are named for them."""
 

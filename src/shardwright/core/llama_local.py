@@ -30,6 +30,8 @@ class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``expert_load`` is how many rows this rank's experts receive, relative to even routing; with a
     ``capacity_factor`` every expert takes exactly its even share times that factor, padded or cut.
+    With ``fp32_logits`` what the loss is computed from is a copy in fp32, which stays until the
+    backward is over.
     """
 
     tensor: Degree = 1
@@ -42,6 +44,7 @@ class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expert_load: Annotated[float, msgspec.Meta(gt=0, le=1e4)] = 1.0
     capacity_factor: Annotated[float, msgspec.Meta(gt=0, le=1e4)] | None = None
     loss: LossKind = "gathered"
+    fp32_logits: bool = False
 
     @property
     def whole(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -26,6 +26,22 @@ CHECKPOINTING = ("none", "full", "selective", "selective_op", "core_attention")
 _PARAMETRIC = re.compile(r"layers:[1-9][0-9]{0,3}|save:[\w.:, ]+")
 
 
+class Fsdp2Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How torch's ``FSDPModule`` is set, and which torch's it is, as far as memory knows of it.
+
+    ``reduce_scatter_max_input_buffers`` is what ``set_reduce_scatter_max_input_buffers`` takes:
+    how many units' inputs of reduce-scatters there are at once. With
+    ``separate_reduce_scatter_group`` there is one more communicator. ``holds_all_reduced`` is
+    whether sums over replicas stay until the backward is over, where their dtype is not that of the
+    parameters, or only until the next unit's are there; by default what the torch that is installed
+    does.
+    """
+
+    reduce_scatter_max_input_buffers: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 1
+    separate_reduce_scatter_group: bool = False
+    holds_all_reduced: bool | UnsetType = UNSET
+
+
 class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is kept of a forward, on which device, under which runtime, in which dtypes.
 
@@ -41,7 +57,8 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``checkpointing`` is a policy's name; where it is not given, a plan chooses one.
     ``lowering`` is the device whose kernels are assumed, by default the cluster's.
     ``implementation`` is the optimizer's; without one it is PyTorch's choice. ``compile`` takes the
-    blocks and the loss, each on its own, or the blocks alone.
+    blocks and the loss, each on its own, or the blocks alone. With ``fp32_logits`` the logits are a
+    copy in fp32 that the step names until its backward is over.
     """
 
     checkpointing: str | UnsetType = UNSET
@@ -57,6 +74,8 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offload: Offload = "none"
     allocator: str = ""
     loss: LossKind = "gathered"
+    fp32_logits: bool = False
+    fsdp2: Fsdp2Section = Fsdp2Section()
 
     @property
     def policy(self) -> str:
@@ -167,6 +186,14 @@ def check_memory(section: MemorySection, where: str) -> None:
         raise InputError(
             expected(f"{where}: memory.zero", f"{wanted} runtime = '{runtime}'", *NO_ZERO[zero])
         )
+    if section.fsdp2 != Fsdp2Section() and runtime != "fsdp2":
+        wanted = f"nothing beside runtime = '{runtime}'"
+        remedy = "These are settings of memory.runtime = 'fsdp2'."
+        raise InputError(expected(f"{where}: memory.fsdp2", wanted, "a table", remedy))
+    if section.fp32_logits and section.loss == "chunked":
+        wanted = "false or nothing beside loss = 'chunked'"
+        remedy = "Its logits are never there as a whole; those of a chunk are in fp32 anyway."
+        raise InputError(expected(f"{where}: memory.fp32_logits", wanted, "true", remedy))
     ways, remedy = OFFLOADS[runtime]
     if section.offload not in ways:
         wanted = " or ".join(map(repr, ways))

@@ -322,6 +322,7 @@ def local_shape(
     first: bool = True,
     last: bool = True,
     loss: LossKind = "gathered",
+    fp32_logits: bool = False,
     where: str = "job: parallel",
 ) -> LocalShape:
     """The part of a llama on one rank of the mesh; InputError where it cannot be divided so."""
@@ -336,6 +337,7 @@ def local_shape(
         expert_load=expert_load(section, shape.experts, section.expert_load),
         capacity_factor=capacity_of(section),
         loss=loss,
+        fp32_logits=fp32_logits,
     )
     check_local(shape, local, where)
     return local

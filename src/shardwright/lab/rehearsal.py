@@ -104,6 +104,8 @@ def _as_run(
         zero=zero,
         implementation=asked.implementation,
         loss=asked.loss,
+        fp32_logits=asked.fp32_logits,
+        fsdp2=asked.fsdp2 if runtime == "fsdp2" else MemorySection().fsdp2,
     )
     cluster = msgspec.structs.replace(
         job.cluster, world_size=ranks, local_world_size=None, compute_device=None
@@ -128,7 +130,11 @@ def rehearse(job: Job, predicted: Footprint) -> Tracked:
     _check_size(predicted)
     section, shape = memory_of(job), job.model.shape
     assert isinstance(shape, LlamaShape)
-    model = Llama(shape, LocalShape(loss=section.loss), sequence=job.batch.sequence)
+    model = Llama(
+        shape,
+        LocalShape(loss=section.loss, fp32_logits=section.fp32_logits),
+        sequence=job.batch.sequence,
+    )
     size = (job.batch.size, job.batch.sequence)
     tokens, targets = (torch.randint(shape.vocab, size) for _ in range(2))
     every = policy(section.policy).every

@@ -10,15 +10,18 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec import UNSET
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shardwright.core.document import write_document
+from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.footprint import Tracked
 from shardwright.core.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
+from shardwright.core.memory_section import Fsdp2Section
 from shardwright.core.recording import Blocks, RecordedUnit
 from shardwright.lab.footprint.machines import optimizer_of, sharding
 from shardwright.lab.footprint.models import recorded_model
@@ -33,6 +36,7 @@ from shardwright.runtime import comm
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.trace.checkpointing import policy
 from shardwright.trace.treatment import Treatment
+from shardwright.tracker.private import fsdp2_holds_all_reduced
 from shardwright.tracker.tensors import DTYPES
 
 Loss = Callable[[], torch.Tensor]
@@ -74,7 +78,9 @@ def _built(job: Job) -> tuple[nn.Module, Any, Loss]:
         )
     shape, size = job.model.shape, (job.batch.size, job.batch.sequence)
     assert isinstance(shape, LlamaShape)
-    model = Llama(shape, LocalShape(loss=memory_of(job).loss), sequence=job.batch.sequence)
+    section = memory_of(job)
+    local = LocalShape(loss=section.loss, fp32_logits=section.fp32_logits)
+    model = Llama(shape, local, sequence=job.batch.sequence)
     tokens, targets = (torch.randint(shape.vocab, size) for _ in range(2))
     return model, (tokens, targets), lambda: model.loss(model(tokens), targets)
 
@@ -103,8 +109,29 @@ def _shard(model: nn.Module, units: list[RecordedUnit], job: Job, mesh: DeviceMe
                 precision=precision,
                 block_size=optimizer_of(job).block,
             )
-    if section.runtime == "fsdp2" and all(unit.name for unit in units):
-        fully_shard(model, mesh=mesh, mp_policy=precision)
+    if section.runtime == "fsdp2":
+        if all(unit.name for unit in units):
+            fully_shard(model, mesh=mesh, mp_policy=precision)
+        _set_fsdp2(model, section.fsdp2)
+
+
+def _set_fsdp2(model: nn.Module, its: Fsdp2Section) -> None:
+    """Have FSDP2 do what the job says of it; UnsupportedError where the torch here cannot."""
+    here = fsdp2_holds_all_reduced()
+    if its.holds_all_reduced not in (UNSET, here):
+        key, found = "memory.fsdp2.holds_all_reduced", str(its.holds_all_reduced).lower()
+        wanted = f"{str(here).lower()}, as torch {torch.__version__} does"
+        raise UnsupportedError(expected(f"--real-ranks: {key}", wanted, found))
+    for name in ("reduce_scatter_max_input_buffers", "separate_reduce_scatter_group"):
+        value = getattr(its, name)
+        if value == getattr(Fsdp2Section(), name):
+            continue
+        setter = getattr(model, f"set_{name}", None)
+        if setter is None:
+            wanted = f"a torch whose FSDPModule has set_{name}"
+            where = f"--real-ranks: memory.fsdp2.{name}"
+            raise UnsupportedError(expected(where, wanted, f"torch {torch.__version__}"))
+        setter(value)
 
 
 def main() -> int:

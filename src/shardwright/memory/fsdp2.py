@@ -4,7 +4,10 @@ Read in torch 2.13, ``torch/distributed/fsdp/_fully_shard``: parameters are gath
 and copied out; in the forward that buffer stays until the next copy has been made, in the backward
 the unit of the forward before is filled ahead. Gradients stay where autograd leaves them until
 their unit's backward is over, are copied into one buffer in the reduce dtype, and that buffer stays
-until the next unit reduces.
+until the next unit reduces, or one later for each that ``set_reduce_scatter_max_input_buffers``
+allows beyond one. A sum over replicas in another dtype than the parameters' stays until the
+backward ends (``FSDPParamGroup._all_reduce_state``), where torch has it in its ``FSDPCommContext``
+until the next unit's is there.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ class FSDP2:
     left: set[str] = field(default_factory=set)  # whose backward is over
     buffers: dict[str, str] = field(default_factory=dict)  # of what is filled, by name
     held: str | None = None  # the buffer that was copied from last
-    reducing: str | None = None
+    reducing: list[str] = field(default_factory=list)  # what reduce-scatters read, oldest first
+    summed: str | None = None  # over replicas, and not yet let go by the next unit's
 
     def __post_init__(self) -> None:
         self.sizes = {
@@ -66,7 +70,7 @@ class FSDP2:
         return (
             [frozenset(each) for each in sets],
             dict(self.buffers),
-            (self.held, self.reducing, self.latest),
+            (self.held, tuple(self.reducing), self.summed, self.latest),
             before,
         )
 
@@ -179,7 +183,8 @@ class FSDP2:
             return
         for unit in self.chunk if at_end else ():
             self._reduce(unit)
-        self._drop_reduced()
+        self._drop_reduced(down_to=0)
+        self.summed = None
         for unit in self.chunk:
             self.heap.free(f"{unit}.scattered")
         for unit in self.filled:
@@ -222,7 +227,7 @@ class FSDP2:
         self._free(unit)
         if self.heap.holds(f"{unit}.accumulated"):
             self.heap.free(f"{unit}.unreduced")  # added to what is accumulated
-        self._drop_reduced()
+        self._drop_reduced(down_to=self.sharding.reduce_scatter_inputs - 1)
         if not sizes.reduced or not self._has_gradients(unit):
             return
         with self.heap.passing(STAYING, sizes.turned):
@@ -231,7 +236,7 @@ class FSDP2:
         kept = kept or min(sizes.last_accumulated, self.heap.free(f"{unit}.accumulated"))
         with self.heap.passing(STAYING, kept):
             self._take_share(unit)
-        self.reducing = unit
+        self.reducing.append(unit)
 
     def _take_share(self, unit: str) -> None:
         """The share of the sum, in the reduce dtype and then in that of the parameters."""
@@ -243,8 +248,12 @@ class FSDP2:
                 pass  # copied to the host, or added to that of an earlier microbatch
         else:
             self.heap.take(f"{unit}.gradient", "gradient", sizes.gradient)
-        if self.sharding.replicas == 1:  # summed over replicas it stays until the backward ends
+        if self.sharding.replicas == 1:
             self.heap.free(f"{unit}.scattered")
+        elif not self.sharding.holds_all_reduced:  # else it stays until the backward ends
+            if self.summed is not None:
+                self.heap.free(f"{self.summed}.scattered")
+            self.summed = unit
 
     def _fill(self, unit: str) -> None:
         sizes = self.sizes[unit]
@@ -277,7 +286,6 @@ class FSDP2:
             self.heap.free(self.held)
             self.held = None
 
-    def _drop_reduced(self) -> None:
-        if self.reducing is not None:
-            self.heap.free(f"{self.reducing}.reduce_scatter")
-            self.reducing = None
+    def _drop_reduced(self, down_to: int) -> None:
+        while len(self.reducing) > down_to:
+            self.heap.free(f"{self.reducing.pop(0)}.reduce_scatter")

@@ -88,6 +88,15 @@ class Ledger:
         self._change(kind, -nbytes)
         return nbytes
 
+    def become(self, name: str, to: str, kind: Kind) -> None:
+        """What ``name`` holds is ``to``'s, another kind of bytes where it was: nothing comes or
+        goes. A name that holds nothing stays so."""
+        if name in self._held:
+            old, nbytes = self._held.pop(name)
+            self._held[to] = (kind, nbytes)
+            self._change(old, -nbytes)
+            self._change(kind, nbytes)
+
     def names(self) -> dict[str, tuple[Kind, int]]:
         """What is held by name, as it is now."""
         return dict(self._held)

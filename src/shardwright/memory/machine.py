@@ -35,8 +35,9 @@ class Sharding(msgspec.Struct, frozen=True):
     a unit is cut as one buffer or each of its parameters by itself, and below 3 that units which
     are shared are whole between steps, too. Shares, gradients and states of all units with
     ``offload``, or of those in ``offloaded``, are in host memory. Gradients and states of shards
-    that are cut ``twice`` are cut over ``replicas``, too. Large tensors are cut between blocks of
-    ``block`` elements. ``experts`` name units, with ``*`` for any part.
+    that are cut ``twice`` are cut over ``replicas``, too. ``reduce_scatter_inputs`` and
+    ``holds_all_reduced`` are of FSDP2 (``core.memory_section.Fsdp2Section``). Large tensors are cut
+    between blocks of ``block`` elements. ``experts`` name units, with ``*`` for any part.
     """
 
     shards: int = 1
@@ -57,6 +58,8 @@ class Sharding(msgspec.Struct, frozen=True):
     offload: bool = False
     offloaded: frozenset[str] = frozenset()
     twice: bool = False
+    reduce_scatter_inputs: int = 1
+    holds_all_reduced: bool = True
     block: int = 1
     experts: tuple[str, ...] = LLAMA_EXPERTS
 

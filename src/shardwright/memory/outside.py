@@ -27,12 +27,12 @@ def communicators(degrees: Degrees) -> int:
     return sum(size > 1 for size in sizes)
 
 
-def outside(degrees: Degrees, on_gpu: bool) -> tuple[Extra, ...]:
-    """What else fills a rank's device; nothing on a CPU."""
+def outside(degrees: Degrees, on_gpu: bool, more: int = 0) -> tuple[Extra, ...]:
+    """What else fills a rank's device, with so many communicators ``more``; nothing on a CPU."""
     if not on_gpu:
         return ()
     found = [Extra("CUDA context", *CONTEXT, CONTEXT_SOURCE)]
-    count = communicators(degrees)
+    count = communicators(degrees) + more
     if count:
         low, high = COMMUNICATOR
         name = f"{count} communicator{'s' if count > 1 else ''}"

@@ -33,10 +33,12 @@ MakeMachine = Callable[[Ledger, dict[str, tuple[TensorSpec, ...]], frozenset[str
 @dataclass
 class Chunk:
     """A piece of the model on a rank: its recording, unfolded once. ``sent`` are bytes of the
-    gradient that goes to the stage before: torch's schedules name it until the next backward."""
+    gradient that goes to the stage before: torch's schedules name it until the next backward;
+    ``named`` those of a result that a step names until its backward is over."""
 
     recording: Recording
     sent: int = 0
+    named: int = 0
 
     @cached_property
     def step(self) -> Unfolded:
@@ -175,8 +177,9 @@ class RankStep:
                 self._look_ahead(heap)
         elif each.kind in ENDING:
             with heap.during("backward"):
-                self._walk(heap, machine, each, self.chunks[each.chunk].backward)
-                machine.finish_backward()
+                with heap.passing("activation", self.chunks[each.chunk].named):
+                    self._walk(heap, machine, each, self.chunks[each.chunk].backward)
+                    machine.finish_backward()
                 self._send(heap, each.chunk)
 
     def _send(self, heap: Ledger, chunk: int) -> None:

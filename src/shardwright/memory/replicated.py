@@ -93,9 +93,7 @@ class Replicated:
         """One more backward has left its gradients, which are whole and complete."""
         self.backwards += 1
         for unit in self.units:
-            nbytes = self.heap.free(f"{unit}.unreduced")
-            if nbytes:
-                self.heap.take(f"{unit}.gradient", "gradient", nbytes)
+            self.heap.become(f"{unit}.unreduced", f"{unit}.gradient", "gradient")
 
     def zero_grad(self) -> None:
         """Gradients go."""

@@ -130,12 +130,25 @@ def reserved(
 
 def _requests(changes: Sequence[Change]) -> Iterable[Request]:
     before = [change for change in changes if change.phase == "setup"]
-    step = [change for change in changes if change.phase != "setup"]
+    step = _moved([change for change in changes if change.phase != "setup"])
     for change in before:
         yield Request(change.storage, change.bytes, STREAMS.get(change.kind, 0))
     for turn in range(2):
         for change in step:
             yield Request((turn, change.storage), change.bytes, STREAMS.get(change.kind, 0))
+
+
+def _moved(changes: Iterable[Change]) -> list[Change]:
+    """Changes for which an allocator is asked: not those of a storage that only is another kind of
+    bytes from here on, which goes as one and comes as the other at once."""
+    found: list[Change] = []
+    for change in changes:
+        stays = found and found[-1].storage == change.storage and found[-1].bytes == -change.bytes
+        if stays and change.bytes > 0:
+            found.pop()
+        else:
+            found.append(change)
+    return found
 
 
 def _around(module: str) -> Iterable[str]:

@@ -56,6 +56,14 @@ class Tape(Ledger):
             self._gone(key, kind)
         return nbytes
 
+    def become(self, name: str, to: str, kind: Kind) -> None:
+        """Note every part as the other kind, in its storage."""
+        if name in self._parts:
+            self._parts[to] = self._parts.pop(name)
+        super().become(name, to, kind)
+        for key, _ in self._parts.get(to, []):
+            self._turn(key, kind)
+
     @contextmanager
     def passing(self, kind: Kind, nbytes: int) -> Iterator[None]:
         """Bytes that live as long as the block."""
@@ -79,12 +87,12 @@ class Tape(Ledger):
             elif touch.what == "free":
                 self._gone(key, touch.kind)
             else:
-                self._gone(key, touch.kind)
                 if rule == "stays":
                     module, _, what = slots.folded(touch.name).rpartition(".")
-                    name = ("gradient", key)
-                    self._note(name, touch.nbytes, STAYING, f"gradient of {what}", module)
-                    self._fresh.append((name, touch.nbytes))
+                    self._turn(key, STAYING, f"gradient of {what}", module)
+                    self._fresh.append((key, touch.nbytes))
+                else:
+                    self._gone(key, touch.kind)
 
     def alive_at_peak(self) -> list[Alive]:
         """What is alive when most is, largest first; equal tensors of a name together."""
@@ -126,3 +134,11 @@ class Tape(Ledger):
         if taken is not None:
             gone = taken._replace(bytes=-taken.bytes, phase=self.phase, unit=self.unit, name="")
             self.changes.append(gone)
+
+    def _turn(self, key: Hashable, kind: Kind, label: str = "", module: str = "") -> None:
+        """A storage is another kind of bytes from here on, with another name where one is given."""
+        old = self._alive.get(key)
+        if old is not None:
+            self._gone(key, old.kind)
+            label, module = (label, module) if label else (old.name, old.module)
+            self._note(key, old.bytes, kind, label, module)

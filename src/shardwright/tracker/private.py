@@ -5,6 +5,7 @@ Each patch is a context that puts back what it replaced. Names are those of torc
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ __all__ = [
     "counting_nodes",
     "fake_mode_of",
     "following_resizes",
+    "fsdp2_holds_all_reduced",
     "fsdp_groups",
     "gradient_hooks",
     "hook_counts",
@@ -327,6 +329,15 @@ def _wrapped(original: Callable[..., Any], wrapper: Wrapper) -> Callable[..., An
         return wrapper(group, lambda: original(group, *arguments, **keywords))
 
     return method
+
+
+@cache
+def fsdp2_holds_all_reduced() -> bool:
+    """Whether each of FSDP2's parameter groups holds what it has summed over replicas until the
+    backward is over. Where the context of all groups holds it, only the last one's stays."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+
+    return "all_reduce_state" not in inspect.getsource(FSDPCommContext)
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:

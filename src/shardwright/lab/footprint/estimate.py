@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
+import torch
+from msgspec import UNSET
 
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.footprint import Footprint
 from shardwright.core.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.core.llama import LlamaShape
-from shardwright.core.memory_section import WHOLE, check_memory, float8_scaling
+from shardwright.core.memory_section import check_memory, float8_scaling
 from shardwright.core.model_of_job import unplanned
 from shardwright.core.parallel import Degrees, ParallelSection, Quantile, experts_of
 from shardwright.cost import constants
-from shardwright.lab.footprint.machines import machine_of, optimizer_of, sharding
+from shardwright.lab.footprint.machines import (
+    holds_all_reduced,
+    machine_of,
+    optimizer_of,
+    sharding,
+)
 from shardwright.lab.footprint.models import recorded_model
 from shardwright.lab.footprint.settings import assumptions_on_gpu, settings_of
 from shardwright.lab.footprint.stages import PipelineRank, pipeline_ranks
@@ -90,7 +97,11 @@ class _Estimate:
             settings=settings_of(self.job, self.device),
             ranks=found,
             capacity=self.capacity,
-            outside=outside(self.degrees, self.device == "cuda"),
+            outside=outside(
+                self.degrees,
+                self.device == "cuda",
+                more=self.section.fsdp2.separate_reduce_scatter_group,
+            ),
             assumptions=tuple(dict.fromkeys(self.assumptions)),
             source=f"Estimated without a plan, for none follows {keys}." if keys else "",
         )
@@ -128,7 +139,7 @@ class _Estimate:
             self.operators.append(each.recording.operators)
         received = sum(each.received + each.recording.result for each in stages)
         return RankStep(
-            [Chunk(each.recording, each.received) for each in stages],
+            [Chunk(each.recording, each.received, each.named) for each in stages],
             rank.runs,
             optimizer_of(self.job),
             received * rank.microbatches,
@@ -163,9 +174,18 @@ def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
             "what a forward keeps is TorchTitan's llama's: Megatron-LM's own layers (Transformer "
             "Engine) keep more or less of it"
         )
-    alone = degrees.shards * degrees.data_replicate == 1
-    if section.runtime in WHOLE and section.zero == 1 and alone:
-        yield "memory.zero = 1 shares nothing: no other rank has the same parameters"
+    if section.zero in (1, 2) and degrees.shards == 1:
+        yield (
+            f"memory.zero = {section.zero} shares nothing: parallel.data_shard is 1, and copies "
+            "(data_replicate) share nothing"
+        )
+    if section.runtime == "fsdp2" and degrees.data_replicate > 1:
+        told = section.fsdp2.holds_all_reduced is not UNSET
+        stay = "until the backward ends" if holds_all_reduced(section.fsdp2) else "one unit long"
+        whose = (
+            "memory.fsdp2.holds_all_reduced" if told else f"torch {torch.__version__}, found here"
+        )
+        yield f"sums over replicas in another dtype than parameters stay {stay} ({whose})"
     if degrees.pipeline > 1:
         yield "the last stage keeps no results (return_outputs=False)"
     holders = _expert_holders(job, degrees)

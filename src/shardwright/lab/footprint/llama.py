@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import msgspec
@@ -93,7 +93,7 @@ def _recorded(request: Request, treated: tuple[int, ...]) -> Recording:
         targets = torch.empty(batch, tokens, dtype=torch.int64)
         units = _units(model, request.root)
         blocks = list(model.layers.values())
-        loss = model.loss
+        loss: Callable[..., torch.Tensor] = model.loss
         if request.treatment.compiled_loss and local.loss != "chunked":
             from shardwright.trace.compiled import compiled_loss  # seconds of imports
 
@@ -104,7 +104,9 @@ def _recorded(request: Request, treated: tuple[int, ...]) -> Recording:
                 inputs=(x,),
                 extra=(targets,) if local.last else (),
                 units=units,
-                loss=(lambda found: loss(kept.until_sent(found), targets)) if local.last else None,
+                loss=(lambda found: kept.alone(loss(kept.until_sent(found), targets)))
+                if local.last
+                else None,
                 cast=dtype if request.casts else None,
                 around=treatment.around,
                 checkpointed=treatment.checkpointed,
@@ -126,6 +128,12 @@ class Kept:
         if self.pipelined:
             self.results.append(result)
         return result
+
+    def alone(self, loss: torch.Tensor) -> torch.Tensor:
+        """A loss without the logits that stay as long as it, which a step counts by itself: a
+        recording ends before a runtime's backward does."""
+        vars(loss).pop("logits", None)
+        return loss
 
     def sent(self, stream: torch.Tensor) -> None:
         """The gradient of the stream is there."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec import UnsetType
+
 from shardwright.core.job import Job, memory_of
-from shardwright.core.memory_section import WHOLE, MemorySection, Runtime
+from shardwright.core.memory_section import WHOLE, Fsdp2Section, MemorySection, Runtime
 from shardwright.core.optimizers import Optimizer, optimizer_named
 from shardwright.core.parallel import LLAMA_EXPERTS, Degrees
 from shardwright.core.tensor import TensorSpec
@@ -16,6 +18,7 @@ from shardwright.memory.ledger import Ledger
 from shardwright.memory.machine import Machine, Reduces, Sharding, Shares
 from shardwright.memory.rank_step import MakeMachine
 from shardwright.memory.replicated import Megatron, Replicated
+from shardwright.tracker.private import fsdp2_holds_all_reduced
 
 
 def sharding(
@@ -54,9 +57,17 @@ def sharding(
         on_gpu=on_gpu,
         offload=section.on_host,
         twice=section.twice,
+        reduce_scatter_inputs=section.fsdp2.reduce_scatter_max_input_buffers,
+        holds_all_reduced=holds_all_reduced(section.fsdp2),
         experts=experts,
         block=block,
     )
+
+
+def holds_all_reduced(section: Fsdp2Section) -> bool:
+    """What the job says of FSDP2's sums over replicas, else what the torch here does."""
+    told = section.holds_all_reduced
+    return fsdp2_holds_all_reduced() if isinstance(told, UnsetType) else told
 
 
 def _shares(section: MemorySection) -> Shares:

@@ -27,10 +27,12 @@ STORED = "fp32"  # what runtimes that shard keep a llama's parameters in
 
 @dataclass(frozen=True, slots=True)
 class RecordedStage:
-    """A stage's recording, and the bytes that a microbatch brings from the stage before."""
+    """A stage's recording, and bytes: what a microbatch brings from the stage before, and what its
+    step names until the backward is over (``Chunk.named``)."""
 
     recording: Recording
     received: int = 0
+    named: int = 0
 
 
 class RecordedModel(Protocol):
@@ -90,7 +92,16 @@ class LlamaModel:
         return RecordedStage(
             msgspec.structs.replace(found, units=units, inputs=tokens),
             0 if stage.first else received,
+            self._named(request),
         )
+
+    def _named(self, request: Request) -> int:
+        """Bytes of logits in fp32; a later stage of a pipeline keeps its results anyway."""
+        local = request.local
+        if not (local.fp32_logits and local.last and local.first):
+            return 0
+        words = local.vocab(self.shape) if local.loss == "parallel" else self.shape.vocab
+        return request.batch * request.sequence * words * element_bytes("fp32")
 
     def _request(self, parallel: ParallelSection, stage: Stage) -> Request:
         section, batch = memory_of(self.job), self.job.batch
@@ -103,6 +114,7 @@ class LlamaModel:
             first=stage.first,
             last=stage.last,
             loss=section.loss,
+            fp32_logits=section.fp32_logits,
         )
         return Request(
             shape=self.shape,

@@ -123,16 +123,23 @@ class Llama(Started):
         if local.loss == "chunked":
             return x
         logits = capped(self.output(x), self.shape.logit_cap)
-        return logits if local.loss == "parallel" else gather_alike(logits, -1, local.tensor)
+        if local.loss != "parallel":
+            logits = gather_alike(logits, -1, local.tensor)
+        return logits.float() if local.fp32_logits else logits
 
     def loss(self, found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss of what :meth:`forward` gave, by the kind of loss of the local shape."""
-        if self.local.loss == "parallel":
-            return parallel_loss(found, targets, self.local.tensor)
+        """The loss of what :meth:`forward` gave, by the kind of loss of the local shape. Logits in
+        fp32 stay as long as it: steps name them, ``logits = model(tokens)``, until they return."""
         if self.local.loss == "chunked":
             cap = self.shape.logit_cap
             return chunked_loss(found, self.output.weight, targets, self.local.tensor, cap)
-        return loss(found, targets)
+        if self.local.loss == "parallel":
+            result = parallel_loss(found, targets, self.local.tensor)
+        else:
+            result = loss(found, targets)
+        if self.local.fp32_logits:
+            vars(result)["logits"] = found
+        return result
 
     def reset_parameters(self) -> None:
         """Starting values of parameters and positions, such as after ``to_empty``, which unties."""
