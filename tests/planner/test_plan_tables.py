@@ -501,6 +501,31 @@ def test_several_tables_are_given_other_options_at_once(
     assert made.max_rank_seconds * 1e3 == pytest.approx(optimum, rel=1e-3)
 
 
+FEW_OF_A_BATCH = [
+    (347106, 16, 8.71, "adam", "fp16"),
+    (43281, 128, 8.7, "partial_rowwise_adam", "fp32"),
+    (99772, 64, 41.31, "adam", "fp32"),
+    (374505, 256, 5.61, "adagrad", "fp32"),
+    (13259, 33, 1.27, "adagrad", "fp32"),
+    (14, 1024, 6.05, "rowwise_adagrad", "bf16"),
+    (1242, 64, 7.27, "partial_rowwise_adam", "fp32"),
+    (189452, 96, 5.34, "none", "fp32"),
+]
+
+
+def test_a_plan_is_no_slower_than_one_with_another_table() -> None:
+    """The seconds are those of a plan with a table of 40 rows more: far from the bound no change
+    of two tables is one for the better, and options are drawn at random again."""
+    entries = [
+        {"rows": rows, "dim": dim, "pooling_factors": [pooling], "optimizer": optimizer, "dtype": d}
+        for rows, dim, pooling, optimizer, d in FEW_OF_A_BATCH
+    ]
+    cluster = {"preset": "h100-8", "world_size": 48, "local_world_size": 16, "hbm_cap": 95_946_043}
+    cluster |= {"ddr_cap": 636_560_194}
+    made = plan(_job(entries, "cluster", cluster=cluster, batch=7, reservation={"kind": "none"}))
+    assert made.max_rank_seconds <= 2.48799e-6
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("profile", ["cluster", "torchrec-1.9"])
 @pytest.mark.parametrize("spare", [1.02, 1.05, 1.2])

@@ -87,7 +87,9 @@ def test_of_too_many_pairs_those_are_swapped_that_even_two_ranks_out(
     monkeypatch.setattr(moves, "MOST_PAIRS", 0)
     own, there = singles_of(state, [0, 1]), singles_of(state, [0, 1, 2])
     wanted = ranks * (2 if is_full else 1) * 2 * NEIGHBOURS
-    assert partners(state, own, there, every).shape == (len(own.items), wanted)
+    at = partners(state, own, there, every)
+    assert at is not None
+    assert at.shape == (len(own.items), wanted)
     few = exchanges(state, [0, 1], costs, every)
     for found, known in zip(few, best, strict=True):
         assert found is not None

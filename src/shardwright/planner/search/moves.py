@@ -241,7 +241,9 @@ def exchanges(state: State, ranks: list[int], costs: Floats, others: Ints) -> li
     if not own.items or not there.items:
         return [None] * len(ranks)
     at = partners(state, own, there, others)
-    seconds, storage, ranks_there = there.seconds[at], there.storage[at], there.ranks[at]
+    seconds, storage, ranks_there = there.seconds[None], there.storage[None], there.ranks[None]
+    if at is not None:
+        seconds, storage, ranks_there = there.seconds[at], there.storage[at], there.ranks[at]
     gain = seconds - own.seconds[:, None]
     bytes_ = storage - own.storage[:, None, :]
     mine = state.cost(state.load[own.ranks, None] + gain, state.memory[own.ranks, None] + bytes_)
@@ -252,7 +254,7 @@ def exchanges(state: State, ranks: list[int], costs: Floats, others: Ints) -> li
         _forbid_swaps(state, own, there, at, change)
 
     def move(row: int, column: int, rank: int) -> Move:
-        number = int(at[min(row, len(at) - 1), column])
+        number = column if at is None else int(at[row, column])
         other = int(there.ranks[number])
         blocks = (
             _moved(state, own.items[row], rank, other),
@@ -263,15 +265,15 @@ def exchanges(state: State, ranks: list[int], costs: Floats, others: Ints) -> li
     return _best_of(change, own, ranks, move)
 
 
-def partners(state: State, own: SinglesOf, there: SinglesOf, others: Ints) -> Ints:
-    """Blocks ``there`` that may trade places with each of its ``own``: all of them [1, blocks], or,
-    of too many pairs to look at, few of each of the ``others`` [own blocks, few].
+def partners(state: State, own: SinglesOf, there: SinglesOf, others: Ints) -> Ints | None:
+    """Blocks ``there`` that may trade places with each of its ``own``, where these are too many
+    pairs to look at: few of each of the ``others`` [own blocks, few]; None for all of them.
 
     Two blocks that differ by half of what their ranks do even these out best, whatever the power of
     the costs; and what is too much on a rank goes by two that differ by that many bytes.
     """
     if len(own.items) * len(there.items) <= MOST_PAIRS:
-        return np.arange(len(there.items))[None]
+        return None
     ends = np.cumsum(there.counts)
     found = []
     for rank, start, end in zip(others.tolist(), ends - there.counts, ends, strict=True):
@@ -292,10 +294,13 @@ def partners(state: State, own: SinglesOf, there: SinglesOf, others: Ints) -> In
     return near_ones
 
 
-def _forbid_swaps(state: State, own: SinglesOf, there: SinglesOf, at: Ints, change: Floats) -> None:
-    """Rule out swaps with those ``there`` that are ``at`` a column, or at a place of a row, that
+def _forbid_swaps(
+    state: State, own: SinglesOf, there: SinglesOf, at: Ints | None, change: Floats
+) -> None:
+    """Rule out swaps with those ``there`` that are ``at`` a place of a row, or at a column, that
     break a constraint; two tables kept apart never trade places."""
     rows = np.arange(len(own.items))[:, None]
+    at = np.arange(len(there.items))[None] if at is None else at
     for items, ranks, blocks in (
         (own.items, there.ranks[at], rows),
         (there.items, own.ranks[:, None], at),

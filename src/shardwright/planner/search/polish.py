@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright.core.quantities import SAME_SECONDS
-from shardwright.planner.search.space import Assignment, Block, Bools, Floats, ItemOption, Space
+from shardwright.planner.search.space import Assignment, Block, Floats, ItemOption, Space
 from shardwright.planner.search.state import State, restored
 
 MAX_ITEMS = 300
@@ -34,6 +34,7 @@ HEAT = 0.05  # share by which a change may be slower at first
 MOVED, IMPROVED = 6, 2  # of the options that annealing finds, blocks moved and options changed
 
 Improve = Callable[[State], State]
+_Fallen = tuple[float, tuple[tuple[int, ...], ...]]  # seconds of the worst rank, and slots
 
 
 def polish(space: Space, best: Assignment, target: float, good: float, improve: Improve) -> State:
@@ -57,11 +58,9 @@ def _step(space: Space, state: State, target: float, improve: Improve) -> State 
     for item, option in _changes(space, state, target):
         options = [*state.options]
         options[item] = option
-        slots = longest_first(space, options)
-        if slots is not None:
-            seconds, placed = slots
-            if seconds < state.worst * PROMISING:
-                found.append((seconds, item, option, placed))
+        fallen = longest_first(space, options, state.worst * PROMISING)
+        if fallen is not None:
+            found.append((fallen[0], item, option, fallen[1]))
     found.sort(key=lambda entry: entry[:3])
     for _, item, option, placed in found[:IMPROVED_PER_STEP]:
         options = [*state.options]
@@ -97,25 +96,34 @@ def annealed(
     state = restored(space, target, SHARPEST, best)
     draw = random.Random(seed).random  # the same problem is searched the same way
     most = state.worst * space.ranks  # of all work: no better plan has as much
-    work = [np.array([option.total_seconds for option in item.options]) for item in space.items]
-    slack = most - sum(own.min() for own in work)
-    usable = [np.flatnonzero(own <= own.min() + slack).tolist() for own in work]
+    work = [[option.total_seconds for option in item.options] for item in space.items]
+    slack = most - sum(space.least_work)
+    usable = [
+        [number for number, own in enumerate(its) if own <= least + slack]
+        for its, least in zip(work, space.least_work, strict=True)
+    ]
     best_seconds = state.worst
     options, seconds = best.options, best_seconds
-    found: dict[tuple[int, ...], tuple[float, tuple[tuple[int, ...], ...]]] = {}
+    found: dict[tuple[int, ...], _Fallen] = {}
+    failed: dict[tuple[int, ...], float] = {}  # what a quick placement is not below
     steps = min(ANNEALING_STEPS, ANNEALING_PLACED // len(space.items))
     for step in range(steps):
         if over():
             break
-        tried = list(options)
+        changed = list(options)
         for _ in range(1 + step % 2):
-            item = int(draw() * len(tried))
-            tried[item] = usable[item][int(draw() * len(usable[item]))]
-        warmth = HEAT * (1 - step / steps) * draw()
+            item = int(draw() * len(changed))
+            changed[item] = usable[item][int(draw() * len(usable[item]))]
+        below = seconds * (1 + HEAT * (1 - step / steps) * draw())
+        tried = tuple(changed)
+        if failed.get(tried, 0.0) >= below:
+            continue
         if sum(own[number] for own, number in zip(work, tried, strict=True)) < most:
-            placed = longest_first(space, tried)
-            if placed is not None and placed[0] < seconds * (1 + warmth):
-                options, seconds = tuple(tried), placed[0]
+            placed = found.get(tried) or longest_first(space, tried, below)
+            if placed is None:
+                failed[tried] = below
+            elif placed[0] < below:
+                options, seconds = tried, placed[0]
                 found[options] = placed
     nearest = sorted(found.items(), key=lambda each: each[1])[:MOVED]
     moved = [
@@ -131,33 +139,39 @@ def annealed(
 
 
 def longest_first(
-    space: Space, options: Sequence[int]
-) -> tuple[float, tuple[tuple[int, ...], ...]] | None:
+    space: Space, options: Sequence[int], below: float = float("inf")
+) -> _Fallen | None:
     """Seconds of the worst rank and the slots when blocks go, widest and longest first, to the
-    least busy ranks with room; None if a block finds none."""
-    load: Floats = np.zeros(space.ranks)
-    memory: Floats = np.zeros((space.ranks, 3))
-    blocks = []
+    least busy ranks with room; None if a block finds none, or a rank is not ``below`` then."""
+    everywhere = work = longest = 0.0
+    blocks: list[tuple[int, float, int, int]] = []
     slots = []
     for item, number in enumerate(options):
         option = space.items[item].options[number]
-        load += option.everywhere
-        blocks += [(*key, item, index) for index, key in enumerate(option.lengths)]
+        everywhere += option.everywhere
+        work += option.total_seconds
+        longest = max(longest, option.largest - option.everywhere)
+        blocks += space.blocks_of(item, number)
         slots.append([0] * len(option.widths))
+    if max(work / space.ranks, everywhere + longest) >= below * ROUNDED_UP:
+        return None
+    load: Floats = np.full(space.ranks, everywhere)
+    memory: Floats = np.zeros((space.ranks, 3))
     blocks.sort()
     for start, (width, _, item, index) in enumerate(blocks):
-        block = space.items[item].options[options[item]].blocks[index]
-        if block.width == 1:
-            if not _singles_placed(space, options, blocks[start:], load, memory, slots):
+        if width == -1:
+            if not _singles_placed(space, options, blocks[start:], load, memory, slots, below):
                 return None
             break
+        block = space.items[item].options[options[item]].blocks[index]
         slot = _widely_placed(space, item, block, load, memory)
         if slot is None:
             return None
         load[slot : slot - width] += block.seconds
         memory[slot : slot - width] += block.storage
         slots[item][index] = slot
-    return float(load.max()), tuple(map(tuple, slots))
+    seconds = float(load.max())
+    return (seconds, tuple(map(tuple, slots))) if seconds < below else None
 
 
 def _widely_placed(
@@ -167,13 +181,15 @@ def _widely_placed(
     width = block.width
     if width == space.ranks:
         return 0
-    filled = memory.reshape(-1, width, 3) + block.storage
-    room: Bools = np.logical_and.reduce(filled <= np.array(space.capacity, float), axis=(1, 2))
+    busy: Floats = np.maximum.reduce(load.reshape(-1, width), axis=1)
+    for tier, _ in space.scarce_tiers:
+        filled = memory[:, tier].reshape(-1, width) + block.storage[:, tier]
+        busy[np.maximum.reduce(filled, axis=1) > space.capacity[tier]] = np.inf
     allowed = space.items[item].allowed
     if allowed is not None:
-        room &= allowed.reshape(-1, width).all(axis=1)
-    place = int(np.where(room, load.reshape(-1, width).max(axis=1), np.inf).argmin())
-    return place * width if room[place] else None
+        busy[~allowed.reshape(-1, width).all(axis=1)] = np.inf
+    place = int(busy.argmin())
+    return place * width if np.isfinite(busy[place]) else None
 
 
 def _singles_placed(
@@ -183,8 +199,9 @@ def _singles_placed(
     load: Floats,
     memory: Floats,
     slots: list[list[int]],
+    below: float,
 ) -> bool:
-    """Places blocks of one rank each; False if one finds no room."""
+    """Places blocks of one rank each; False if one finds no room, or its rank is not ``below``."""
     tiers = [tier for tier, _ in space.scarce_tiers]
     filled = [(tier, memory[:, tier].tolist(), space.capacity[tier]) for tier in tiers]
     ranks = [(seconds, rank) for rank, seconds in enumerate(load.tolist())]
@@ -194,21 +211,23 @@ def _singles_placed(
         allowed, sizes = entry.allowed, entry.options[options[item]].single
         passed = []
         while ranks:
-            busy, rank = least = heapq.heappop(ranks)
+            busy, rank = ranks[0]
+            if busy - minus_seconds >= below:
+                return False
             for tier, own, limit in filled:
                 if own[rank] + sizes[tier] > limit:
                     break
             else:
                 if allowed is None or allowed[rank]:
                     break
-            passed.append(least)
+            passed.append(heapq.heappop(ranks))
         else:
             return False
         for tier, own, _ in filled:
             own[rank] += sizes[tier]
+        heapq.heapreplace(ranks, (busy - minus_seconds, rank))
         for back in passed:
             heapq.heappush(ranks, back)
-        heapq.heappush(ranks, (busy - minus_seconds, rank))
         slots[item][index] = rank
     for seconds, rank in ranks:
         load[rank] = seconds

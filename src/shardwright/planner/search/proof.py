@@ -18,6 +18,7 @@ may still be impossible, but what is ruled out is.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -280,6 +281,6 @@ def _split(option: ItemOption) -> tuple[Part, list[Part]]:
 
 
 def _kinds(rows: Floats) -> list[tuple[list[float], int]]:
-    """Rows that differ, and how many there are of each."""
-    found, counts = np.unique(rows, axis=0, return_counts=True)
-    return list(zip(found.tolist(), counts.tolist(), strict=True))
+    """Rows that differ, in order, and how many there are of each."""
+    counts = Counter(map(tuple, rows.tolist()))
+    return [([*row], counts[row]) for row in sorted(counts)]

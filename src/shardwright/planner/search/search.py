@@ -72,12 +72,13 @@ SAME_BOUND = 1e-6
 TINY = 1e-12  # a target where the bound is 0
 BYTE_PRICE = 1e-3  # of the target for a full rank, where bytes have no price of their own
 CLOSE_ENOUGH = 1e-4  # to the bound for a start to end
-FAR = (0.01, 0.04)  # from the bound, for a small problem's options to be drawn at random (again)
+FAR = (0.005, 0.04, 0.05, 0.05)  # from the bound, for options to be drawn at random (again)
 FAR_BEHIND = 1.05  # times what the best start took
 WORTHWHILE = 0.99  # of the best so far is what a start of many items takes, shared evenly
 FEW_OF_MANY, NEAR = 3, 0.02  # starts of many items at most, until one is so near the bound
 PROMISING = 1.1  # times the bound that a start's work takes, shared evenly, to be placed at once
 PLACED, PLACED_WELL = 16, 3  # ways of a proof that are placed, and improved
+HOPED = 2  # times what is left to the bound: what is further above the best is not improved
 MOST_FORCED, PLACED_OF_TYPE = 8, 8  # items, and ways with each of their types
 WORTH = 1e-3  # share by which a way has to be able to be faster
 BUDGETS, MOST_BUDGETS = 2, 8  # of memory: steps between powers of two, and how many are looked at
@@ -175,7 +176,8 @@ def search(
     chosen, seconds = _finished(space, chosen, seconds, proved, enough, watch)
     best.seconds = seconds
     for way in ways:
-        if best.seconds <= max(proved * (1 + FAR[0]), enough) or watch.over():
+        hopeless = way.seconds > best.seconds + HOPED * (best.seconds - proved)
+        if hopeless or best.seconds <= max(proved * (1 + FAR[0]), enough) or watch.over():
             break
         start = restored(space, target, POWERS[0], Assignment(way.options, way.slots))
         best.take(start, max(proved, enough))
@@ -206,29 +208,37 @@ def _proved(
     facts = facts_of(space, options, bound, roomy=roomy)
     if facts is None:
         return bound.seconds, []
-    fallen: set[_Way] = set()
+    fallen: list[_Way] = []  # the best, in order
+    seen: set[tuple[int, ...]] = set()
+
+    hoped = best.seconds + HOPED * (best.seconds - bound.seconds)
 
     def take(ways: Ints) -> float:
         chosen = [] if space.constrained else sorted({*map(tuple, ways.tolist())})
         for way in chosen[:PLACED]:
-            placed = longest_first(space, way)
-            if placed is not None:
-                fallen.add(_Way(placed[0], way, placed[1]))
+            if way not in seen:
+                seen.add(way)
+                worst = fallen[-1].seconds if len(fallen) == PLACED_WELL else hoped
+                placed = longest_first(space, way, min(worst, hoped))
+                if placed is not None:
+                    fallen.append(_Way(placed[0], way, placed[1]))
+                    fallen.sort()
+                    del fallen[PLACED_WELL:]
         return min((way.seconds for way in fallen), default=best.seconds)
 
     proved = prove(facts, bound.seconds, best.seconds, take)
     least = min(best.seconds, min((way.seconds for way in fallen), default=best.seconds))
     if least > max(proved * (1 + FAR[1] / 2), enough) and not space.constrained:
-        for ways in _others(space, facts, least * (1 - WORTH)):
+        for ways in _others(space, facts, least * (1 - WORTH), best.best):
             if best.watch.over():
                 break
             take(ways)
-    return proved, sorted(fallen)[:PLACED_WELL]
+    return proved, fallen
 
 
-def _others(space: Space, facts: Facts, seconds: float) -> Iterator[Ints]:
+def _others(space: Space, facts: Facts, seconds: float, best: Assignment | None) -> Iterator[Ints]:
     """Ways that may take so few ``seconds`` in less memory, of a grid that is the same whatever
-    there is, and with each type of the items of most work."""
+    there is, and with each type of the items of most work that they have not in the ``best``."""
     capacity = int(facts.capacity[0]) if len(facts.capacity) else 0
     budget = capacity.bit_length() * BUDGETS
     for steps in range(budget, max(budget - MOST_BUDGETS, 0), -1):
@@ -243,7 +253,8 @@ def _others(space: Space, facts: Facts, seconds: float) -> Iterator[Ints]:
         first = int(facts.starts[item])
         options = space.items[item].options
         types = [option.choices[0].option.sharding_type for option in options]
-        for kind in dict.fromkeys(types):
+        had = types[best.options[item]] if best is not None else None
+        for kind in (kind for kind in dict.fromkeys(types) if kind != had):
             only = np.ones(len(facts.owner), bool)
             only[first : first + len(types)] = [own == kind for own in types]
             ways = facts.ways(seconds, only=only)
@@ -301,13 +312,15 @@ def _finished(
         if polished.worst < seconds:
             best, seconds = polished.assignment(), polished.worst
         is_small = len(space.items) <= MAX_ANNEALED and space.ranks <= MOST_ANNEALED_RANKS
+        before = seconds
         for seed in range(len(FAR) if is_small else 0):
             if seconds <= max(bound * (1 + FAR[seed]), enough):
                 break
             other = annealed(space, best, target, improved, moved, watch.over, seed)
-            if other.worst >= seconds:
+            if other.worst < seconds:
+                best, seconds = other.assignment(), other.worst
+            elif seconds == before:
                 break
-            best, seconds = other.assignment(), other.worst
     near = CLOSE_ENOUGH if len(space.items) <= MAX_ITEMS else GOOD_ENOUGH
     settling = max(bound * (1 + near), enough)
     if seconds > settling:

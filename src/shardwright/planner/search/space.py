@@ -160,6 +160,19 @@ class Space:
         return Rows(self.items, self.ranks, self.group)
 
     @functools.cached_property
+    def _blocks(self) -> dict[tuple[int, int], list[tuple[int, float, int, int]]]:
+        return {}
+
+    def blocks_of(self, item: int, option: int) -> list[tuple[int, float, int, int]]:
+        """``lengths`` of an option's blocks, each with its item and number; kept."""
+        known = self._blocks.get((item, option))
+        if known is None:
+            lengths = self.items[item].options[option].lengths
+            known = [(*key, item, index) for index, key in enumerate(lengths)]
+            self._blocks[item, option] = known
+        return known
+
+    @functools.cached_property
     def capacity_array(self) -> Floats:
         """``capacity`` as floats, 1 where there is none so that it can divide."""
         return np.maximum(np.array(self.capacity, dtype=np.float64), 1.0)
