@@ -35,24 +35,25 @@ def main() -> int:
     verdicts: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     contradictions = []
+    path = ROOT / "validation" / options.machine / "verdicts.json"
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(options.first, options.first + options.jobs):
             found = said_of(seed, Path(folder))
             kinds[found["kind"]] += 1
             verdicts[found["said"]["memory"]] += 1
             contradictions += [found] if found["wrong"] else []
-            told = f"{sum(kinds.values())} jobs, {len(contradictions)} contradictions"
+            results = {
+                "jobs": sum(kinds.values()),
+                "first_seed": options.first,
+                "kinds": dict(kinds),
+                "verdicts": dict(verdicts),
+                "contradictions": contradictions,
+                "date": datetime.date.today().isoformat(),
+            }
+            # After every job: a run that is stopped has what it found so far.
+            path.write_text(json.dumps(results, indent=1) + "\n")
+            told = f"{results['jobs']} jobs, {len(contradictions)} contradictions"
             print(told, end="\r", file=sys.stderr, flush=True)
-    results = {
-        "jobs": sum(kinds.values()),
-        "first_seed": options.first,
-        "kinds": dict(kinds),
-        "verdicts": dict(verdicts),
-        "contradictions": contradictions,
-        "date": datetime.date.today().isoformat(),
-    }
-    path = ROOT / "validation" / options.machine / "verdicts.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results))
     return bool(contradictions)
 

@@ -69,7 +69,7 @@ def test_the_exponent_of_made_up_ids_is_found_and_can_be_put_into_the_job(
     assert large.zipf == pytest.approx(zipf, abs=0.06)
     assert seen.zipf == pytest.approx(zipf, abs=0.06)
     assert seen.pooling_factors[0] == pytest.approx(3.0, rel=0.02)
-    first = call("inspect", logged, "--json", "--rows", "512").json[0]
+    first = call("inspect", logged, "--json", "--rows", "512").json["tables"][0]
     assert (first["table"], first["ids"]) == ("large", 512)
     assert first["distinct"] == first["distinct_per_batch"] <= 512
 
@@ -78,8 +78,8 @@ def test_what_is_printed_keeps_all_that_the_job_says_of_a_table(call: Any, logge
     """In whose place it is put: a mean would be a sum, a dtype another one."""
     more = (
         'dtype = "fp16"\noptimizer = "adagrad"\npooling_type = "mean"\nmin_partition = 4\n'
-        'sharding_types = ["row_wise", "table_wise"]\ncompute_kernels = ["fused"]\n'
-        'features = ["large"]\n'
+        'sharding_types = ["row_wise", "table_wise"]\ncompute_kernels = ["fused_uvm_caching"]\n'
+        'features = ["large"]\ncache = { load_factor = 0.5, stats = [3.0, 0.5, 0.25] }\n'
     )
     logged.write_text(JOB + TABLES.replace("dim = 8\n", f"dim = 8\n{more}"))
     write(logged.parent, 1.1, 512)
@@ -91,11 +91,32 @@ def test_what_is_printed_keeps_all_that_the_job_says_of_a_table(call: Any, logge
         assert kept == other
 
 
+def test_bad_rows_that_are_left_out_are_counted_by_file_and_filled_up_by_the_next_ones(
+    call: Any, logged: Path
+) -> None:
+    """As in training: a batch with a bad row is no short one."""
+    write(logged.parent, 1.1, 600)
+    log = logged.parent / "log.csv"
+    header, *rows = log.read_text().splitlines()
+    good = call("inspect", logged, "--json").json
+    bad = [*rows[:5], "a bad row", *rows[5:400], ",", *rows[400:]]
+    log.write_text("\n".join([header, *bad, ""]))
+    call("inspect", logged).refuses(2, "log.csv:7")
+    skip = ("--set", "data.skip_bad_rows=true")
+    found = call("inspect", logged, *skip, "--json").json
+    assert found == {"tables": good["tables"], "bad_rows": {"log.csv": 2}}
+    assert good["bad_rows"] == {}
+    text = call("inspect", logged, *skip).out
+    assert text.startswith("# log.csv: 2 bad rows left out, as data.skip_bad_rows asks\n")
+    log.write_text("\n".join([header, rows[0], ",", ""]))
+    assert call("inspect", logged, *skip, "--json").json["tables"][0]["ids"] == 1
+
+
 def test_a_last_batch_that_is_short_counts_in_no_mean_of_batches(call: Any, logged: Path) -> None:
     means = []
     for rows in (1024, 1024 + 10):
         write(logged.parent, 1.1, rows)
-        found = call("inspect", logged, "--json").json
+        found = call("inspect", logged, "--json").json["tables"]
         assert found[0]["ids"] == rows
         means.append([table["distinct_per_batch"] for table in found])
     assert means[0] == means[1]
@@ -107,7 +128,7 @@ def test_a_folder_of_days_is_read_as_training_reads_it(call: Any, logged: Path) 
     for day in range(3):
         model.write(logged.parent / "days" / f"day_{day}", rows=2048, start=2048 * day)
     days = ("--set", "data.path=days", "--set", "data.days=3")
-    large, _ = call("inspect", logged, *days, "--json").json
+    large, _ = call("inspect", logged, *days, "--json").json["tables"]
     assert (large["table"], large["ids"]) == ("large", 2 * 2048)  # the last day is held out
     assert large["zipf"] == pytest.approx(1.1, abs=0.06)
 

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardwright.core.document import (
     encode_document,
+    encode_toml,
     parse_toml,
     read_document,
     to_json,
@@ -40,6 +44,26 @@ def test_a_document_comes_back_as_it_was_written(tmp_path: Path) -> None:
     note = Note(SCHEMA, 0.1, {"b": 1, "a": 2})
     write_document(note, tmp_path / "deep" / "note.json")
     assert _read(tmp_path / "deep" / "note.json") == note
+
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=9)
+PLAIN = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXT
+VALUE = st.recursive(
+    PLAIN, lambda v: st.lists(v, max_size=3) | st.dictionaries(TEXT, v, max_size=3)
+)
+
+
+@given(st.dictionaries(TEXT, VALUE, max_size=4))
+def test_plain_values_are_read_as_they_were_written_in_toml(document: dict[str, Any]) -> None:
+    assert tomllib.loads(encode_toml(document)) == document
+
+
+def test_sections_and_entries_are_written_for_people_and_nothing_is_not() -> None:
+    tables = [{"name": "a", "cache": {"load_factor": 0.5, "stats": None}}, {"name": "b"}]
+    assert encode_toml({"cluster": {"rates": {"a.b": 1}}, "x": None, "tables": tables}) == (
+        '[cluster.rates]\n"a.b" = 1\n\n[[tables]]\nname = "a"\n\n'
+        '[tables.cache]\nload_factor = 0.5\n\n[[tables]]\nname = "b"\n'
+    )
 
 
 def test_a_document_is_indented_sorted_and_ends_with_a_newline() -> None:

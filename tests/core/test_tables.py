@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.core.document import encode_toml
 from shardwright.core.errors import InputError
 from shardwright.core.job import Job, parse_job, read_job
 from shardwright.core.model import CacheSpec, TableSpec
+from shardwright.core.tables import entry_of
 
 TABLE = {"name": "a", "rows": 10, "dim": 16}
 NAMES = ("a", "b", "c", "d")
@@ -43,6 +47,46 @@ def test_a_file_may_be_a_list_of_tables(tmp_path: Path) -> None:
     job = _read(tmp_path, [TABLE, TABLE | {"name": "b"}])
     assert [table.name for table in job.tables] == ["a", "b"]
     assert job.model.kind == "tables"
+
+
+EVERY_KEY = TableSpec(
+    "a",
+    50,
+    16,
+    dtype="fp16",
+    optimizer="adagrad",
+    pooled=False,
+    pooling_factors=(2.0, 1.5),
+    num_poolings=(2.0, 1.0),
+    batch_sizes=(7, 9),
+    output_dtype="fp16",
+    module_weighted=True,
+    constraint_weighted=True,
+    sharding_types=("row_wise",),
+    compute_kernels=("fused",),
+    min_partition=4,
+    cache=CacheSpec(0.5, stats=(3.0, 0.5, 0.25)),
+    kv_l1_mb=7,
+    features=("x", "y"),
+    pooling_type="mean",
+    zipf=1.5,
+    kind="hash",
+    collisions=3,
+    operation="add",
+    width=4,
+    rank=2,
+    hashes=5,
+    hidden=6,
+    layers=3,
+    block=8,
+)
+
+
+def test_an_entry_that_is_written_says_every_key_of_its_table() -> None:
+    (found,) = tomllib.loads(encode_toml({"tables": [entry_of(EVERY_KEY)]}))["tables"]
+    assert {"fqn", *found} == {field.name for field in msgspec.structs.fields(TableSpec)}
+    assert msgspec.convert(found, TableSpec) == EVERY_KEY
+    assert entry_of(TableSpec("a", 50, 16)) == {"name": "a", "rows": 50, "dim": 16}
 
 
 def test_a_file_may_be_an_object_with_tables(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from shardwright.core.document import encode_toml
 from shardwright.core.errors import InputError, UnsupportedError
-from shardwright.core.imported import as_toml
 from shardwright.core.job import parse_job
 from shardwright.core.llama import LlamaShape
 from shardwright.core.torchtitan import FLAVORS, job_of
@@ -176,4 +176,4 @@ def test_what_cannot_be_followed_is_refused_by_its_key(
 
 def test_a_job_is_written_as_it_is_read() -> None:
     found = job_of(config(), None).document
-    assert tomllib.loads(as_toml(found)) == found
+    assert tomllib.loads(encode_toml(found)) == found

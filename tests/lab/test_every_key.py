@@ -1,11 +1,12 @@
 """No key of a job is ignored: another value changes the plan or is refused with the key's name,
-or is of a run or an estimate alone, which is said here."""
+or is of a run or an estimate alone, which is said here. None is lost where a job is written."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import itertools
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import shardwright
 from shardwright.core.checkpoint_section import CheckpointSection
 from shardwright.core.data_section import DataSection
+from shardwright.core.document import encode_document, encode_toml
 from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.memory_section import MemorySection
@@ -225,6 +227,54 @@ def job_of(kind: str, key: str = "") -> Job:
     return parse_job(document)
 
 
+# What stands in sections whose keys are not all listed here.
+BESIDE: dict[str, Any] = {
+    "batch": {"size": 8, "sequence": 4},
+    "cluster": {
+        "compute_device": "cuda",
+        "world_size": 6,
+        "hbm_cap": "3 GiB",
+        "inter_host_bw": 1e16,
+    },
+    "embeddings": {"kind": "hash", "above": 30},
+    "study": {"kinds": [{"kind": "hash"}, {"kind": "qr", "operation": "add"}], "seeds": 3},
+}
+
+
+WRITTEN = BASES | {
+    "columns": {**BASES["dlrm"], "data": {"kind": "columns", "path": "x.csv"}},
+    "days": {
+        **BASES["dlrm"],
+        "data": {"kind": "synthetic", "days": 3, "rows": 200},
+        "planner": {"kinds": ["hash"]},
+        "embeddings": {"above": 30},
+    },
+    "stages": {
+        **BASES["llama"],
+        "model": {"kind": "llama", **SMALL, "layers": 4, "experts": 2},
+        "parallel": {
+            "pipeline": 2,
+            "routing": "skewed",
+            "schedule": "interleaved_1f1b",
+            "chunks": 2,
+        },
+    },
+}
+
+
+def longest_job(kind: str) -> dict[str, Any]:
+    """A document with every section and key that a job of the kind takes beside the others."""
+    found = {**WRITTEN[kind]}
+    every = list(BESIDE.items())
+    every += [(s, {name: VALUES[key]}) for key in VALUES for s, _, name in [key.partition(".")]]
+    for section, keys in every:
+        tried = {**found, section: {**keys, **found.get(section, {})}}
+        with contextlib.suppress(InputError):
+            parse_job(tried)
+            found = tried
+    return found
+
+
 def outcome(job: Job) -> Any:
     """What a plan says, but for the job in it; what a run refuses first is refused."""
     if job.model.kind != "tables":
@@ -289,6 +339,25 @@ def test_another_value_changes_the_plan_or_is_refused(kind: str, tmp_path: Path)
             ignored.add(key)
     assert unnamed == {}
     assert ignored == TAKEN[kind]
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_a_job_that_is_written_is_read_as_it_was(kind: str) -> None:
+    document = longest_job(kind)
+    job = parse_job(document)
+    assert parse_job(tomllib.loads(encode_toml(document))) == job
+    assert msgspec.json.decode(encode_document(job), type=Job) == job  # as a plan has it
+
+
+def test_there_is_a_job_to_write_with_every_key() -> None:
+    said = {
+        f"{section}.{key}"
+        for document in map(longest_job, WRITTEN)
+        for section, given in document.items()
+        if section != "tables"
+        for key in given
+    }
+    assert set(VALUES) - said == set()
 
 
 @pytest.mark.parametrize("key", IN_A_RUN)

@@ -9,9 +9,8 @@ from importlib import resources
 from pathlib import Path
 
 from shardwright.core import megatron, torchtitan
-from shardwright.core.document import parse_toml, read_bytes, write_atomically
+from shardwright.core.document import encode_toml, parse_toml, read_bytes, write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
-from shardwright.core.imported import as_toml
 from shardwright.core.job import parse_job
 
 KINDS = {
@@ -141,4 +140,4 @@ def _converted(job: Path, source: str, path: str, ranks: int | None) -> str:
         f"# Not read, whatever they change: {', '.join(found.unread) or 'nothing'}.",
         "# What a GPU has is said by cluster.preset (h100-8 and others) or cluster.hbm_cap.",
     ]
-    return "\n".join(lines) + "\n\n" + as_toml(found.document)
+    return "\n".join(lines) + "\n\n" + encode_toml(found.document)

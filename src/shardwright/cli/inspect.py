@@ -30,5 +30,5 @@ def execute(options: argparse.Namespace) -> int:
     if options.json:
         shared.print_json(found)
     else:
-        print("\n".join(as_toml(job, found)), end="")
+        print("".join(as_toml(job, found)), end="")
     return 0

@@ -3,14 +3,19 @@ file of a measured one."""
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shardwright.core.document import convert, parse_toml, read_bytes, unknown_key, write_atomically
+from shardwright.core.document import (
+    convert,
+    encode_toml,
+    parse_toml,
+    read_bytes,
+    unknown_key,
+    write_atomically,
+)
 from shardwright.core.errors import InputError, expected
 
 Device = Literal["cpu", "cuda"]
@@ -136,25 +141,6 @@ def to_toml(calibration: Calibration) -> str:
         "# Measured by `shardwright calibrate`. A job names this file instead of a preset:",
         "# [cluster]",
         '# file = "cluster.toml"',
-        "",
+        "\n",
     ]
-    lines += [f"{key} = {_toml(v)}" for key, v in document.items() if not isinstance(v, dict)]
-    lines += ["", "[machine]"]
-    lines += [f"{_key(key)} = {_toml(v)}" for key, v in document["machine"].items()]
-    for group in ("capacities", "constants"):
-        for name, figure in document[group].items():
-            lines += ["", f"[{group}.{_key(name)}]"]
-            lines += [f"{key} = {_toml(value)}" for key, value in figure.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _key(name: str) -> str:
-    """A key as it is, or quoted where TOML asks for it."""
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
-
-
-def _toml(value: str | int | float) -> str:
-    """A text, an integer or a finite number as TOML writes them."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
+    return "\n".join(lines) + encode_toml(document)

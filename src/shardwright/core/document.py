@@ -156,6 +156,47 @@ def write_atomically(path: Path | str, data: bytes) -> None:
         ) from None
 
 
+def encode_toml(document: Mapping[str, Any], inside: str = "") -> str:
+    """Plain values as TOML for people, which reads back as equal: plain keys first, then a section
+    for each mapping and an entry for each of a list of mappings, by names that begin with
+    ``inside``. A None is not written: TOML has no word for what is left out."""
+    sections, plain = [], []
+    for key, value in document.items():
+        name = f"{inside}{_toml_key(key)}"
+        if isinstance(value, Mapping):
+            header = f"[{name}]\n" if not value or not all(map(_is_inner, value.values())) else ""
+            sections.append(header + encode_toml(value, f"{name}."))
+        elif _is_inner(value):
+            sections += [f"[[{name}]]\n" + encode_toml(each, f"{name}.") for each in value]
+        elif value is not None:
+            plain.append(f"{_toml_key(key)} = {_toml(value)}\n")
+    return "\n".join(["".join(plain), *sections] if plain else sections)
+
+
+def _is_inner(value: Any) -> bool:
+    """Whether a value is written below the plain keys that stand beside it."""
+    several = isinstance(value, list | tuple) and bool(value)
+    return isinstance(value, Mapping) or (several and all(isinstance(v, Mapping) for v in value))
+
+
+def _toml_key(name: str) -> str:
+    """A key as it is, or quoted where TOML asks for it."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        pairs = (f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items() if v is not None)
+        return f"{{ {', '.join(pairs)} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return repr(value)  # of numbers, infinite ones too, TOML's form is Python's
+
+
 def to_json(value: Any) -> str:
     """A value as indented JSON text for ``--json`` output."""
     return json.dumps(msgspec.to_builtins(value), indent=2)

@@ -88,19 +88,3 @@ class Keys:
 
 def _spot(section: str, key: str) -> str:
     return f"{section}.{key}" if section else f"--{key}"
-
-
-def as_toml(document: Document) -> str:
-    """Sections of plain values as TOML."""
-    return "\n".join(
-        "\n".join([f"[{name}]", *(f"{key} = {written(value)}" for key, value in section.items())])
-        + "\n"
-        for name, section in document.items()
-    )
-
-
-def written(value: Any) -> str:
-    """A plain value as TOML, a mapping as a table in a line."""
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {written(each)}" for key, each in value.items()) + " }"
-    return msgspec.json.encode(value).decode()  # of text, numbers and truth TOML's form is JSON's

@@ -72,6 +72,15 @@ def read_tables(name: str, job_path: Path | None) -> list[Any]:
     return [_with_pooling_factors(entry) for entry in document]
 
 
+def entry_of(table: TableSpec) -> dict[str, Any]:
+    """The keys of a table that are not their defaults, as an entry of a job that reads as equal."""
+    usual = {f.name: f.default for f in msgspec.structs.fields(TableSpec) if f.name != "fqn"}
+    said = {key: getattr(table, key) for key in usual}
+    found = {key: value for key, value in said.items() if value not in (usual[key], None)}
+    entry: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(found))
+    return entry
+
+
 def _with_pooling_factors(entry: Any) -> Any:
     if isinstance(entry, dict) and "pooling" in entry and "pooling_factors" not in entry:
         entry = {**entry, "pooling_factors": [entry["pooling"]]}

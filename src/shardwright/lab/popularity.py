@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.batch import expected_distinct
+from shardwright.core.document import encode_toml
 from shardwright.core.errors import InputError, expected
-from shardwright.core.imported import written
 from shardwright.core.job import Job, data_files
 from shardwright.core.model import TableSpec
-from shardwright.data.reading import evaluation_batches
+from shardwright.core.tables import entry_of
+from shardwright.data.reading import ClickBatch, ClickLog, Row
 from shardwright.lab.sources import source_of
 from shardwright.lab.sources.clicks import rows_of
+from shardwright.report.wording import counted
 
 STEEPEST = 5.0
 
@@ -38,19 +41,28 @@ class Popularity:
     zipf: float
 
 
-def popularity(job: Job, world_size: int, limit: int | None = None) -> list[Popularity]:
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """What is asked for of every table of a job, and by file the bad rows that were left out."""
+
+    tables: list[Popularity]
+    bad_rows: dict[str, int]
+
+
+def popularity(job: Job, world_size: int, limit: int | None = None) -> Inspected:
     """Of every table of ``job``, over the rows of its log or the first ``limit``; InputError for
-    what is no log."""
+    what is no log, or has no good row."""
     source_of(job).check(job)
     seen = [_Seen(table) for table in job.tables]
     path, size = data_files(job).train, job.batch.size * world_size
     if not Path(path).exists():
         remedy = "Train the job first: its rows are made up then."
         raise InputError(expected(path, "a click log", "none", remedy))
-    skip = job.data.skip_bad_rows
     log = rows_of(job, "train")
     assert log is not None
-    for batch, numbers in evaluation_batches(log, size, limit=limit, skip_bad_rows=skip):
+    left_out: Counter[str] = Counter()
+    for batch in _batches(log, size, limit, job.data.skip_bad_rows, left_out):
+        samples = len(batch.labels)
         feature = iter(range(sum(len(table.feature_names) for table in job.tables)))
         for each in seen:
             own = []
@@ -58,8 +70,32 @@ def popularity(job: Job, world_size: int, limit: int | None = None) -> list[Popu
                 number = next(feature)
                 ids = batch.ids
                 own.append(ids[name][0] if isinstance(ids, dict) else ids[:, number])
-            each.add([part.astype(np.int64) for part in own], len(numbers), len(numbers) == size)
-    return [each.popularity() for each in seen]
+            each.add([part.astype(np.int64) for part in own], samples, samples == size)
+    if seen and not seen[0].samples:
+        raise InputError(expected(path, "rows to keep", "none"))
+    return Inspected([each.popularity() for each in seen], dict(+left_out))
+
+
+def _batches(
+    log: ClickLog, size: int, limit: int | None, skip: bool, left_out: Counter[str]
+) -> Iterator[ClickBatch]:
+    """Batches of good rows of a pass; as in training the next rows fill what bad ones leave, so
+    that only the last batch may be short. ``left_out`` counts the bad ones by file."""
+    rows = islice(log.rows(), limit)
+
+    def is_good(row: Row) -> bool:
+        good = log.is_good(*row, skip)
+        left_out[str(row[0])] += not good
+        return good
+
+    while own := list(islice(rows, size)):
+        batch = log.parse([line for _, _, line in own])
+        if batch is None:
+            own = list(islice(filter(is_good, chain(own, rows)), size))
+            batch = log.parse([line for _, _, line in own])
+            assert batch is not None
+        if own:
+            yield batch
 
 
 class _Seen:
@@ -69,7 +105,7 @@ class _Seen:
         self.table = table
         self._rows = np.zeros(table.rows, dtype=bool)
         self._ids = [0] * len(table.feature_names)
-        self._samples = 0
+        self.samples = 0
         self._batches: list[tuple[int, int]] = []  # ids, different ones
 
     def add(self, parts: list[NDArray[np.int64]], samples: int, whole: bool) -> None:
@@ -78,7 +114,7 @@ class _Seen:
         distinct = np.unique(ids)
         self._rows[distinct] = True
         self._ids = [n + len(part) for n, part in zip(self._ids, parts, strict=True)]
-        self._samples += samples
+        self.samples += samples
         if whole or not self._batches:
             self._batches.append((len(ids), len(distinct)))
 
@@ -86,7 +122,7 @@ class _Seen:
         """The means over batches, and the exponent that gives them."""
         found = np.array(self._batches or [(0, 0)], dtype=np.float64).mean(0)
         ids, distinct = float(found[0]), float(found[1])
-        lengths = tuple(round(n / max(self._samples, 1), 4) for n in self._ids)
+        lengths = tuple(round(n / max(self.samples, 1), 4) for n in self._ids)
         rows = self.table.rows
         zipf = exponent(round(ids), rows, distinct)
         total, different = sum(self._ids), int(self._rows.sum())
@@ -107,20 +143,17 @@ def exponent(ids: int, rows: int, distinct: float) -> float:
     return round((low + high) / 2, 3)
 
 
-def as_toml(job: Job, found: list[Popularity]) -> Iterator[str]:
+def as_toml(job: Job, found: Inspected) -> Iterator[str]:
     """Entries of tables with what was found, to be put in the place of the job's, of which they
     keep all other keys."""
-    fields = msgspec.structs.fields(TableSpec)
-    plain = {f.name: f.default for f in fields if f.name != "fqn"}  # which no job says
-    for table, each in zip(job.tables, found, strict=True):
+    for path, count in found.bad_rows.items():
+        yield f"# {path}: {counted(count, 'bad row')} left out, as data.skip_bad_rows asks\n\n"
+    for table, each in zip(job.tables, found.tables, strict=True):
         yield (
             f"# {each.ids:,} ids of {each.distinct:,} rows; "
-            f"{each.distinct_per_batch:,.1f} different ones in a batch"
+            f"{each.distinct_per_batch:,.1f} different ones in a batch\n"
         )
-        yield "[[tables]]"
-        said = {f: v for f in plain if (v := getattr(table, f)) not in (plain[f], None)}
+        said = entry_of(table)
         if each.lengths != table.pooling_factors:
             said["pooling_factors"] = each.lengths
-        for key, value in (said | {"zipf": each.zipf}).items():
-            yield f"{key} = {written(msgspec.to_builtins(value))}"
-        yield ""
+        yield encode_toml({"tables": [said | {"zipf": each.zipf}]}) + "\n"

@@ -9,16 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from torch import nn
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.types import PlannerError, StorageReservation
 from torchrec.distributed.sharding_plan import get_default_sharders
 
-from shardwright.core.document import write_atomically
+from shardwright.core.document import encode_toml, write_atomically
 from shardwright.core.errors import NoPlanError, UnsupportedError, expected
-from shardwright.core.model import TableSpec
+from shardwright.core.tables import entry_of
 from shardwright.torchrec.adapter.limits import Ranks, limited
 from shardwright.torchrec.adapter.machine import (
     cluster_section,
@@ -104,7 +103,7 @@ def document(
         min(topology.intra_group_size, topology.world_size),
         least_storage(topology).ssd,
     )
-    entries = [_entry(limited(table, ranks, lean=request.lean)) for table in tables]
+    entries = [entry_of(limited(table, ranks, lean=request.lean)) for table in tables]
     modules = (child for _, child, _ in sharded_modules(module, sharders))
     set_aside = partial(_set_aside, request, module, sharders)
     planner: dict[str, Any] = {
@@ -146,18 +145,6 @@ def _set_aside(
     return taken
 
 
-def _entry(spec: TableSpec) -> dict[str, Any]:
-    """What differs from the defaults of a table."""
-    found = {}
-    for field in msgspec.structs.fields(TableSpec):
-        value = getattr(spec, field.name)
-        if field.name != "fqn" and value is not None and value != field.default:
-            found[field.name] = msgspec.json.decode(msgspec.json.encode(value))
-    if isinstance(found.get("cache"), dict):
-        found["cache"] = {key: v for key, v in found["cache"].items() if v is not None}
-    return found
-
-
 def _estimator(tables: Sequence[TorchRecTable]) -> dict[str, Any]:
     """What the sharders of the tables say about all of them."""
     sharders = list({id(table.sharder): table.sharder for table in tables}.values())
@@ -188,17 +175,4 @@ def write_job(job: Mapping[str, Any], path: Path | str) -> None:
     write_atomically(beside, (json.dumps(job["tables"], indent=1) + "\n").encode())
     sections = {key: value for key, value in job.items() if key != "tables"}
     model = {**sections.pop("model", {}), "tables": beside.name}
-    lines = _section("model", model)
-    for name, section in sections.items():
-        lines += _section(name, section)
-    write_atomically(path, ("\n".join(lines).strip() + "\n").encode())
-
-
-def _section(name: str, section: Mapping[str, Any]) -> list[str]:
-    """A section and those inside it; strings, numbers and lists of JSON are also TOML's."""
-    plain = {k: v for k, v in section.items() if not isinstance(v, Mapping)}
-    lines = ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in plain.items())]
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            lines += _section(f"{name}.{json.dumps(key) if not key.isidentifier() else key}", value)
-    return lines
+    write_atomically(path, encode_toml({"model": model, **sections}).encode())
