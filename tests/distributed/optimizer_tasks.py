@@ -14,6 +14,7 @@ from own_models import spared
 from probe_tasks import MESHES, said, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwright.core.placement import BlockShard, Owned, Placement, Replicate, Shard
@@ -167,6 +168,13 @@ MATRICES: dict[str, Callable[[str, nn.Parameter], Placement | None]] = {
         len(fqn) % 5
     ],
 }
+
+
+def muon_over_fsdp2(mesh: DeviceMesh) -> str:
+    """What Muon says to the parameters of another runtime."""
+    model = nn.Linear(4, 6, bias=False)
+    fully_shard(model, mesh=mesh)
+    return said(lambda: Muon(model.parameters()))
 
 
 def orthogonalized(

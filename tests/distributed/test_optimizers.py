@@ -195,6 +195,26 @@ def test_muon_refuses_heads_that_do_not_divide_a_matrix() -> None:
         Muon([matrix], head_rows=4)
 
 
+def test_a_group_that_is_added_later_is_of_muon_s_heads_and_checked() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(6, 4)) for _ in range(2))
+    optimizer = Muon([first], head_rows=3)
+    with pytest.raises(InputError, match="head_rows of Muon"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4, 4))]})
+    optimizer = Muon([first], head_rows=3)
+    optimizer.add_param_group({"params": [second]})
+    first.grad = second.grad = torch.arange(24.0).view(6, 4)
+    optimizer.step()
+    assert torch.equal(first, second)
+
+
+def test_muon_over_fsdp2_is_refused_in_one_line(pool: Pool) -> None:
+    assert set(pool.run(2, tasks.muon_over_fsdp2)) == {
+        "UnsupportedError: Muon: expected whole parameters, or those of fully_shard_flat, got a "
+        "DTensor of another runtime, (Shard(dim=0),). Give those to torch.optim.Muon, or shard with "
+        "fully_shard_flat."
+    }
+
+
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("ranks", "zero", "strategy"),

@@ -37,6 +37,21 @@ def test_a_product_counts_its_flops_and_no_bytes(work: Measure) -> None:
     assert work(lambda: a @ b) == Work(1, 2 * 3 * 5 * 7, 0)
 
 
+def test_a_grouped_product_counts_every_row_or_column_once(work: Measure) -> None:
+    rows, ends = torch.ones(6, 4), torch.tensor([2, 2, 6], dtype=torch.int32)
+    experts = torch.ones(3, 4, 8, requires_grad=True)
+    once = 2 * 6 * 4 * 8
+    assert work(lambda: torch._grouped_mm(rows, experts, offs=ends)) == Work(1, once, 0)
+    rows.requires_grad_(True)
+
+    def both() -> None:
+        torch.autograd.backward(torch._grouped_mm(rows, experts, offs=ends), torch.ones(6, 8))
+
+    assert work(both).flops == 3 * once
+    pairs = torch.ones(3, 4, 4), torch.ones(3, 4, 8)
+    assert work(lambda: torch._grouped_mm(*pairs)) == Work(1, 3 * 2 * 4 * 4 * 8, 0)
+
+
 def test_another_operator_counts_what_it_reads_and_writes(work: Measure) -> None:
     a, b = torch.ones(3, 5), torch.ones(5)
     assert work(lambda: a + b) == Work(1, 0, (15 + 5 + 15) * FLOAT)

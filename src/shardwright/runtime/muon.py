@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import local_of
 from shardwright.runtime.units.cut import Cut, Region
@@ -29,22 +30,32 @@ class Muon(torch.optim.Muon):
 
     ``head_rows`` of a parameter, or of an option group, makes every so many rows a matrix of their
     own, as the heads of a projection [heads*head_rows, K] are; ``BlockShard(head_rows)`` keeps them
-    whole. Parameters are ``model.parameters()`` of two dimensions: others raise ValueError, and
-    InputError where ``head_rows`` does not divide them.
+    whole. Parameters are ``model.parameters()`` of two dimensions: others raise ValueError,
+    InputError where ``head_rows`` does not divide them, UnsupportedError for DTensors of others.
     """
 
     def __init__(
         self, params: Any, lr: float = 1e-3, *, head_rows: int = 0, **options: Any
     ) -> None:
         self._exchanges: dict[tuple[Any, ...], _Exchange] = {}
+        self._head_rows = head_rows
         super().__init__(params, lr, **options)
         self.defaults["head_rows"] = head_rows
-        for group in self.param_groups:
-            rows = group.setdefault("head_rows", head_rows)
-            for parameter in group["params"]:
-                if rows < 0 or (rows and parameter.shape[0] % rows):
-                    wanted = f"a number that divides the {parameter.shape[0]} rows of a parameter"
-                    raise InputError(expected("head_rows of Muon", wanted, str(rows)))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the errors are those of the constructor."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        rows = group.setdefault("head_rows", self._head_rows)
+        for parameter in group["params"]:
+            if rows < 0 or (rows and parameter.shape[0] % rows):
+                wanted = f"a number that divides the {parameter.shape[0]} rows of a parameter"
+                raise InputError(expected("head_rows of Muon", wanted, str(rows)))
+            if isinstance(parameter, DTensor) and _is_cut_by_others(parameter):
+                wanted = "whole parameters, or those of fully_shard_flat"
+                remedy = "Give those to torch.optim.Muon, or shard with fully_shard_flat."
+                found = f"a DTensor of another runtime, {parameter.placements}"
+                raise UnsupportedError(expected("Muon", wanted, found, remedy))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -108,6 +119,13 @@ class _Matrix:
     @property
     def shape(self) -> tuple[int, int]:
         return self.rows, self.parameter.shape[1]
+
+
+def _is_cut_by_others(parameter: DTensor) -> bool:
+    """Whether it is a DTensor that no unit has made, and no rank has all of it."""
+    axes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    in_parts = any(size > 1 and not placement.is_replicate() for placement, size in axes)
+    return in_parts and not isinstance(parameter, ShardTensor)
 
 
 def _matrices(

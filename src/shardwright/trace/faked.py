@@ -11,6 +11,34 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 
+class FakeMode(FakeTensorMode):
+    """Torch's mode, with what its kernels compute that its fake ones refuse: grouped products of
+    experts in fp32 and fp16, which run on a CPU and on accelerators since torch 2.9."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = super().__torch_dispatch__
+        if func is not _GROUPED or args[0].dtype not in (torch.float32, torch.float16):
+            return run(func, types, args, kwargs)
+
+        def bf16(mat: torch.Tensor) -> torch.Tensor:
+            """As many bytes from row to row, which have to be a multiple of 16."""
+            more = mat.element_size() // 2
+            strides = [stride if stride == 1 else stride * more for stride in mat.stride()]
+            how = {"dtype": torch.bfloat16, "device": mat.device}
+            made: torch.Tensor = run(_EMPTY, types, (mat.shape, strides), how)
+            return made
+
+        given = (bf16(args[0]), bf16(args[1]), *args[2:])
+        asked = kwargs or {}
+        found = run(func, types, given, {**asked, "out_dtype": None})
+        return run(_MADE, types, (args[0], found.shape), {"dtype": asked.get("out_dtype")})
+
+
+_GROUPED = torch.ops.aten._grouped_mm.default
+_EMPTY = torch.ops.aten.empty_strided.default
+_MADE = torch.ops.aten.new_empty.default
+
+
 def settle(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
     """Every tensor of the module becomes one of the mode, on the CPU; parameters compute in
     ``dtype``, or where it is None in their own."""

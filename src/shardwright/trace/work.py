@@ -33,6 +33,8 @@ def work_of(function: Any, arguments: Any, keywords: Any, result: Any) -> Work:
     attention = _ATTENTION.get(packet)
     if attention is not None:
         return Work(1, attention(arguments), 0)
+    if packet in _GROUPED:
+        return Work(1, _grouped(*arguments[:2]), 0)
     counted = flop_registry.get(packet)
     if counted is not None:
         return Work(1, int(counted(*arguments, **keywords, out_val=result)), 0)
@@ -48,6 +50,17 @@ def _is_view(function: Any, arguments: Any, result: Any) -> bool:
     own = key_of(result.untyped_storage())
     given = (a for a in arguments if isinstance(a, torch.Tensor))
     return any(key_of(tensor.untyped_storage()) == own for tensor in given)
+
+
+# Products of experts, each with rows of its own, which torch's counter does not know.
+_GROUPED = (aten._grouped_mm, aten._scaled_grouped_mm)
+
+
+def _grouped(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Of a matrix whose rows or columns are dealt to experts every one is used once; matrices of
+    three dimensions on both sides are an expert's each."""
+    experts = one.shape[0] if one.dim() == other.dim() == 3 else 1
+    return 2 * experts * one.shape[-2] * one.shape[-1] * other.shape[-1]
 
 
 def _attention(arguments: Any) -> int:

@@ -185,8 +185,8 @@ def test_parameters_keep_the_dtype_they_were_made_in_beside_that_of_computing() 
     assert weight in taken
 
 
-@pytest.mark.slow_after(1)
-@pytest.mark.parametrize("name", ["encoder", "convolutions"])
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("name", ["encoder", "grouped", "convolutions"])
 def test_a_real_step_takes_what_was_estimated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(
         f"architectures:{name}",
@@ -196,7 +196,7 @@ def test_a_real_step_takes_what_was_estimated(name: str, monkeypatch: pytest.Mon
         implementation="foreach",
     )
     estimated = peaks(job)
-    sizes = {"batch": BATCH, **({"sequence": SEQUENCE} if name == "encoder" else {})}
+    sizes = {"batch": BATCH, **({} if name == "convolutions" else {"sequence": SEQUENCE})}
     monkeypatch.syspath_prepend(HERE)
     model, inputs, *given = python_function(f"architectures:{name}", "")(**sizes)
     loss = given[0] if given else torch.Tensor.mean

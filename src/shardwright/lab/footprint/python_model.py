@@ -45,7 +45,7 @@ from shardwright.trace.checks import (
     without_pointers,
 )
 from shardwright.trace.composed import Composer, Shortened
-from shardwright.trace.faked import faked, settle
+from shardwright.trace.faked import FakeMode, faked, settle
 from shardwright.trace.module import Subject, held_tensors, record, storage_bytes
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.tensors import DTYPES, NAMES
@@ -152,7 +152,7 @@ def _recorded(request: Request, function: Callable[..., Any]) -> Recorded:
 def _made(request: Request, function: Callable[..., Any]) -> Iterator[tuple[Built, FakeTensorMode]]:
     """What the function returns, on fake tensors, and their mode."""
     # a module may have kept real tensors that it made when it was imported
-    mode, default = FakeTensorMode(allow_non_fake_inputs=True), torch.get_default_dtype()
+    mode, default = FakeMode(allow_non_fake_inputs=True), torch.get_default_dtype()
     try:
         with mode, warnings.catch_warnings():
             warnings.filterwarnings("ignore", POINTER)  # copies of modules ask for it
