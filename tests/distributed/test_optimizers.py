@@ -210,8 +210,8 @@ def test_a_group_that_is_added_later_is_of_muon_s_heads_and_checked() -> None:
 def test_muon_over_fsdp2_is_refused_in_one_line(pool: Pool) -> None:
     assert set(pool.run(2, tasks.muon_over_fsdp2)) == {
         "UnsupportedError: Muon: expected whole parameters, or those of fully_shard_flat, got a "
-        "DTensor of another runtime, (Shard(dim=0),). Give those to torch.optim.Muon, or shard with "
-        "fully_shard_flat."
+        "DTensor of another runtime, (Shard(dim=0),). Give those to torch.optim.Muon, or shard "
+        "with fully_shard_flat."
     }
 
 
