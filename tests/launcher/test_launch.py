@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shardwright.core.errors import InputError
+from shardwright.core.errors import InputError, RunError
 from shardwright.launcher import launch as launching
 from shardwright.launcher.ending import End, outcome_of
 from shardwright.launcher.folder import MARK
@@ -157,6 +160,55 @@ def test_a_rank_that_torchrun_ended_is_not_blamed_beside_the_one_that_was_killed
     assert [rank.state for rank in found.ranks] == ["stopped", "lost"]
 
 
+@pytest.mark.parametrize("becomes", ["nothing", "empty", "a file", "another's"])
+def test_a_run_whose_folder_is_gone_ends_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, becomes: str
+) -> None:
+    """What ranks save on their way out can be gone on from: the folder is a run's again."""
+    forever = [sys.executable, "-c", "import time; time.sleep(300)"]
+    monkeypatch.setattr(launching, "torchrun_command", lambda *_: forever)
+    folder = tmp_path / "run"
+
+    def take_away() -> None:
+        while not (folder / "torchrun.log").exists():
+            time.sleep(0.01)
+        folder.rename(tmp_path / "moved")
+        if becomes == "a file":
+            folder.touch()
+        elif becomes != "nothing":
+            folder.mkdir()
+        if becomes == "another's":
+            (folder / "launcher.lock").write_text(12 * "0")
+
+    request = Launch("none", (), 1, folder)
+    meanwhile = threading.Thread(target=take_away, daemon=True)
+    found = launch(request, io.StringIO(), meanwhile.start)
+    assert (found.code, found.reason) == (
+        5,
+        f"{folder}: expected the folder of the run, got one that was removed, moved or emptied "
+        "before the first step. Nothing that was trained is left: run again.",
+    )
+    left = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    ours = ["launcher.lock", "outcome.json"]
+    assert left == {"a file": [], "another's": ours[:1]}.get(becomes, ours)
+
+
+def test_a_folder_that_is_gone_before_the_ranks_start_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(RunError, match="removed, moved or emptied before it began"):
+        launch(Launch("none", (), 1, folder), io.StringIO(), lambda: shutil.rmtree(folder))
+
+
+def test_ranks_whose_folder_is_gone_have_the_time_to_save_and_say_where(tmp_path: Path) -> None:
+    saved = "stopped by SIGTERM after step 7, saved in x/step-7: the same command goes on."
+    write_status(tmp_path, RankOutcome(0, "stopped", 75, 7, "step", saved))
+    with subprocess.Popen(["true"]) as torchrun:
+        watch = Watch(tmp_path, 1, torchrun, "mark")
+        found = outcome_of(End((view(0),), None, None, (), gone=True), watch, (), 1.0, {})
+    assert found.code == 5
+    assert found.reason.endswith(f"before the first step. The ranks were {saved}")
+
+
 def test_the_last_words_of_a_log_are_no_ornament() -> None:
     log = "Traceback (most recent call last):\nImportError: no x\n    ^^^^\n======\n"
     assert last_words(log) == "ImportError: no x"
@@ -286,6 +338,17 @@ def test_progress_is_read_in_whole_lines_only(tmp_path: Path) -> None:
     assert reader.new() == [{"step": 2}]
 
 
+def test_progress_that_cannot_be_written_ends_a_run_that_no_launcher_watches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = ProgressLog(tmp_path / "gone")
+    monkeypatch.setenv(MARK, "0")
+    log.update({"step": 1})
+    monkeypatch.delenv(MARK)
+    with pytest.raises(RunError, match="a file to write in, got 'No such file"):
+        log.update({"step": 1})
+
+
 def test_a_status_survives_its_file(tmp_path: Path) -> None:
     write_status(tmp_path, PEER)
     assert read_status(tmp_path, 0) == PEER
@@ -317,6 +380,7 @@ def test_errors_that_come_from_a_peer_are_kept_from_ones_own() -> None:
         ("raise KeyboardInterrupt", 130, "stopped", "stopped by Ctrl-C"),
         ("sys.exit(3)", 3, "failed", "exited with code 3"),
         ("signal.raise_signal(signal.SIGTERM)", 75, "stopped", "stopped by SIGTERM"),
+        ("import shutil; shutil.rmtree(sys.argv[1]); raise KeyError('x')", 1, "failed", "KeyError"),
         ("raise RuntimeError('Timed out waiting 5000ms')", 5, "failed", "lost its peers at step 3"),
     ],
 )
@@ -336,12 +400,15 @@ def test_a_worker_leaves_a_last_word(
     assert (status.state, status.code, status.step) == (state, code, 3)
     assert status.message.startswith(message)
     assert status.peer == ("peers" in message)
-    assert (tmp_path / "rank-0.log").exists() == (state == "failed" and "exit" not in body)
+    has_log = state == "failed" and "exit" not in body and "rmtree" not in body
+    assert (tmp_path / "rank-0.log").exists() == has_log
 
 
 @pytest.mark.parametrize(
     ("number", "saves", "seconds"),
     [
+        (None, False, launching._GRACE),  # the folder is gone
+        (None, True, 17.0),
         (signal.SIGINT, False, launching._GRACE),
         (signal.SIGINT, True, 17.0),
         (signal.SIGTERM, False, 17.0),
@@ -351,7 +418,7 @@ def test_a_worker_leaves_a_last_word(
 def test_ranks_that_save_have_their_time_whatever_the_signal(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
+    number: signal.Signals | None,
     saves: bool,
     seconds: float,
 ) -> None:
@@ -365,5 +432,6 @@ def test_ranks_that_save_have_their_time_whatever_the_signal(
     request = Launch("none", (), 1, tmp_path, stop_grace=17.0, saves=saves)
     with subprocess.Popen(["true"]) as torchrun:
         watch = Watch(tmp_path, 1, torchrun, "mark")
-        launching._end(request, watch, [number])
+        caught = [number] if number else []
+        launching._end(request, watch, caught, gone=not caught)
     assert given == [seconds]

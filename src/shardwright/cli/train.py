@@ -54,7 +54,8 @@ def finish(session: Session, *, json: bool = False, full: bool = False, brief: b
     """Say how a run ended."""
     if session.outcome.code != 0:
         print(f"shardwright: {session.outcome.reason}", file=sys.stderr)
-        print(f"details in {outcome_file(session.folder)}", file=sys.stderr)
+        if (details := outcome_file(session.folder)).exists():
+            print(f"details in {details}", file=sys.stderr)
         if json:
             shared.print_json({"outcome": session.outcome})
         return session.outcome.code

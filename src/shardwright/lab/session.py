@@ -118,7 +118,7 @@ def run(
         request = with_resume(request)
     outcome = launch(request, stream, begin)
     for again in range(1, section.restarts + 1):
-        if outcome.code != EXIT_RUN_FAILED:
+        if outcome.code != EXIT_RUN_FAILED or not plan_file(folder).exists():
             break
         print(f"{outcome.reason}; restart {again} of {section.restarts}", file=stream, flush=True)
         outcome = launch(with_resume(request), stream)

@@ -5,6 +5,7 @@ Runs under torchrun and never imports the planner.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import time
@@ -25,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
 
-from shardwright.core.document import write_document
+from shardwright.core.document import write_atomically, write_document
 from shardwright.core.errors import (
     InputError,
     MismatchError,
@@ -378,7 +379,9 @@ class Training:
             rows = list(self._scores(model, part, held_out)) if held_out else []
             if rows or part == "test":
                 found = np.concatenate(rows) if rows else np.empty((0, 3))
-                np.save(scores_file(self.folder, self.rank, part), found, allow_pickle=False)
+                whole = io.BytesIO()
+                np.save(whole, found, allow_pickle=False)
+                write_atomically(scores_file(self.folder, self.rank, part), whole.getvalue())
 
     def _scores(
         self, model: nn.Module, part: str, held_out: Callable[[int, int], Iterator[Any]]

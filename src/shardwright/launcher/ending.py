@@ -13,6 +13,7 @@ from shardwright.core.errors import (
     EXIT_OK,
     EXIT_PREEMPTED,
     EXIT_RUN_FAILED,
+    expected,
 )
 from shardwright.launcher.folder import log_file
 from shardwright.launcher.outcome import OUTCOME_SCHEMA, STOPPED, Outcome, RankOutcome
@@ -31,12 +32,13 @@ from shardwright.launcher.watch import RankView, Watch
 class End:
     """What was seen when the launcher decided to end the run: the ranks, torchrun's exit code
     (None: it was still running), the signal that stopped the launcher, and the pids that could
-    not be ended."""
+    not be ended. ``gone``: the run's folder was."""
 
     views: tuple[RankView, ...]
     torchrun: int | None
     stopped_by: int | None
     left: tuple[int, ...]
+    gone: bool = False
 
 
 def outcome_of(
@@ -49,6 +51,9 @@ def outcome_of(
     verdict = None
     if end.stopped_by is not None:
         code, why = _stopped(end.stopped_by, final)
+    elif end.gone:
+        words = _words_of_stopped(final)
+        code, why = EXIT_RUN_FAILED, without_folder(watch.folder, _when(final), words)
     elif all(view.finished for view in end.views):
         code, why = EXIT_OK, "finished"
         if end.torchrun != 0:
@@ -116,12 +121,28 @@ def _first_to_go(verdict: Verdict, exits: Mapping[int, int], views: Sequence[Ran
     return verdict
 
 
+def without_folder(folder: Path, when: str, words: Sequence[str] = ()) -> str:
+    """That the folder of a run is not what it was; ``words`` of the ranks that were stopped."""
+    found = f"one that was removed, moved or emptied{when}"
+    kept = f"The ranks were {words[0]}" if words else "Nothing that was trained is left: run again."
+    return expected(str(folder), "the folder of the run", found, kept)
+
+
+def _when(final: list[RankView]) -> str:
+    steps = [view.beat.step for view in final if view.beat and view.beat.step is not None]
+    return f" at step {max(steps)}" if steps else " before the first step"
+
+
+def _words_of_stopped(final: list[RankView]) -> list[str]:
+    """What ranks say that were stopped between two steps."""
+    return [v.message for v in final if v.ended_as("stopped") and v.message != STOPPED]
+
+
 def _stopped(number: int, final: list[RankView]) -> tuple[int, str]:
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    steps = [view.beat.step for view in final if view.beat and view.beat.step is not None]
-    at = f" at step {max(steps)}" if steps else " before the first step"
+    at = _when(final)
     unruly = [view.rank for view in final if not _in_order(view)]
-    said = [v.message for v in final if v.ended_as("stopped") and v.message != STOPPED]
+    said = _words_of_stopped(final)
     if said and not unruly:  # between two steps
         return EXIT_PREEMPTED, said[0]
     if number == signal.SIGINT:

@@ -26,14 +26,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Final, TextIO
 
 from shardwright.core.document import write_atomically
-from shardwright.core.errors import InputError, expected
-from shardwright.launcher.ending import End, outcome_of
+from shardwright.core.errors import InputError, RunError, expected
+from shardwright.launcher.ending import End, outcome_of, without_folder
 from shardwright.launcher.folder import (
     LONGEST_MARK,
     MARK,
@@ -128,19 +129,24 @@ def launch(
     Ends within ``timeout`` (or ``setup_timeout``, ``stop_grace``) and about 10 s more. Ctrl-C
     and SIGTERM end the run (130; 75 when every rank stopped in order), a second one at once.
     ``prepare`` runs once the folder is this run's own and before anything in it changes; a signal
-    ends it as it ends any program. Messages go to ``stream`` (stderr). InputError: the folder is in
-    use or cannot be written.
+    ends it as it ends any program. Messages go to ``stream`` (stderr). A folder that is removed
+    meanwhile ends the run, saved if it ``saves`` (5). InputError: the folder is in use or cannot be
+    written.
     """
     mark = secrets.token_hex(6)
-    with hold(request.folder, mark):
+    with hold(request.folder, mark) as is_there:
         if prepare:
             prepare()
         with _signals() as caught:
-            return _launched(request, stream or sys.stderr, mark, caught)
+            return _launched(request, stream or sys.stderr, mark, caught, is_there)
 
 
-def _launched(request: Launch, stream: TextIO, mark: str, caught: list[int]) -> Outcome:
+def _launched(
+    request: Launch, stream: TextIO, mark: str, caught: list[int], is_there: Callable[[], bool]
+) -> Outcome:
     """Start torchrun in a folder that is held, and see it to its end."""
+    if not is_there():
+        raise RunError(without_folder(request.folder, " before it began"))
     command = torchrun_command(request, mark)
     extra = loopback_environment(request.world_size)
     _clear(request)
@@ -160,17 +166,29 @@ def _launched(request: Launch, stream: TextIO, mark: str, caught: list[int]) -> 
         request.folder, request.world_size, torchrun, mark, in_one_process=request.in_one_process
     )
     try:
-        end = _watched(request, watch, caught, writer_for(stream))
+        end = _watched(request, watch, caught, writer_for(stream), is_there)
     except BaseException:
         end_run(torchrun, mark, watch.pids(), None, 0.0)
         raise
     seconds = time.monotonic() - started
     outcome = outcome_of(end, watch, tuple(command), seconds, versions())
-    write_atomically(outcome_file(request.folder), encode_outcome(outcome))
+    if not end.gone:
+        write_atomically(outcome_file(request.folder), encode_outcome(outcome))
+    elif not lock_file(request.folder).exists():  # else it is another run's already
+        # What became of the folder may be no folder; what ranks saved can be gone on from in one.
+        with contextlib.suppress(InputError, OSError):
+            write_atomically(outcome_file(request.folder), encode_outcome(outcome))
+            lock_file(request.folder).touch()
     return outcome
 
 
-def _watched(request: Launch, watch: Watch, caught: list[int], display: Writer) -> End:
+def _watched(
+    request: Launch,
+    watch: Watch,
+    caught: list[int],
+    display: Writer,
+    is_there: Callable[[], bool],
+) -> End:
     """Wait for the end, and see to it that it is one."""
     progress = ProgressReader(request.folder)
     listen_by = leave_by = float("inf")
@@ -185,14 +203,16 @@ def _watched(request: Launch, watch: Watch, caught: list[int], display: Writer) 
             listen_by = min(listen_by, now + _LISTEN)
         if caught or watch.torchrun.poll() is not None or now > min(listen_by, leave_by):
             break
+        if not is_there():
+            break
         time.sleep(_TICK)
     for entry in progress.new():
         display.update(entry)
     display.close()
-    return _end(request, watch, caught)
+    return _end(request, watch, caught, gone=not is_there())
 
 
-def _end(request: Launch, watch: Watch, caught: list[int]) -> End:
+def _end(request: Launch, watch: Watch, caught: list[int], *, gone: bool = False) -> End:
     stopped_by = caught[0] if caught else None
     code = watch.torchrun.poll()
     views = watch.look()
@@ -201,16 +221,19 @@ def _end(request: Launch, watch: Watch, caught: list[int]) -> End:
         first = signal.SIGINT if stopped_by == signal.SIGINT else signal.SIGTERM
         ends = stopped_by == signal.SIGINT and not request.saves
         grace = _GRACE if ends else request.stop_grace
+    elif gone:  # what ranks hold can be saved yet
+        first, grace = signal.SIGTERM, request.stop_grace if request.saves else _GRACE
     elif all(view.status is None and not view.lost for view in views):
         first = signal.SIGTERM
     left = end_run(watch.torchrun, watch.mark, watch.pids(), first, grace, lambda: len(caught) > 1)
-    return End(tuple(views), code, stopped_by, tuple(sorted(left)))
+    return End(tuple(views), code, stopped_by, tuple(sorted(left)), gone)
 
 
 @contextlib.contextmanager
-def hold(folder: Path, mark: str) -> Iterator[None]:
+def hold(folder: Path, mark: str) -> Iterator[Callable[[], bool]]:
     """Hold the folder: one launcher at a time, and workers see when theirs is gone. ``mark`` is the
-    run's number, 12 hexadecimal digits. InputError: the folder is in use or cannot be written."""
+    run's number, 12 hexadecimal digits. What is given tells whether the folder is still there: it
+    may be removed, emptied or moved meanwhile. InputError: it is in use or cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(lock_file(folder), os.O_RDWR | os.O_CREAT, 0o644)
@@ -227,9 +250,19 @@ def hold(folder: Path, mark: str) -> Iterator[None]:
             _take_over(folder, descriptor, mark)
         except OSError as error:
             raise _not_to_write_in(folder, error) from None
-        yield
+        yield partial(_is_held, lock_file(folder), descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_held(lock: Path, descriptor: int) -> bool:
+    """Whether the file is there that was locked; one that cannot be looked at now may be."""
+    try:
+        return os.path.samestat(lock.stat(), os.fstat(descriptor))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
 
 
 def _not_to_write_in(folder: Path, error: OSError) -> InputError:

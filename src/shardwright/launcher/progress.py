@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol, T
 
 import msgspec
 
-from shardwright.launcher.folder import progress_file
+from shardwright.core.errors import RunError, expected
+from shardwright.launcher.folder import MARK, progress_file
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -35,15 +36,22 @@ class Writer(Protocol):
 
 
 class ProgressLog:
-    """Rank 0's progress in the run folder, one JSON object a line."""
+    """Rank 0's progress in the run folder, one JSON object a line; RunError where it cannot be
+    written. A folder that is gone is its launcher's to tell of, where there is one."""
 
     def __init__(self, folder: Path) -> None:
         self._path = progress_file(folder)
 
     def update(self, entry: Mapping[str, Any]) -> None:
         """Opened and closed each time: call it per logged step, not per microsecond."""
-        with self._path.open("ab") as file:
-            file.write(msgspec.json.encode(entry) + b"\n")
+        try:
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.encode(entry) + b"\n")
+        except OSError as error:
+            if MARK in os.environ and isinstance(error, FileNotFoundError | NotADirectoryError):
+                return
+            found = f"'{error.strerror}'"
+            raise RunError(expected(str(self._path), "a file to write in", found)) from None
 
     def close(self) -> None:
         """Nothing is held."""

@@ -118,10 +118,11 @@ class Watch:
         return next(iter(paths), None)
 
     def _view(self, rank: int, now: float) -> RankView:
-        beat = read_heartbeat(heartbeat_file(self.folder, rank))
+        before = self._last.get(rank)
+        beat = read_heartbeat(heartbeat_file(self.folder, rank)) or before  # its file may be gone
         if beat is not None:
             self._pids[rank] = beat.pid
-        if beat != self._last.get(rank):
+        if beat != before:
             self._last[rank], self._moved[rank] = beat, now
         # the process first: a status is written before its process ends
         pid = self._pids.get(rank)

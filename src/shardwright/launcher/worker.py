@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Final
@@ -35,6 +36,7 @@ from shardwright.core.errors import (
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
     EXIT_RUN_FAILED,
+    InputError,
     PeerError,
     ShardwrightError,
     StoppedError,
@@ -131,7 +133,8 @@ def _last_word(folder: Path, rank: int, heartbeat: Heartbeat, body: Body) -> int
     except StopRequestedError:
         status = _status(heartbeat, rank, "stopped", EXIT_PREEMPTED, STOPPED)
     _ignore_term()
-    write_status(folder, status)
+    with suppress(InputError):  # no folder may be there any more to write it in
+        write_status(folder, status)
     return status.code or 0
 
 
@@ -156,7 +159,8 @@ def _ended(heartbeat: Heartbeat, rank: int, body: Body, log: Path) -> RankOutcom
         # torchrun stops the other ranks of one that failed; what they have to say comes first
         _ignore_term()
         if not isinstance(error, StoppedError):
-            log.write_text(traceback.format_exc())
+            with suppress(OSError):
+                log.write_text(traceback.format_exc())
         return _failure(heartbeat, rank, error)
 
 
