@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +103,32 @@ def test_a_full_disk_is_the_user_s_to_mend(call: Any, job: Any, monkeypatch: Any
 
     monkeypatch.setattr(shardwright.cli.plan, "planned", full)
     call("plan", job).refuses(2, "disk: expected room", "'No space left on device'", "--out")
+
+
+def test_memory_that_cannot_be_had_is_the_user_s_to_mend(
+    call: Any, job: Any, monkeypatch: Any
+) -> None:
+    import shardwright.cli.plan
+
+    def exhausted(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(shardwright.cli.plan, "planned", exhausted)
+    call("plan", job).refuses(2, "memory: expected as much as", 'got "can\'t start new thread"')
+
+
+def test_a_command_that_imports_torch_into_too_little_says_so(tmp_path: Path) -> None:
+    """Libraries of torch end the process there, and nobody could say why."""
+    job = tmp_path / "job.toml"
+    job.write_text('[model]\nkind = "transformer"\nlayers = 1\ndim = 8\nheads = 2\n')
+    line = f"ulimit -v 600000; exec {sys.executable} -m shardwright plan {job}"
+    cache = {"SHARDWRIGHT_CACHE": str(tmp_path)}
+    ended = subprocess.run(
+        line, shell=True, env=os.environ | cache, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("shardwright: memory: expected 750.00 MiB of address space")
+    assert ended.stderr.count("\n") == 1
 
 
 def test_ctrl_c_is_130(call: Any, job: Any, monkeypatch: Any) -> None:

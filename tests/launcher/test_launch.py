@@ -85,6 +85,22 @@ def test_a_lost_rank_is_named_with_what_is_known_of_its_end() -> None:
     assert "killed by signal 9, SIGKILL; the system" in end(*views, exits={1: -9})[1]
 
 
+def test_a_start_for_which_there_was_no_memory_is_a_run_that_failed(tmp_path: Path) -> None:
+    """Not what torchrun says as it cleans up; and not a bug of ours, as another error would be."""
+    log = "RuntimeError: can't start new thread\nRuntimeError: cannot join thread\n"
+    (tmp_path / "torchrun.log").write_text(log)
+    with subprocess.Popen(["true"]) as torchrun:
+        watch = Watch(tmp_path, 1, torchrun, "abc")
+    never = End((view(0, beat=None, process="gone"),), 1, None, ())
+    found = outcome_of(never, watch, (), 1.0, {})
+    assert found.code == 5
+    assert found.reason.startswith(
+        "torchrun could not start the ranks: memory could not be had: RuntimeError: can't start new"
+    )
+    views = (view(0, beat=None, process="gone"),)
+    assert end(*views, exits={0: 1}, words="memory could not be had: MemoryError")[0] == 5
+
+
 def test_a_rank_that_never_lived_says_what_its_log_says() -> None:
     views = (view(0, beat=None, process="gone"), view(1, status=PEER))
     assert end(*views, exits={0: 1}, words="ImportError: no x") == (

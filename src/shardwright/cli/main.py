@@ -19,6 +19,7 @@ from shardwright.core.errors import (
     expected,
     likeliest,
 )
+from shardwright.core.exhausted import REMEDY, how_exhausted, out_of_memory, room_for_torch
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 LONGEST_MESSAGE = 4000  # characters; a list of known names may be long
@@ -67,27 +68,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit code."""
-    parser = _Parser(
-        prog="shardwright",
-        description="Plans, explains and runs sharded PyTorch training.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    version = f"shardwright {__version__}"
-    parser.add_argument("-V", "--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    wanted = next((word for word in given if not word.startswith("-")), "")
-    for name, text in COMMANDS.items():
-        sub = commands.add_parser(name, help=text, description=text.capitalize() + ".")
-        if name == wanted:  # only the command that runs is imported
-            importlib.import_module(f"shardwright.cli.{name}").add_arguments(sub)
-    options, left = parser.parse_known_args(given)
-    if left:
-        _refuse_left(commands.choices[options.command], left)
-    module = importlib.import_module(f"shardwright.cli.{options.command}")
     try:
-        code: int = module.execute(options)
+        with room_for_torch():
+            code = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except ShardwrightError as error:
         print(f"shardwright: {_line(str(error))}", file=sys.stderr)
@@ -105,6 +88,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _run(given: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="shardwright",
+        description="Plans, explains and runs sharded PyTorch training.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    version = f"shardwright {__version__}"
+    parser.add_argument("-V", "--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    wanted = next((word for word in given if not word.startswith("-")), "")
+    for name, text in COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+        if name == wanted:  # only the command that runs is imported
+            importlib.import_module(f"shardwright.cli.{name}").add_arguments(sub)
+    options, left = parser.parse_known_args(given)
+    if left:
+        _refuse_left(commands.choices[options.command], left)
+    module = importlib.import_module(f"shardwright.cli.{options.command}")
+    code: int = module.execute(options)
+    return code
+
+
 def _refuse_left(command: argparse.ArgumentParser, left: list[str]) -> NoReturn:
     """Of words that ``command`` does not take, and of the option that the first may have meant."""
     known = [name for action in command._actions for name in action.option_strings]
@@ -114,8 +120,13 @@ def _refuse_left(command: argparse.ArgumentParser, left: list[str]) -> NoReturn:
 
 
 def _unforeseen(error: Exception) -> int:
-    """A path that the system refuses is the user's to mend, and so is a disk without room;
-    everything else is ours."""
+    """A path that the system refuses is the user's to mend, and so is a disk or a memory without
+    room; everything else is ours."""
+    if out_of_memory(error):
+        wanted = "as much as this command needs"
+        text = expected("memory", wanted, how_exhausted(error), REMEDY)
+        print(f"shardwright: {_line(text)}", file=sys.stderr)
+        return EXIT_INPUT
     if isinstance(error, OSError) and error.filename:
         found = f"'{error.strerror or type(error).__name__}'"
         text = expected(str(error.filename), "a path that can be used", found)
@@ -133,6 +144,8 @@ def _unforeseen(error: Exception) -> int:
 
 def _line(text: str) -> str:
     """One line that no name from a file or a command can break or colour."""
-    from shardwright.report.wording import printable
-
+    try:
+        from shardwright.report.wording import printable
+    except (ImportError, MemoryError, OSError):  # there is no memory for it
+        return " ".join(text.split())
     return printable(text, LONGEST_MESSAGE)

@@ -34,6 +34,7 @@ from shardwright.core.errors import (
     ShardwrightError,
     expected,
 )
+from shardwright.core.exhausted import out_of_memory
 from shardwright.core.job import checkpoint_folder, named_files, run_in, table_folder
 from shardwright.core.plan import Plan, read_plan
 from shardwright.core.scores import Scores, scores_text
@@ -64,7 +65,6 @@ from shardwright.launcher.folder import (
 )
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.progress import Writer
-from shardwright.launcher.worker import out_of_memory
 from shardwright.runtime import comm, data_workers
 from shardwright.runtime.apply import apply
 from shardwright.runtime.checkpoint.agreement import together

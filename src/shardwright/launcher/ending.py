@@ -15,6 +15,7 @@ from shardwright.core.errors import (
     EXIT_RUN_FAILED,
     expected,
 )
+from shardwright.core.exhausted import address_space, words_of_memory
 from shardwright.launcher.folder import log_file
 from shardwright.launcher.outcome import OUTCOME_SCHEMA, STOPPED, Outcome, RankOutcome
 from shardwright.launcher.verdict import (
@@ -97,9 +98,12 @@ def _judged(
     first = verdict.ranks[0]
     output = watch.output(first)
     if verdict.kind == "lost" and output is None:
-        words = last_words(log) or "no word in its log"
+        words = _last_words(log) or "no word in its log"
         return EXIT_RUN_FAILED, f"torchrun could not start the ranks: {words} {place}"
-    words = last_words(_text(output)) if output and verdict.kind in ("lost", "stalled") else ""
+    said = _text(output) if output else ""
+    words = ""
+    if verdict.kind in ("lost", "stalled"):
+        words = _last_words(said) if verdict.kind == "lost" else last_words(said)
     why = reason(verdict, views, exits, words)
     status = views[first].status
     if words:
@@ -168,6 +172,12 @@ def _last_word(
     if blamed:
         return RankOutcome(view.rank, "lost", code, step, phase, why)
     return RankOutcome(view.rank, "stopped", code, step, phase, "ended by the launcher")
+
+
+def _last_words(log: str) -> str:
+    """Those of a log, but for words about what follows from memory that could not be had."""
+    lacking = words_of_memory(log)
+    return f"memory could not be had: {lacking}{address_space()}" if lacking else last_words(log)
 
 
 def _see(watch: Watch) -> str:

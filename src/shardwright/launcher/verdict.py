@@ -19,6 +19,7 @@ from shardwright.core.errors import (
     EXIT_PREEMPTED,
     EXIT_RUN_FAILED,
 )
+from shardwright.core.exhausted import words_of_memory
 from shardwright.launcher.heartbeat import Beat
 from shardwright.launcher.outcome import RankOutcome
 from shardwright.launcher.watch import RankView
@@ -102,7 +103,7 @@ def exit_code(
     first = views[verdict.ranks[0]]
     if verdict.kind in ("error", "stopped") and first.status is not None:
         return first.status.code or EXIT_PREEMPTED
-    if verdict.kind == "lost" and first.beat is None and words:
+    if verdict.kind == "lost" and first.beat is None and words and not words_of_memory(words):
         return _code_of_a_start_that_failed(exits.get(first.rank, EXIT_BUG))
     return EXIT_RUN_FAILED
 

@@ -41,6 +41,7 @@ from shardwright.core.errors import (
     ShardwrightError,
     StoppedError,
 )
+from shardwright.core.exhausted import address_space, out_of_memory
 from shardwright.launcher.folder import LONGEST_MARK, MARK, lock_file, log_file
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.outcome import STOPPED, RankOutcome, State, write_status
@@ -183,7 +184,7 @@ def _failure(heartbeat: Heartbeat, rank: int, error: Exception) -> RankOutcome:
         text = f"lost its peers at {where}, collective {last.sequence}: {line}"
         return _status(heartbeat, rank, "failed", EXIT_RUN_FAILED, text, peer=True)
     if out_of_memory(error):
-        text = f"ran out of memory at {where}: {line}"
+        text = f"ran out of memory at {where}: {line}{address_space()}"
         return _status(heartbeat, rank, "failed", EXIT_RUN_FAILED, text)
     return _status(heartbeat, rank, "failed", EXIT_BUG, f"{type(error).__name__}: {line}")
 
@@ -217,17 +218,6 @@ def from_a_peer(error: BaseException | None) -> bool:
                 return True
         error = error.__cause__
     return False
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """True for Python's, the CPU allocator's and the device allocators' way of saying it."""
-    text = str(error).lower()
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in text
-        or "out of memory" in text
-    )
 
 
 def first_line(text: str) -> str:
