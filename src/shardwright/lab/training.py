@@ -378,9 +378,8 @@ class Training:
         for part, held_out in parts.items():
             rows = list(self._scores(model, part, held_out)) if held_out else []
             if rows or part == "test":
-                found = np.concatenate(rows) if rows else np.empty((0, 3))
                 whole = io.BytesIO()
-                np.save(whole, found, allow_pickle=False)
+                np.save(whole, np.concatenate(rows or [np.empty((0, 3))]), allow_pickle=False)
                 write_atomically(scores_file(self.folder, self.rank, part), whole.getvalue())
 
     def _scores(
@@ -405,8 +404,7 @@ class Training:
 
 
 class _Following(NamedTuple):
-    """The batch of the next step; rows that were left out, and random states, before it was
-    made."""
+    """The batch of the next step; rows left out, and random states, before it was made."""
 
     batch: Batch
     bad_rows: int
