@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardwright
 from shardwright.core.document import (
     encode_document,
     encode_toml,
@@ -64,6 +68,49 @@ def test_sections_and_entries_are_written_for_people_and_nothing_is_not() -> Non
         '[cluster.rates]\n"a.b" = 1\n\n[[tables]]\nname = "a"\n\n'
         '[tables.cache]\nload_factor = 0.5\n\n[[tables]]\nname = "b"\n'
     )
+
+
+THREADS = """
+import sys, threading
+import msgspec
+from shardwright.core.document import decode_json, to_kind
+
+def tree(number):
+    leaf = msgspec.defstruct(f"Leaf{number}", [(f"key{i}", int, 0) for i in range(20)])
+    fields = [("leaf", leaf), ("leaves", tuple[leaf, ...], ())]
+    middle = msgspec.defstruct(f"Middle{number}", fields)
+    return msgspec.defstruct(f"Tree{number}", [("middle", middle), ("more", list[middle], [])])
+
+def read(kind, ready):
+    ready.wait()
+    assert decode_json(b'{"middle":{"leaf":{"key3":1}}}', kind).middle.leaf.key3 == 1
+    to_kind({"middle": {"leaf": {}}}, kind)
+
+sys.setswitchinterval(1e-6)
+for number in range(60):
+    kind, ready = tree(number), threading.Barrier(8)
+    threads = [threading.Thread(target=read, args=(kind, ready)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+print("read")
+"""
+
+
+def test_threads_may_be_the_first_to_read_a_kind_together() -> None:
+    """Where msgspec is given it by several, the process ends by a segmentation fault."""
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"read\n", b"")
+
+
+READS = re.compile(r"msgspec\.(convert\(|\w+\.Decoder|\w+\.decode\([^=]*\btype=)")
+
+
+def test_nothing_is_read_into_a_kind_past_what_keeps_threads_apart() -> None:
+    sources = Path(shardwright.__file__).parent.rglob("*.py")
+    found = {path.name for path in sources if READS.search(path.read_text())}
+    assert found == {"document.py"}
 
 
 def test_a_document_is_indented_sorted_and_ends_with_a_newline() -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import stat
+import threading
 import tomllib
 import types
 import typing
@@ -108,7 +109,7 @@ def read_document(path: Path | str, kind: type[T], schema: str, made_by: str) ->
             )
         )
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return decode_json(raw, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise InputError(f"{path}: not a valid {name}: {error}.") from None
 
@@ -124,6 +125,32 @@ def _schema_of(raw: bytes, path: Path | str, name: str, made_by: str) -> str:
         raise InputError(expected(str(path), f"a {name} object", found, remedy))
     schema = document.get("schema", "")
     return schema if isinstance(schema, str) else ""
+
+
+@functools.cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    """What decodes a ``kind``, built by one thread at a time, and before anything else is done with
+    the kind: msgspec fills in what it knows of a struct while other threads run, and one that takes
+    it half filled ends the process."""
+    with _BUILDING:
+        return msgspec.json.Decoder(kind)
+
+
+_BUILDING = threading.Lock()
+
+
+def decode_json(raw: bytes | str, kind: type[S]) -> S:
+    """JSON as a ``kind``, in any thread; msgspec's own errors."""
+    of: Any = kind
+    found: S = _decoder(of).decode(raw)
+    return found
+
+
+def to_kind(value: Any, kind: type[S]) -> S:
+    """Plain values as a ``kind``, in any thread; msgspec's own errors."""
+    of: Any = kind
+    _decoder(of)
+    return msgspec.convert(value, kind)
 
 
 def encode_document(document: msgspec.Struct) -> bytes:
@@ -211,7 +238,7 @@ def convert(
     """
     _refuse_unknown_keys(document, kind, where, at, frozenset(hidden))
     try:
-        return msgspec.convert(document, kind)
+        return to_kind(document, kind)
     except msgspec.ValidationError as error:
         raise InputError(_explain(str(error), document, kind, where, at)) from None
 
@@ -317,7 +344,7 @@ def _wrong(found: dict[str, Any], kind: Any) -> str | None:
     """The first key whose value is not of a kind; None where a key itself is at fault."""
     for key, value in found.items():
         try:
-            msgspec.convert(value, kind)
+            to_kind(value, kind)
         except msgspec.ValidationError:
             return key
     return None

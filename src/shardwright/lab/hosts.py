@@ -26,6 +26,7 @@ import torch.distributed as dist
 from msgspec import UNSET
 
 from shardwright import __version__
+from shardwright.core.document import decode_json
 from shardwright.core.errors import (
     InputError,
     MismatchError,
@@ -78,7 +79,7 @@ class Hosts:
         self._store = store
         self._patience = self.plan.job.train.timeout
         texts = self._exchange("facts", msgspec.json.encode(self._own).decode())
-        self.facts = [msgspec.json.decode(text, type=Facts) for text in texts]
+        self.facts = [decode_json(text, Facts) for text in texts]
         check_facts(self.facts, self.plan)
         self._compare_clocks()
         with ExitStack() as held:

@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from torch import nn
 
 from shardwright import __version__
+from shardwright.core.document import decode_json
 from shardwright.core.measurement import RECORD_SCHEMA, Measurement, Record, Saved, merge
 from shardwright.core.plan import Plan
 from shardwright.core.timeline import Phase
@@ -90,9 +91,7 @@ class Measured:
         comm.all_gather("sizes of records", sizes, sizes.new_tensor([len(text)]))
         lengths = sizes.tolist()
         texts = comm.gather_uneven("records", own, lengths).cpu().split(lengths)
-        return merge(
-            self.plan, [msgspec.json.decode(t.numpy().tobytes(), type=Record) for t in texts]
-        )
+        return merge(self.plan, [decode_json(t.numpy().tobytes(), Record) for t in texts])
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright import __version__
-from shardwright.core.document import write_atomically
+from shardwright.core.document import decode_json, write_atomically
 from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.job import (
     A_JOB,
@@ -216,7 +216,7 @@ def _kept(path: Path) -> Recording | None:
     it, so that one changed byte would be another answer."""
     try:
         digest, _, content = path.read_bytes().partition(b"\n")
-        return msgspec.json.decode(content, type=Recording) if digest == _digest(content) else None
+        return decode_json(content, Recording) if digest == _digest(content) else None
     except (OSError, msgspec.DecodeError):
         return None
 

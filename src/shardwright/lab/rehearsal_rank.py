@@ -8,14 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from msgspec import UNSET
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from shardwright.core.document import write_document
+from shardwright.core.document import decode_json, write_document
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.footprint import Tracked
 from shardwright.core.job import Job, degrees_of, memory_of, parallel_of
@@ -140,7 +139,7 @@ def main() -> int:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def body(heartbeat: Heartbeat) -> None:
-        job = msgspec.json.decode((folder / JOB).read_bytes(), type=Job)
+        job = decode_json((folder / JOB).read_bytes(), Job)
         store = comm.meet(TIMEOUT, rank, world_size, store_file(folder))
         comm.start("gloo", TIMEOUT, rank, world_size, store)
         try:

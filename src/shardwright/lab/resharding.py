@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from shardwright.core.block import Role
+from shardwright.core.document import to_kind
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.plan import Plan
 from shardwright.lab.resuming import Place, start_after
@@ -166,7 +167,7 @@ def _extras(stored: Stored, plan: Plan) -> list[Any]:
     extras = tuple(each.scalars.get("extra") for each in stored.lists)
     saved = Resumed(step, extras[0], stored.manifest.facts, len(extras), False, extras)
     try:
-        first = msgspec.convert(extras[0], Place)
+        first = to_kind(extras[0], Place)
         starts = [start_after(saved, rank, ranks) for rank in range(ranks)]
     except (InputError, msgspec.ValidationError):
         return [extras[rank % len(extras)] for rank in range(ranks)]

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, to_builtins
 
+from shardwright.core.document import to_kind
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.job import Job, checkpoint_folder, data_files
 from shardwright.core.scores import Scores
@@ -88,7 +89,7 @@ def start_after(found: Resumed, rank: int, world_size: int) -> Start:
     Of another number of ranks, each has the mean of their losses as its own.
     """
     try:
-        places = [msgspec.convert(extra, Place) for extra in found.extras]
+        places = [to_kind(extra, Place) for extra in found.extras]
         losses = np.array([np.frombuffer(base64.b64decode(p.losses)) for p in places])
     except (msgspec.ValidationError, ValueError) as error:
         where, remedy = f"step-{found.step}", "Name another checkpoint.folder."

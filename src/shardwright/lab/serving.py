@@ -10,7 +10,7 @@ import msgspec
 import torch
 from safetensors.torch import save
 
-from shardwright.core.document import write_atomically
+from shardwright.core.document import decode_json, write_atomically
 from shardwright.core.errors import InputError, expected
 from shardwright.core.kinds import dense_of, kind_of, packed_bytes
 from shardwright.core.model import TableSpec
@@ -80,6 +80,6 @@ def packed_embeddings(path: Path | str) -> Embeddings:
 def _looks(text: str) -> dict[str, tuple[Literal["int8", "int4"], _Dim]]:
     """Kinds and dims by table; none of a header that is not ours."""
     try:
-        return msgspec.json.decode(text, type=dict[str, tuple[Literal["int8", "int4"], _Dim]])
+        return decode_json(text, dict[str, tuple[Literal["int8", "int4"], _Dim]])
     except msgspec.MsgspecError:
         return {}

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from shardwright.core.document import write_atomically
+from shardwright.core.document import decode_json, write_atomically
 from shardwright.core.errors import InputError, expected
 from shardwright.launcher.folder import status_file
 
@@ -65,7 +65,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
 def decode_outcome(data: bytes, where: str = "outcome.json") -> Outcome:
     """The inverse of :func:`encode_outcome`; ``where`` names the file in the InputError."""
     try:
-        return msgspec.json.decode(data, type=Outcome)
+        return decode_json(data, Outcome)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(expected(where, f"JSON of {OUTCOME_SCHEMA}", str(error))) from None
 
@@ -78,6 +78,6 @@ def write_status(folder: Path, status: RankOutcome) -> None:
 def read_status(folder: Path, rank: int) -> RankOutcome | None:
     """None when the rank has not spoken its last word, or not one that can be read."""
     try:
-        return msgspec.json.decode(status_file(folder, rank).read_bytes(), type=RankOutcome)
+        return decode_json(status_file(folder, rank).read_bytes(), RankOutcome)
     except (OSError, msgspec.DecodeError):
         return None

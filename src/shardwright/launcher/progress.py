@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol, T
 
 import msgspec
 
+from shardwright.core.document import decode_json
 from shardwright.core.errors import RunError, expected
 from shardwright.launcher.folder import MARK, progress_file
 
@@ -77,7 +78,7 @@ class ProgressReader:
         entries = []
         for line in whole.splitlines():
             try:
-                entries.append(msgspec.json.decode(line, type=dict[str, Any]))
+                entries.append(decode_json(line, dict[str, Any]))
             except msgspec.DecodeError:
                 continue
         return entries
@@ -102,7 +103,7 @@ def so_far(folder: Path, most: int = 1000) -> SoFar | None:
         with progress_file(folder).open("rb") as file:
             for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
                 try:
-                    entry = msgspec.json.decode(line, type=_Step)
+                    entry = decode_json(line, _Step)
                 except (msgspec.DecodeError, UnicodeDecodeError):
                     continue
                 step, steps, seen = entry.step, entry.steps, seen + 1

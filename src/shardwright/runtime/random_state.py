@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
+from shardwright.core.document import decode_json
 from shardwright.core.errors import InputError, expected
 from shardwright.runtime.checkpoint.stored import Stored
 
@@ -79,12 +80,12 @@ def _tensor(text: str) -> torch.Tensor:
 
 
 def _python_state(text: str) -> Any:
-    version, keys, gauss = msgspec.json.decode(text, type=tuple[int, tuple[int, ...], float | None])
+    version, keys, gauss = decode_json(text, tuple[int, tuple[int, ...], float | None])
     return version, keys, gauss
 
 
 def _numpy_state(text: str) -> Any:
-    return msgspec.json.decode(text, type=tuple[str, list[int], int, int, float])
+    return decode_json(text, tuple[str, list[int], int, int, float])
 
 
 # What takes a state on trial.

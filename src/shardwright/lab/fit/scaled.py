@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from shardwright.core.document import to_kind
 from shardwright.core.job import Job
 from shardwright.core.recording import Recording
 from shardwright.lab.with_tables import Paths, Recorded
@@ -64,7 +65,7 @@ def _drawn(made: dict[int, Recording], size: int) -> Recording:
     near, far = min(made), max(made)
     ends = (msgspec.to_builtins(made[each]) for each in (near, far))
     found = _on_line(*ends, size - near, far - near)
-    return msgspec.convert(found, Recording)
+    return to_kind(found, Recording)
 
 
 def _on_line(near: Any, far: Any, part: int, whole: int) -> Any:

@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
+from shardwright.core.document import decode_json
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.recording import OF_UNITS, Piece, Recording
 from shardwright.lab.footprint.llama import HEAD, Kept
@@ -64,7 +65,7 @@ def moved(recording: Recording, blocks: Blocks, by: int) -> Recording:
     prefix = re.escape(f"{blocks.path}." if blocks.path else "")
     text = msgspec.json.encode(recording).decode()
     there = re.sub(rf'"{prefix}(\d+)(?=["./])', lambda m: _later(m, by), text)
-    return msgspec.json.decode(there, type=Recording)
+    return decode_json(there, Recording)
 
 
 def _later(match: re.Match[str], by: int) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from shardwright.core.document import encode_document, read_bytes
+from shardwright.core.document import decode_json, encode_document, read_bytes
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.runtime.checkpoint.region import MAX_DIMS, MAX_ELEMENTS, Box
 
@@ -171,9 +171,9 @@ def check_digest(path: Path, sha256: str, found: str) -> None:
 
 def _decode(raw: bytes, path: Path, kind: type[T], schema: str) -> T:
     try:
-        found = msgspec.json.decode(raw, type=_Tag).schema
+        found = decode_json(raw, _Tag).schema
         if found != schema:
             raise InputError(expected(f"{path}: schema", f"'{schema}'", f"'{found}'"))
-        return msgspec.json.decode(raw, type=kind)
+        return decode_json(raw, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path}: not a valid {schema.partition('/')[0]}: {error}.") from None

@@ -23,6 +23,7 @@ from torchrec.distributed.types import (
     ShardMetadata,
 )
 
+from shardwright.core.document import decode_json
 from shardwright.core.errors import MismatchError, PeerError, UnsupportedError, expected
 from shardwright.core.job import parse_job
 from shardwright.core.model import DENSE
@@ -149,7 +150,7 @@ class ShardwrightPlanner(ShardingPlanner):
         sharding, made, failure = outcome[0]
         if failure:
             raise PeerError(expected(WHERE, "a plan from rank 0", failure.rstrip(".")))
-        self.made = msgspec.json.decode(made, type=Plan) if made else None
+        self.made = decode_json(made, Plan) if made else None
         return sharding
 
     def _check_group(self, pg: dist.ProcessGroup) -> None:
