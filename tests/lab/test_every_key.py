@@ -258,6 +258,7 @@ WRITTEN = BASES | {
             "schedule": "interleaved_1f1b",
             "chunks": 2,
         },
+        "memory": {"param_dtype": "fp32", "fp32_logits": True},
     },
 }
 
