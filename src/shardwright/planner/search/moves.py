@@ -241,9 +241,8 @@ def exchanges(state: State, ranks: list[int], costs: Floats, others: Ints) -> li
     if not own.items or not there.items:
         return [None] * len(ranks)
     at = partners(state, own, there, others)
-    seconds, storage, ranks_there = there.seconds[None], there.storage[None], there.ranks[None]
-    if at is not None:
-        seconds, storage, ranks_there = there.seconds[at], there.storage[at], there.ranks[at]
+    # of all, at None is one row of them
+    seconds, storage, ranks_there = there.seconds[at], there.storage[at], there.ranks[at]
     gain = seconds - own.seconds[:, None]
     bytes_ = storage - own.storage[:, None, :]
     mine = state.cost(state.load[own.ranks, None] + gain, state.memory[own.ranks, None] + bytes_)
