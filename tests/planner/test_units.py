@@ -226,9 +226,19 @@ def test_floors_are_below_seconds_which_are_those_of_every_action(
     sections: dict[str, Any], zero: int
 ) -> None:
     space = _problem(make_layers(memory={"zero": zero}, **sections)).unit_space
+    _check_seconds(space)
+
+
+def _check_seconds(space: UnitSpace) -> None:
     for a in space.arrangements:
         assert a.seconds == math.fsum(s.seconds for s in space.walk(a.units, a.modes))
         assert 0 < a.floor <= a.seconds
+
+
+def test_what_the_root_computes_counts_once() -> None:
+    """Its unit has another name than it is recorded under, which is that of no unit."""
+    units = chain([unit("", 100), unit("layers.0", 100), unit("layers.1", 100)])
+    _check_seconds(UnitSpace(model_of_chain(units), PAIR))
 
 
 def test_arrangements_come_by_their_seconds_and_few_of_them_are_walked_for_the_first(

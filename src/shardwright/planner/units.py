@@ -323,8 +323,10 @@ class UnitSpace:
 
     @cached_property
     def apart(self) -> list[float]:
-        """Seconds of what is computed in no unit."""
-        return [spent.seconds for spent in self.walk((), dense_modes((), 0))]
+        """Seconds of what is computed in no unit; the root's own is a unit by another name."""
+        units = tuple(choice for unit in self.model.units for choice in self.choices((unit,))[:1])
+        found = self.walk(units, dense_modes(units, 0))
+        return [spent.seconds for spent in found if not spent.unit]
 
     def _ways(self) -> list[tuple[int, ...]]:
         """For each run the number of a choice; where there are many runs, all alike but the last,
