@@ -8,6 +8,7 @@ writes ``validation/<machine>/memory.json``; ``--cases speed,large`` runs some. 
   process group, each estimated from its job and tracked in its second step.
 * ``speed``: seconds for 8B on 8 ranks; the trace forgotten before every estimate, and kept.
 * ``policies``: checkpointing policies on that model.
+* ``planned``: CPU seconds of ``shardwright plan`` and ``fit`` of 8B on 8 H100, imports included.
 * ``large``: 405B on 16,384 ranks in a process of its own: seconds after imports, and its memory.
 
 Kernels are those of the CPU, where torch's tracker can run: it proves how pieces are put together,
@@ -18,11 +19,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -50,6 +54,15 @@ MODEL_8B = {
     "ffn_dim": 14336,
     "vocab": 128256,
 }
+PLANNED = """
+[cluster]
+preset = "h100-8"
+[batch]
+size = 1
+sequence = 4096
+[train]
+optimizer = "adamw"
+"""
 MEMORY = {"runtime": "fsdp2", "lowering": "cpu"}
 CHECKPOINTING = ("none", "selective", "full")  # of the 8B model
 POLICIES = ("none", "full", "selective", "selective_op", "core_attention", "layers:2", "layers:3")
@@ -207,6 +220,27 @@ def policies_case() -> dict[str, Any]:
     return found
 
 
+def planned_case() -> dict[str, Any]:
+    """CPU seconds of commands that plan 8B on 8 GPUs: steps to be recorded yet, and recorded."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in MODEL_8B.items()]
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        job = Path(scratch) / "job.toml"
+        job.write_text("\n".join(["[model]", *lines, PLANNED]))
+        for command, turn in itertools.product(("plan", "fit"), ("first", "again")):
+            before = os.times()
+            subprocess.run(
+                [sys.executable, "-m", "shardwright", command, job, "--json"],
+                env={**os.environ, "SHARDWRIGHT_CACHE": str(Path(scratch) / command)},
+                capture_output=True,
+                check=True,
+            )
+            after = os.times()
+            spent = sum(after[2:4]) - sum(before[2:4])  # of children, user and system
+            found[f"{command}_{turn}_cpu_seconds"] = round(spent, 2)
+    return found
+
+
 def large_case() -> dict[str, Any]:
     """The whole estimate of 405B, in a process of its own."""
     answer = subprocess.run(
@@ -223,7 +257,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--machine", required=True, help="the folder under validation/")
-    parser.add_argument("--cases", default="random,speed,policies,large")
+    parser.add_argument("--cases", default="random,speed,policies,planned,large")
     parser.add_argument("--configurations", type=int, default=120)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
@@ -232,6 +266,7 @@ def main() -> int:
         "random": lambda: random_case(options.configurations, options.seed),
         "speed": speed_case,
         "policies": policies_case,
+        "planned": planned_case,
         "large": large_case,
     }
     path = ROOT / "validation" / options.machine / "memory.json"

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.memory.ledger import Ledger
+from shardwright.core.recording import Piece
+from shardwright.core.timeline import Kind
+from shardwright.memory.ledger import Ledger, Scene, Summary
 
 
 def test_a_phase_keeps_the_kinds_at_its_highest_total() -> None:
@@ -16,6 +18,17 @@ def test_a_phase_keeps_the_kinds_at_its_highest_total() -> None:
         heap.free("a")
         heap.take("t", "temporary", 5)
     assert heap.peaks["forward"] == {"weight": 100, "activation": 50}
+
+
+def test_kinds_at_a_peak_come_in_the_order_in_which_they_were_there() -> None:
+    heap = Ledger(fine=True)
+    kinds: list[Kind] = ["weight", "buffer", "input", "output", "cache", "gradient", "activation"]
+    for kind in kinds:
+        heap.take(kind, kind, 1)
+    new: dict[Kind, int] = {"temporary": 5, "communication": 5}
+    with heap.during("forward"):
+        heap.run(Summary({}, new, 0, 10, {}), Scene(Piece("leave", "unit", ()), "unit"), "stays")
+    assert list(heap.peaks["forward"]) == [*kinds, *new]
 
 
 def test_a_phase_starts_with_what_is_live() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +12,10 @@ import pytest
 from shardwright.core.errors import UnsupportedError
 from shardwright.core.footprint import RankMemory
 from shardwright.core.job import parse_job
+from shardwright.core.timeline import Change
 from shardwright.lab.footprint import footprint
+from shardwright.memory.classes import RankClass, Setting
+from shardwright.memory.tape import STREAMS
 
 MODEL = {
     "kind": "llama",
@@ -101,6 +106,53 @@ def test_gradients_that_stay_where_they_are_take_no_second_memory() -> None:
     gradients = step.by_category["gradient"]
     assert gradients > 16 * 2**20  # eight segments of the allocator
     assert found.reserved_bytes - found.peak_bytes < gradients // 2
+
+
+def _one_by_one(requests: Iterable[tuple[Any, ...]]) -> list[tuple[int, int, int]]:
+    """Requests with storages numbered as they come, and streams of what is taken."""
+    numbers: dict[Any, int] = {}
+    found = []
+    for count, (name, nbytes, stream, *_) in enumerate(requests):
+        if nbytes > 0:
+            assert name not in numbers
+            numbers[name] = count
+            found.append((count, nbytes, stream))
+        else:
+            found.append((numbers.pop(name), nbytes, 0))
+    return found
+
+
+def _of_changes(changes: Sequence[Change]) -> Iterator[tuple[Any, int, int]]:
+    """Of what only is another kind from here on nobody is asked."""
+    turned = {
+        place
+        for place, (old, new) in enumerate(pairwise(changes))
+        if old.storage == new.storage and old.bytes == -new.bytes < 0
+    }
+    assert turned
+    left = [c for k, c in enumerate(changes) if not {k, k - 1} & turned]
+    for turn in range(3):
+        for change in left:
+            if (change.phase == "setup") == (turn == 0):
+                yield (turn, change.storage), change.bytes, STREAMS.get(change.kind, 0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_allocator_is_asked_for_every_change_of_a_tape(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def both(memory: RankMemory, each: RankClass, setting: Setting, _: bool) -> RankMemory:
+        tape = each.step.taped(setting.make)
+        asked = _one_by_one(each.step.asked(setting.make))
+        seen.append((asked, _one_by_one(_of_changes(tape.changes))))
+        return memory
+
+    monkeypatch.setattr("shardwright.memory.classes._with_events", both)
+    _worst(**CASES[case])
+    assert len(seen[0][0]) > 500
+    assert all(asked == told for asked, told in seen)
 
 
 @pytest.mark.slow

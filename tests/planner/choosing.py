@@ -34,6 +34,6 @@ def choose_units(
         works["enter_backward", layer.name] = Work(2 * operations, 2 * work)
     model = model_of_chain(chain(layers, works=works))
     space = UnitSpace(model, context, {"layers": "shard"}, section)
-    found = [a for a in space.arrangements() if memory is None or a.footprint <= memory]
+    found = [a for a in space.arrangements if memory is None or a.footprint <= memory]
     fastest = min(found, key=lambda a: a.seconds, default=None)
     return fastest and next(worthwhile(found, fastest, fastest.seconds), fastest)

@@ -160,7 +160,7 @@ def test_no_arrangement_of_units_with_tables_placed_for_it_is_faster(
         space = space_of(problem, tables, problem.capacity)
         best = search(space).best
         assert best is not None
-        for arranged in problem.unit_space.arrangements():
+        for arranged in problem.unit_space.arrangements:
             placed = placed_tables(space, best)
             draft = StepDraft(problem, placed, arranged.units, arranged.prefetch)
             assert found.seconds <= draft.max_rank_seconds * (1 + SAME_SECONDS)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from choosing import choose_units
 from hypothesis import given
@@ -15,6 +16,7 @@ from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.job import Job, parse_job
 from shardwright.core.model import UnitSpec
 from shardwright.core.planning import DenseSection
+from shardwright.core.schedule import Modes
 from shardwright.cost.dense import update_seconds
 from shardwright.cost.network import latency_seconds
 from shardwright.cost.presets import LOCAL
@@ -24,10 +26,17 @@ from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found
-from shardwright.planner.strategy.steps import _Seeker, search_steps, step_bound
+from shardwright.planner.strategy.steps import _Seeker, search_steps, smallest, step_bound
 from shardwright.planner.unit_choice import DenseContext, merged
 from shardwright.planner.unit_floor import unit_floors
-from shardwright.planner.units import WORTH, Arrangement, UnitSpace, cut_evenly
+from shardwright.planner.units import (
+    WORTH,
+    Arrangement,
+    UnitSpace,
+    cut_evenly,
+    fastest_first,
+    worthwhile,
+)
 
 MakeJob = Callable[..., Job]
 TINY, MID = 50_000 * 4, 3_150_000 * 4  # bytes of a layer of width 64 and of width 512
@@ -84,7 +93,7 @@ def test_no_arrangement_takes_less_than_what_spares_its_step(
     left = [
         StepDraft(problem, (), a.units, a.prefetch).highest_peak
         - max(a.kept, a.at_rest + activations)
-        for a in problem.unit_space.arrangements()
+        for a in problem.unit_space.arrangements
     ]
     assert activations > 0
     assert min(left) >= 0
@@ -138,7 +147,7 @@ def test_every_cut_of_the_longest_run_is_tried() -> None:
 
 def test_units_of_a_dlrm_are_neither_merged_nor_gathered_ahead(make_job: MakeJob) -> None:
     space = _problem(make_job(50)).unit_space
-    found = list(space.arrangements())
+    found = space.arrangements
     assert {a.prefetch for a in found} == {0}
     assert [u.unit.name for u in found[0].units] == ["bottom", "top"]
     ways = [("replicated" if u.replicated else u.reshard) for a in found for u in a.units]
@@ -205,9 +214,86 @@ def test_less_memory_makes_smaller_units_or_none() -> None:
     assert choose_units([TINY] * 24, [10**6] * 24, PAIR, memory=1000) is None
 
 
+ON_GPU = {"preset": "h100-8", "world_size": 2}
+LLAMA = {"kind": "llama", "layers": 5, "dim": 64, "heads": 2, "vocab": 96}
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize(
+    "sections", [{}, {"model": LLAMA, "cluster": ON_GPU}], ids=["a CPU", "GPUs"]
+)
+def test_floors_are_below_seconds_which_are_those_of_every_action(
+    sections: dict[str, Any], zero: int
+) -> None:
+    space = _problem(make_layers(memory={"zero": zero}, **sections)).unit_space
+    _check_seconds(space)
+
+
+def _check_seconds(space: UnitSpace) -> None:
+    for a in space.arrangements:
+        assert a.seconds == math.fsum(s.seconds for s in space.walk(a.units, a.modes))
+        assert 0 < a.floor <= a.seconds
+
+
+def test_what_the_root_computes_counts_once() -> None:
+    """Its unit has another name than it is recorded under, which is that of no unit."""
+    units = chain([unit("", 100), unit("layers.0", 100), unit("layers.1", 100)])
+    _check_seconds(UnitSpace(model_of_chain(units), PAIR))
+
+
+def test_arrangements_come_by_their_seconds_and_few_of_them_are_walked_for_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = _problem(make_layers(12, 64)).unit_space.arrangements
+    expected = sorted(found, key=lambda a: a.seconds)
+    assert list(fastest_first(found, lambda _: False)) == expected
+    even = [a for a in expected if not a.prefetch]
+    assert list(fastest_first(found, lambda a: bool(a.prefetch))) == even
+    space, walk, walked = _problem(make_layers(12, 64)).unit_space, UnitSpace.walk, list[Modes]()
+
+    def counted(self: UnitSpace, units: Any, modes: Modes) -> Any:
+        walked.append(modes)
+        return walk(self, units, modes)
+
+    monkeypatch.setattr(UnitSpace, "walk", counted)
+    first = next(fastest_first(space.arrangements, lambda _: False))
+    assert first.seconds == expected[0].seconds
+    assert 0 < len(walked) < len(found) // 2
+
+
+def test_what_is_chosen_is_the_first_that_fits_of_all_by_their_seconds() -> None:
+    """However few of them are looked at."""
+    sections: dict[str, Any] = {"model": {**LLAMA, "vocab": 4096, "dim": 128}, "cluster": ON_GPU}
+    job = make_layers(batch={"size": 8, "sequence": 512}, **sections)
+    model = described(job)
+    problem = make_problem(job, model)
+    order = sorted(problem.unit_space.arrangements, key=lambda a: a.seconds)
+    needs = [StepDraft(problem, (), order[0].units, order[0].prefetch).needs[1]]
+    needs.append(smallest(problem).needs[1])
+    seen = set()
+    for share in (-2.0, 0.0, 0.3, 0.7, 1.0):
+        cap = int(needs[1] + share * (needs[0] - needs[1]))
+        cluster = msgspec.structs.replace(job.cluster, hbm_cap=cap)
+        its = make_problem(msgspec.structs.replace(job, cluster=cluster), model)
+        seeker, plain = (_Seeker(its, Watch(), 0.0) for _ in range(2))
+        seeker.arrange()
+        first = next(filter(plain._fits, order), None)
+        before = order[: order.index(first)] if first else order
+        assert seeker.gave_up == any(a.kept <= cap for a in before)
+        if first is not None:
+            seconds = plain._draft(first).max_rank_seconds
+            first = next(filter(plain._fits, worthwhile(order, first, seconds)), first)
+            assert seeker.best is not None
+            assert (seeker.best.units, seeker.best.prefetch) == (first.units, first.prefetch)
+            assert seeker.best.needs[1] <= cap
+        assert (seeker.tried - (not first), seeker.feasible) == (plain.tried, plain.feasible)
+        seen.add((first is not None, seeker.gave_up, plain.tried > plain.feasible))
+    assert len(seen) > 2, seen
+
+
 def test_larger_units_have_to_be_worth_their_memory() -> None:
     space = _problem(make_layers(8, 512, planner={"units": SHARDED})).unit_space
-    found = list(space.arrangements())
+    found = space.arrangements
     chosen = _found(make_layers(8, 512, planner={"units": SHARDED})).draft
     assert chosen is not None
     fastest = min(found, key=lambda a: a.seconds)
@@ -229,7 +315,7 @@ def test_the_plan_is_the_fastest_arrangement_that_fits_but_for_what_is_not_worth
         problem, draft = found.problem, found.draft
         assert draft is not None
         fitting = []
-        for a in problem.unit_space.arrangements():
+        for a in problem.unit_space.arrangements:
             other = type(draft)(problem, (), a.units, a.prefetch)
             if other.fits:
                 fitting.append(other.max_rank_seconds)
@@ -261,7 +347,7 @@ def test_no_arrangement_beats_the_bound(ranks: int, prefetch: int | None) -> Non
         assert 0 < others <= bound
         draft = _found(job).draft
         assert draft is not None
-        for a in problem.unit_space.arrangements():
+        for a in problem.unit_space.arrangements:
             other = type(draft)(problem, (), a.units, a.prefetch)
             assert bound <= other.max_rank_seconds * (1 + 1e-12)
 
@@ -270,7 +356,7 @@ def test_the_bound_holds_for_layers_above_what_malloc_keeps() -> None:
     job = make_layers(3, 1024, 2)
     problem, draft = _problem(job), _found(job).draft
     assert draft is not None
-    for a in problem.unit_space.arrangements():
+    for a in problem.unit_space.arrangements:
         seconds = type(draft)(problem, (), a.units, a.prefetch).max_rank_seconds
         assert step_bound(problem) <= seconds * (1 + 1e-12)
 
@@ -309,7 +395,7 @@ def test_planning_layers_twice_gives_the_same_units() -> None:
 def test_of_many_runs_of_units_all_are_placed_alike_but_the_last() -> None:
     alone = chain([unit(f"layers.{index}", 100) for index in range(8)])
     space = UnitSpace(model_of_chain(alone), PAIR)
-    found = [[u.replicated or u.reshard for u in a.units] for a in space.arrangements()]
+    found = [[u.replicated or u.reshard for u in a.units] for a in space.arrangements]
     assert len(found) == 9
     assert all(len({*modes[:-1]}) == 1 for modes in found)
 

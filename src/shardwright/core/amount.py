@@ -183,6 +183,8 @@ def plain(a: Any) -> Any:
 
 def maximum(a: Any, b: Any) -> Any:
     """The larger of two, element by element for arrays."""
+    if type(a) is type(b) is float:  # of clocks, millions of times
+        return max(a, b)
 
     def function(x: Any, y: Any) -> Any:
         xp = _namespace(x, y)

@@ -180,7 +180,7 @@ class Segment(msgspec.Struct, frozen=True):
     @property
     def quantized(self) -> int:
         """How many of its tensors, the first ones, are cut between blocks alone."""
-        return sum(self.block > 1 and is_large(slot.tensor.numel) for slot in self.slots)
+        return 0 if self.block == 1 else sum(is_large(slot.tensor.numel) for slot in self.slots)
 
     def stretches(self, rank: int) -> tuple[int, int]:
         """Elements of the share of ``rank`` that an optimizer quantizes, and the others; padding
@@ -323,7 +323,8 @@ class UnitLayout(msgspec.Struct, frozen=True):
     def flat_tensors(self) -> int:
         """How many of them an optimizer is given: one of each segment, or of what it quantizes and
         of what it does not."""
-        return sum(len({p < s.quantized for p in range(len(s.slots))}) for s in self.segments)
+        several = (0 < s.quantized < len(s.slots) for s in self.segments)
+        return sum(map(bool, (s.slots for s in self.segments))) + sum(several)
 
     def fullest(self) -> int:
         """A rank that has least of what is quantized."""

@@ -5,7 +5,7 @@ reached by gather. Free of torch.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -215,6 +215,11 @@ class ModelSpec(msgspec.Struct, frozen=True, dict=True):
         """The recording at its full depth."""
         found = self.recording or Recording((), ())
         return Unfolded(in_buckets(found, self.bucket_size) if self.bucket_size else found)
+
+    @cached_property
+    def known(self) -> dict[bytes, Any]:
+        """What was worked out of it, by the job that it was for."""
+        return {}
 
     @cached_property
     def units(self) -> tuple[UnitSpec, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
-from shardwright.core.recording import Blocks, Moment, Recording
+from shardwright.core.recording import Blocks, Moment, Recording, Touch
 
 
 class Slots:
@@ -16,6 +16,8 @@ class Slots:
         self._taken: dict[int, tuple[str, str, int, int]] = {}
         visits: dict[tuple[str, str], int] = {}  # a unit that runs again in a backward comes twice
         self._folded: dict[str, str] = {}
+        self._numbers: dict[tuple[Hashable, ...], int] = {}
+        self._touched: dict[tuple[int, int], list[tuple[int, Touch, str]]] = {}
         for piece in recording.pieces:
             takes = 0
             visit = visits[piece.unit, piece.point] = visits.get((piece.unit, piece.point), 0) + 1
@@ -23,6 +25,22 @@ class Slots:
                 if touch.what == "take":
                     self._taken.setdefault(touch.slot, (piece.unit, piece.point, visit, takes))
                     takes += 1
+
+    def touched(self, moment: Moment) -> list[tuple[int, Touch, str]]:
+        """Every touch of a moment, with a number of the storage's own and the folded path of the
+        module that it is told of; worked out once, however often the step is run."""
+        place = id(moment.piece), moment.block
+        if place not in self._touched:
+            keys = [self.key(touch.slot, moment) for touch in moment.piece.touches]
+            self._touched[place] = [
+                (
+                    self._numbers.setdefault(key, len(self._numbers)),
+                    touch,
+                    self.folded(touch.name if touch.what == "gradient" else touch.module),
+                )
+                for key, touch in zip(keys, moment.piece.touches, strict=True)
+            ]
+        return self._touched[place]
 
     def key(self, slot: int, moment: Moment) -> tuple[Hashable, ...]:
         """A slot where ``moment`` touches it."""

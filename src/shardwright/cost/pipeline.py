@@ -12,14 +12,15 @@ exchanges is hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from shardwright.core.amount import maximum, minimum, named
+from shardwright.core.amount import maximum, minimum
 from shardwright.core.recording import Unfolded
 from shardwright.core.schedule import Action, Modes, training_step
 from shardwright.core.timeline import Phase
 
 Settle = Callable[[str, Any], Any]
+Brought = Literal["gathered", "reduced"]  # by a collective of a unit
 
 
 class UnitSeconds(NamedTuple):
@@ -58,13 +59,13 @@ def walk(
     units: Mapping[str, UnitSeconds],
     pieces: PieceSeconds,
     overlap: Any,
-    settle: Settle = named,
+    settle: Settle | None = None,
 ) -> list[Spent]:
     """Every action of the step that computes, gathers, reduces or updates a unit.
 
     ``units`` has the seconds by name; a unit that has none is left out with its pieces. ``pieces``
-    has the seconds of what an action computes. ``settle`` is given the clocks, which otherwise grow
-    into derivations of all that came before.
+    has the seconds of what an action computes. ``settle`` is given the clocks with their names,
+    which otherwise grow into derivations of all that came before.
     """
     return list(_Lanes(step, modes, units, pieces, overlap, settle).run())
 
@@ -103,7 +104,7 @@ class _Lanes:
         units: Mapping[str, UnitSeconds],
         pieces: PieceSeconds,
         overlap: Any,
-        settle: Settle,
+        settle: Settle | None,
     ) -> None:
         self.actions = training_step(step, modes)
         self.prefetch = modes.prefetch
@@ -115,23 +116,29 @@ class _Lanes:
         self.filled: set[str] = set()  # units that were gathered once
         self.computing: Any = 0.0
         self.communicating: Any = 0.0
-        self.ready: dict[str, Any] = {}
+        self.ready: dict[tuple[str, Brought], Any] = {}
 
     def run(self) -> Iterator[Spent]:
+        take: dict[str, Callable[[Action, str], Any]] = {
+            "compute": self._compute,
+            "gather": self._gather,
+            "reduce": self._reduce,
+            "collect": self._collect,
+            "update": self._update,
+        }
         for action in self.actions:
-            ours = action.target in self.units and action.verb != "free"
-            if ours or (action.verb == "compute" and not action.target):
-                seconds = getattr(self, f"_{action.verb}")(action, action.target)
-                yield self._spent(action, seconds)
-
-    def _spent(self, action: Action, seconds: Any) -> Spent:
-        if self.prefetch:
-            clock = self.computing + seconds
-            self.computing = self.settle(f"clock after {_words(action)}", clock)
-        return Spent(action, action.target, seconds)
+            unit, verb = action.target, action.verb
+            if verb in take and (unit in self.units or (verb == "compute" and not unit)):
+                seconds = take[verb](action, unit)
+                if self.prefetch:
+                    clock = self.computing + seconds
+                    if self.settle:
+                        clock = self.settle(f"clock after {_words(action)}", clock)
+                    self.computing = clock
+                yield Spent(action, unit, seconds)
 
     def _compute(self, action: Action, unit: str) -> Any:
-        seconds, waited = self.pieces(action), self._wait(f"{unit} gathered")
+        seconds, waited = self.pieces(action), self._wait(unit, "gathered")
         if action.direction == "backward" and unit:
             seconds = self._with_gradient(unit, seconds)
         return seconds if waited is None else seconds + waited
@@ -150,29 +157,31 @@ class _Lanes:
         seconds = its.gather
         if first and its.replicas is not None:
             seconds = seconds + its.replicas
-        return self._communicate(seconds, f"{unit} gathered")
+        return self._communicate(seconds, unit, "gathered")
 
     def _reduce(self, action: Action, unit: str) -> Any:
-        seconds = self._communicate(self.units[unit].reduce, f"{unit} reduced")
+        seconds = self._communicate(self.units[unit].reduce, unit, "reduced")
         return self._with_gradient(unit, seconds)
 
     def _collect(self, action: Action, unit: str) -> Any:
-        return self._wait(f"{unit} reduced")
+        return self._wait(unit, "reduced")
 
     def _update(self, action: Action, unit: str) -> Any:
         return self._with_gradient(unit, self.units[unit].update)
 
-    def _communicate(self, seconds: Any, what: str) -> Any:
+    def _communicate(self, seconds: Any, unit: str, what: Brought) -> Any:
         """Everything at once, or what cannot hide; then ``what`` is ready later."""
         if not self.prefetch:
             return seconds
         done = maximum(self.computing, self.communicating) + seconds
-        self.communicating = self.ready[what] = self.settle(f"{what} at", done)
+        if self.settle:
+            done = self.settle(f"{unit} {what} at", done)
+        self.communicating = self.ready[unit, what] = done
         return seconds * (1 - self.overlap)
 
-    def _wait(self, what: str) -> Any:
+    def _wait(self, unit: str, what: Brought) -> Any:
         """Until ``what`` is ready; None where nothing is under way."""
-        ready = self.ready.pop(what, None)
+        ready = self.ready.pop((unit, what), None)
         return None if ready is None else maximum(ready - self.computing, 0.0)
 
 

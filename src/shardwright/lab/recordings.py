@@ -69,10 +69,17 @@ def found_for(job: Job, watch: Watch, record: Recorded | None = None) -> Found:
     """What the search of ``job`` brings back, with a draft of its plan or without; ``record`` gives
     the step of a module of the user's own in place of ``recorded``."""
     at_all, own = bool(table_optimizer(job)), _once(record or recorded)
+    models: dict[bytes, ModelSpec] = {}
+
+    def model_of_job(its: Job) -> ModelSpec:
+        key = msgspec.json.encode(its)
+        if key not in models:
+            models[key] = described(its)
+        return models[key]
 
     def look(sure: bool) -> Found:
         if job.model.kind != "python":
-            return find_kinds(job, lambda its: find(its, described, watch, sure))
+            return find_kinds(job, lambda its: find(its, model_of_job, watch, sure))
         return find_with_tables(job, own, watch, found_at_all=at_all, sure=sure)
 
     return surely_or_perhaps(look)

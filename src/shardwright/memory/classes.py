@@ -35,7 +35,8 @@ class RankClass:
 class Setting:
     """What the classes of a job have in common: their runtime, as a machine that ``make`` makes,
     and the device. Figures of ``modelled`` kinds rest on a model; ``fine`` has every phase of a
-    run, not only forward, backward and step."""
+    run, not only forward, backward and step. With ``enough`` nobody asks what allocators hold
+    beyond that."""
 
     make: MakeMachine
     sharding: Sharding
@@ -44,6 +45,7 @@ class Setting:
     capacity: int | None
     modelled: Collection[Kind] = MODELLED
     fine: bool = False
+    enough: int | None = None
 
 
 def rank_memories(
@@ -70,6 +72,8 @@ def rank_memories(
     if details or setting.on_gpu:
         for index in _followed(found, worst, setting.on_gpu, named):
             found[index] = _with_events(found[index], classes[index], setting, details)
+            if setting.enough is not None and found[index].reserved_bytes > setting.enough:
+                break
     return (found.pop(worst), *found)
 
 
@@ -89,14 +93,15 @@ def _with_events(
     memory: RankMemory, each: RankClass, setting: Setting, details: bool
 ) -> RankMemory:
     """A class with what its events show."""
-    tape = each.step.taped(setting.make)
     if setting.on_gpu:
-        found = reserved(tape.changes, setting.allocator, setting.capacity)
+        asked = each.step.asked(setting.make)
+        found = reserved(asked, setting.allocator, setting.capacity, setting.enough)
         memory = msgspec.structs.replace(
             memory, reserved_bytes=found.reserved_peak, retries=found.retries
         )
     if not details:
         return memory
+    tape = each.step.taped(setting.make)
     kinds, samples = timeline(tape.changes)
     parameters, counts = each.step.parameters(setting.sharding)
     for path, nbytes in each.tables.items():

@@ -32,8 +32,8 @@ class FlatUnits:
     units: Units
     sharding: Sharding
     frozen: frozenset[str] = frozenset()
+    layouts: dict[str, UnitLayout] = field(default_factory=dict)  # given as far as they are known
     sizes: dict[str, UnitSizes] = field(init=False)
-    layouts: dict[str, UnitLayout] = field(init=False)
     flows: dict[Sequence[str], UnitFlow] = field(default_factory=dict)
     flow: UnitFlow = field(init=False)
     last: bool = True
@@ -45,27 +45,28 @@ class FlatUnits:
     landing: list[Landing] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        cut = Flat() if self.sharding.flat else Shard(0)
-        ranks = {name: self.sharding.shards_of(name) for name in self.units}
         self.layouts = {
-            name: unit_layout(
-                its,
-                Replicate() if name in self.sharding.replicated else cut,
-                ranks[name] * self.sharding.kept_of(name),
-                self.frozen,
-                zero=self.sharding.zero,
-                kept=self.sharding.kept_of(name),
-                cast={
-                    t.dtype for t in its if self.sharding.on_host(name) or self.sharding.casts(t)
-                },
-                block=self.sharding.block,
-            )
+            name: self.layouts.get(name) or self._layout(name, its)
             for name, its in self.units.items()
         }
         self.sizes = {
             name: unit_sizes(layout, self.sharding, on_host=self.sharding.on_host(name))
             for name, layout in self.layouts.items()
         }
+
+    def _layout(self, name: str, tensors: Sequence[TensorSpec]) -> UnitLayout:
+        whole, kept = name in self.sharding.replicated, self.sharding.kept_of(name)
+        on_host = self.sharding.on_host(name)
+        return unit_layout(
+            tensors,
+            Replicate() if whole else Flat() if self.sharding.flat else Shard(0),
+            self.sharding.shards_of(name) * kept,
+            self.frozen,
+            zero=self.sharding.zero,
+            kept=kept,
+            cast={t.dtype for t in tensors if on_host or self.sharding.casts(t)},
+            block=self.sharding.block,
+        )
 
     def state(self) -> object:
         """What the flow of every chunk has under way, and whose gradients are there."""

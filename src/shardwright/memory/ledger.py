@@ -128,7 +128,7 @@ class Ledger:
         top = self.total + summary.peak_total
         if top > self._highest.get(self.phase, -1):
             self._highest[self.phase] = top
-            kinds = self.live.keys() | summary.peak.keys()
+            kinds = self.live | summary.peak  # in one order in every process
             at_peak = {k: self.live.get(k, 0) + summary.peak.get(k, 0) for k in kinds}
             self.peaks[self.phase] = {kind: n for kind, n in at_peak.items() if n}
             self.where[self.phase] = self.unit

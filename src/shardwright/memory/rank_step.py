@@ -18,7 +18,7 @@ from shardwright.memory.ledger import GradientRule, Ledger, Scene
 from shardwright.memory.machine import Machine, Mark, Sharding
 from shardwright.memory.optimizers import Place, state_bytes, step_temporaries
 from shardwright.memory.pieces import STAYING, Summaries
-from shardwright.memory.tape import Tape
+from shardwright.memory.tape import Asked, Asking, Asks, Tape
 from shardwright.memory.traffic import Traffic
 
 # Moments of the exchange with tables, and the phase of what is recorded there.
@@ -69,6 +69,11 @@ class Chunk:
     def slots(self) -> Slots:
         """Names for its storages."""
         return Slots(self.recording, self.blocks)
+
+    @cached_property
+    def asks(self) -> Asks:
+        """What its pieces ask an allocator for."""
+        return Asks(self.slots)
 
     @cached_property
     def summaries(self) -> dict[GradientRule, Summaries]:
@@ -192,6 +197,12 @@ class RankStep:
         tape = Tape([chunk.slots for chunk in self.chunks])
         self.run(tape, make)
         return tape
+
+    def asked(self, make: MakeMachine) -> list[Asked]:
+        """What an allocator is asked for before a steady step and in two of them."""
+        heap = Asking([chunk.asks for chunk in self.chunks])
+        self.run(heap, make)
+        return heap.requests()
 
     def parameters(self, sharding: Sharding) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes of parameters on this rank by module, with a star for the number of a block, and

@@ -9,9 +9,10 @@ from collections.abc import Collection, Iterable, Sequence
 
 from shardwright.core.footprint import ModuleMemory, PhasePeak, RankMemory, Sample
 from shardwright.core.timeline import Change, Kind
-from shardwright.memory.allocator import AllocatorSettings, Replay, Request, replay
+from shardwright.memory.allocator import AllocatorSettings, Replay, replay
 from shardwright.memory.ledger import Ledger
 from shardwright.memory.rank_step import MakeMachine, RankStep
+from shardwright.memory.tape import Asked
 
 MODELLED: tuple[Kind, ...] = ("activation", "temporary", "output")  # what kernels decide
 
@@ -50,8 +51,6 @@ def rank_memory(
 
 
 MOST_SAMPLES = 4000  # of a timeline; peaks between are kept
-# Which stream FSDP allocates a kind of buffer on: gathers and reduces have their own.
-STREAMS: dict[Kind, int] = {"all_gather": 1, "gradient": 2}
 
 
 def module_memory(
@@ -116,39 +115,20 @@ def timeline(changes: Sequence[Change]) -> tuple[tuple[Kind, ...], tuple[Sample,
 
 
 def reserved(
-    changes: Sequence[Change], settings: AllocatorSettings, capacity: int | None
+    requests: Sequence[Asked],
+    settings: AllocatorSettings,
+    capacity: int | None,
+    enough: int | None = None,
 ) -> Replay:
     """Two steps through the caching allocator: what was there before, then the step twice.
 
-    Where the device would be full, it is what a larger one would hold.
+    Where the device would be full, it is what a larger one would hold. A replay ends where more
+    than ``enough`` is held, if nobody asks how much more.
     """
-    found = replay(_requests(changes), settings, capacity)
+    found = replay(requests, settings, capacity, enough)
     if found.out_of_memory is None:
         return found
-    return replay(_requests(changes), settings)
-
-
-def _requests(changes: Sequence[Change]) -> Iterable[Request]:
-    before = [change for change in changes if change.phase == "setup"]
-    step = _moved([change for change in changes if change.phase != "setup"])
-    for change in before:
-        yield Request(change.storage, change.bytes, STREAMS.get(change.kind, 0))
-    for turn in range(2):
-        for change in step:
-            yield Request((turn, change.storage), change.bytes, STREAMS.get(change.kind, 0))
-
-
-def _moved(changes: Iterable[Change]) -> list[Change]:
-    """Changes for which an allocator is asked: not those of a storage that only is another kind of
-    bytes from here on, which goes as one and comes as the other at once."""
-    found: list[Change] = []
-    for change in changes:
-        stays = found and found[-1].storage == change.storage and found[-1].bytes == -change.bytes
-        if stays and change.bytes > 0:
-            found.pop()
-        else:
-            found.append(change)
-    return found
+    return replay(requests, settings, enough=enough)
 
 
 def _around(module: str) -> Iterable[str]:

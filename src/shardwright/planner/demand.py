@@ -24,15 +24,21 @@ OF_IDS: tuple[Kind, ...] = ("communication", "temporary")
 MOST_NAMED = 4  # stretches of ranks in the name of a class
 
 
-def needs(draft: StepDraft) -> tuple[int, int]:
-    """The least and the most bytes that the rank which asks most needs of its device."""
-    ranks = memories(draft)
-    all_needs = [needs_of(rank, ranks, draft.problem.extras) for rank in ranks]
+def needs(draft: StepDraft, enough: int | None = None) -> tuple[int, int]:
+    """The least and the most bytes that the rank which asks most needs of its device; not all of
+    the most where that is more than ``enough``."""
+    extras = draft.problem.extras
+    beside = sum(extra.high for extra in extras)
+    ranks = draft.memories(None if enough is None else enough - beside)
+    all_needs = [needs_of(rank, ranks, extras) for rank in ranks]
     return max(least for least, _ in all_needs), max(most for _, most in all_needs)
 
 
-def memories(draft: StepDraft, *, details: bool = False, named: str = "") -> tuple[RankMemory, ...]:
-    """Ranks that are loaded alike are one class; each runs its step."""
+def memories(
+    draft: StepDraft, *, details: bool = False, named: str = "", enough: int | None = None
+) -> tuple[RankMemory, ...]:
+    """Ranks that are loaded alike are one class; each runs its step. What allocators hold beyond
+    ``enough`` is not looked at, where that is given."""
     on_gpu = draft.problem.on_accelerator
     setting = Setting(
         draft.machine,
@@ -42,6 +48,7 @@ def memories(draft: StepDraft, *, details: bool = False, named: str = "") -> tup
         draft.problem.decisive_capacity,
         modelled=(*(MODELLED if on_gpu else ()), *(OF_IDS if draft.tables else ())),
         fine=True,
+        enough=enough,
     )
     classes = [
         RankClass(

@@ -190,6 +190,8 @@ def make_problem(
         section.twice,
     )
     unit_space = UnitSpace(model, dense, job.planner.units, job.planner.dense)
+    if model.is_trained:  # what is sure to fit and what perhaps fits are chosen from the same
+        unit_space = model.known.setdefault(msgspec.msgpack.encode(job), unit_space)
     unit_space.check()
     _check_pinned_ranks(job, cluster)
     reserved = reserve(job, model, cluster)

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import msgspec
 
 from shardwright.core.block import Role
+from shardwright.core.footprint import RankMemory
 from shardwright.core.job import overlap_of
 from shardwright.core.model_of_job import early_tables
 from shardwright.core.optimizers import OPTIMIZERS, trained
@@ -26,7 +27,7 @@ from shardwright.memory.machine import Sharding, Units
 from shardwright.memory.rank_step import RankStep
 from shardwright.memory.traffic import Traffic
 from shardwright.planner.crossing import Crossing, crossings
-from shardwright.planner.demand import needs
+from shardwright.planner.demand import memories, needs
 from shardwright.planner.draft import Draft
 from shardwright.planner.exchange import Exchange, exchanges
 from shardwright.planner.problem import ranks_per_host
@@ -193,7 +194,8 @@ class StepDraft(Draft):
 
     def machine(self, heap: Ledger, units: Units, frozen: frozenset[str]) -> FlatUnits:
         """The runtime that follows this draft, on a heap."""
-        return FlatUnits(heap, units, self.sharding, frozen)
+        layouts = {c.unit.name: c.layout for c in self.units if not c.replicated}
+        return FlatUnits(heap, units, self.sharding, frozen, layouts)
 
     def phase_peaks(self, load: RankLoad) -> dict[Phase, dict[Kind, int]]:
         """Live bytes by kind at the peak of each phase of a steady step of a rank."""
@@ -256,7 +258,9 @@ class StepDraft(Draft):
         if max(self.disk_bytes, default=0) > ssd or self.host_bytes > ddr:
             return False
         room = self.problem.decisive_capacity
-        return self.least_demand <= room and self.demand <= room  # the first costs much less
+        if self.least_demand > room or not (self.problem.sure and self.problem.on_accelerator):
+            return self.least_demand <= room
+        return needs(self, room)[1] <= room
 
     @cached_property
     def needs(self) -> tuple[int, int]:
@@ -264,6 +268,20 @@ class StepDraft(Draft):
         if not self.problem.on_accelerator:
             return self.highest_peak, self.highest_peak
         return needs(self)
+
+    def memories(self, enough: int | None = None) -> tuple[RankMemory, ...]:
+        """Its classes of ranks; where an allocator holds more than ``enough``, not by how much."""
+        if not self._memories:
+            found = memories(self, enough=enough)
+            if enough is not None and any(rank.reserved_bytes > enough for rank in found):
+                return found
+            self._memories.append(found)
+        return self._memories[0]
+
+    @cached_property
+    def _memories(self) -> list[tuple[RankMemory, ...]]:
+        """The same in full, once it was worked out."""
+        return []
 
     @property
     def demand(self) -> int:

@@ -256,11 +256,15 @@ def merged(units: Sequence[UnitSpec]) -> UnitSpec:
 
 
 def unit_choices(
-    units: Sequence[UnitSpec], computed: Mapping[str, ComputeSeconds], context: DenseContext
-) -> tuple[UnitChoice, ...]:
+    units: Sequence[UnitSpec],
+    computed: Mapping[str, ComputeSeconds],
+    context: DenseContext,
+    *,
+    offloads: bool = True,
+) -> Iterator[UnitChoice]:
     """Neighbours as one unit: replicated, sharded and kept after forward, sharded and resharded;
     below ZeRO's stage 3 replicated or sharded and whole between steps. Those that are sharded once
-    more in host memory.
+    more in host memory, where it ``offloads``.
 
     Where two cost the same, the earlier one is the simpler one.
     """
@@ -272,9 +276,8 @@ def unit_choices(
     kind, dtype = unit.optimizer, context.param_dtype
     cast = {tensor.dtype for tensor in unit.tensors} - {dtype} if dtype else set()
 
-    def choice(
-        placement: Placement, zero: Zero = 3, *, reshard: bool = False, offloaded: bool = False
-    ) -> UnitChoice:
+    def choices(placement: Placement, zero: Zero = 3, *, offloaded: bool) -> Iterator[UnitChoice]:
+        """Kept whole after a forward, and if it can be resharded."""
         moved = {tensor.dtype for tensor in unit.tensors} if offloaded else cast
         sharded = isinstance(placement, Flat)
         grid = context.grid if sharded else Grid(1, context.ranks)
@@ -295,15 +298,13 @@ def unit_choices(
         if offloaded:
             spent = _copied(spent, layout, kind, sizes[0], context)
         away = offloaded and context.on_gpu
-        its = (unit, placement, zero, reshard, layout, spent, computing)
-        return UnitChoice(*its, *sizes, offloaded, away, bool(cast), grid)
+        for reshard in (False, True) if sharded and zero == 3 else (False,):
+            its = (unit, placement, zero, reshard, layout, spent, computing)
+            yield UnitChoice(*its, *sizes, offloaded, away, bool(cast), grid)
 
-    def sharded(*, offloaded: bool) -> Iterator[UnitChoice]:
-        yield choice(Flat(), context.zero, offloaded=offloaded)
-        if context.zero == 3:
-            yield choice(Flat(), reshard=True, offloaded=offloaded)
-
-    return choice(Replicate()), *sharded(offloaded=False), *sharded(offloaded=True)
+    yield from choices(Replicate(), offloaded=False)
+    for offloaded in (False, True) if offloads else (False,):
+        yield from choices(Flat(), context.zero, offloaded=offloaded)
 
 
 def _buffers(layout: UnitLayout, context: DenseContext, *, stays: bool) -> tuple[int, int, int]:

@@ -7,10 +7,11 @@ ones keep fewer bytes gathered at once. All units of a series are cut alike, as 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby, product
+from heapq import heapify, heappop, heappush
+from itertools import chain, groupby, product
 
 from msgspec import UNSET
 
@@ -28,20 +29,86 @@ MAX_COMBINATIONS = 125  # of ways to place each run of units; beyond, all runs a
 # Constants are not known better: larger units, or units gathered ahead, have to save this share
 # of a step's seconds.
 WORTH = 0.02
+MOST_AT_ONCE = 2  # units, with prefetch
+ROUNDING = 1e-9  # far more than sums in another order differ by
 
 FREE = DenseSection()
 
 Unit = tuple[UnitSpec, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A run of units, cut and placed in one way: what of an arrangement follows from it alone."""
+
+    space: UnitSpace
+    units: tuple[UnitChoice, ...]
+
+    @cached_property
+    def at_rest(self) -> int:
+        """Bytes of a rank's weights and states in the memory that decides."""
+        return sum(u.layout.stored_bytes + u.state_bytes for u in self.units if not u.away)
+
+    @cached_property
+    def gradients(self) -> int:
+        """Bytes of their gradients there."""
+        return sum(u.layout.trained.shard_bytes for u in self.units if not u.away)
+
+    @cached_property
+    def whole(self) -> int:
+        """Bytes of units that stay whole from their forward to their backward."""
+        there = [u for u in self.units if u.comes and not u.reshard]
+        return sum(u.gathered for u in there if not u.layout.stays)
+
+    @cached_property
+    def largest(self) -> tuple[list[int], list[int]]:
+        """Bytes of the units that are largest whole, for a moment, and as gradients, as many as
+        there are at once."""
+        passing = sorted(u.gathered for u in self.units if u.reshard)
+        unreduced = sorted(u.reduced for u in self.units if not u.replicated)
+        return passing[-MOST_AT_ONCE:], unreduced[-MOST_AT_ONCE:]
+
+    @cached_property
+    def spent(self) -> list[float]:
+        """Seconds of every action without prefetch: what a unit does then is due to it alone."""
+        return [spent.seconds for spent in self._walked]
+
+    @cached_property
+    def floors(self) -> tuple[float, float, float]:
+        """No arrangement spends less on it: without prefetch; with it where the share ``overlap``
+        of all collectives is hidden; and where these follow one another, updates after them."""
+        units = {choice.unit.name: choice.spent for choice in self.units}
+        collectives, updates = 0.0, 0.0
+        for action, unit, seconds in self._walked:
+            if action.verb == "gather":
+                collectives += seconds
+            elif action.verb == "reduce":
+                collectives += units[unit].reduce
+            elif action.verb == "update":
+                updates += units[unit].update
+        total = math.fsum(self.spent) * (1 - ROUNDING)
+        hidden = self.space.context.c["overlap"] * collectives * (1 + ROUNDING)
+        return total, total - hidden, (collectives + updates) * (1 - ROUNDING)
+
+    @cached_property
+    def _walked(self) -> list[Spent]:
+        found = self.space.walk(self.units, dense_modes(self.units, 0))
+        return [spent for spent in found if spent.unit]
+
+
+@dataclass(frozen=True, eq=False)
 class Arrangement:
     """Every unit of a model, in order. ``placed`` is the way each run of units was placed."""
 
     space: UnitSpace
-    units: tuple[UnitChoice, ...]
+    parts: tuple[Part, ...]
     prefetch: Prefetch
     placed: tuple[int, ...] = ()
+
+    @cached_property
+    def units(self) -> tuple[UnitChoice, ...]:
+        """Its units, run after run."""
+        return tuple(unit for part in self.parts for unit in part.units)
 
     @property
     def modes(self) -> Modes:
@@ -49,33 +116,37 @@ class Arrangement:
         return dense_modes(self.units, self.prefetch)
 
     @cached_property
-    def spent(self) -> list[Spent]:
-        """Seconds of every action of the dense part."""
-        return self.space.walk(self.units, self.modes)
-
-    @cached_property
     def seconds(self) -> float:
         """Seconds of the dense part."""
-        return math.fsum(spent.seconds for spent in self.spent)
+        if self.prefetch:
+            return math.fsum(s.seconds for s in self.space.walk(self.units, self.modes))
+        return math.fsum(chain(self.space.apart, *(part.spent for part in self.parts)))
+
+    @cached_property
+    def floor(self) -> float:
+        """The same or less, found at once."""
+        alone, hidden, sent = (sum(part.floors[k] for part in self.parts) for k in range(3))
+        apart = math.fsum(self.space.apart) * (1 - ROUNDING)
+        return max(apart + hidden, sent) if self.prefetch else apart + alone
 
     @cached_property
     def kept(self) -> int:
         """Bytes of a rank's weights, gradients and states in the memory that decides."""
-        return self.at_rest + sum(u.layout.trained.shard_bytes for u in self.units if not u.away)
+        return self.at_rest + sum(part.gradients for part in self.parts)
 
     @cached_property
     def at_rest(self) -> int:
         """Of them weights and states, which are there at every moment of a step."""
-        return sum(u.layout.stored_bytes + u.state_bytes for u in self.units if not u.away)
+        return sum(part.at_rest for part in self.parts)
 
     @cached_property
     def footprint(self) -> int:
         """About how many bytes of a rank it fills at most, activations apart: everything kept, and
         the largest units that are whole at once."""
-        there = [u for u in self.units if u.comes and not u.reshard]
-        whole = sum(u.gathered for u in there if not u.layout.stays)
-        passing = sorted(u.gathered for u in self.units if u.reshard)
-        unreduced = sorted(u.reduced for u in self.units if not u.replicated)
+        whole = sum(part.whole for part in self.parts)
+        passing, unreduced = (
+            sorted(chain.from_iterable(part.largest[k] for part in self.parts)) for k in (0, 1)
+        )
         ahead = 1 + self.prefetch
         return self.kept + whole + sum(passing[-ahead:]) + 2 * sum(unreduced[-ahead:])
 
@@ -116,6 +187,7 @@ class UnitSpace:
     section: DenseSection = FREE
     _known: dict[tuple[str, ...], tuple[UnitChoice, ...]] = field(default_factory=dict)
     _dtypes: dict[str, str] = field(default_factory=dict)
+    _parts: dict[tuple[int, int, int], Part] = field(default_factory=dict)
 
     @cached_property
     def pieces(self) -> dict[str, list[float]]:
@@ -207,7 +279,8 @@ class UnitSpace:
     def _allowed(self, units: Unit) -> Iterator[UnitChoice]:
         wanted, reshard = self._wanted(units[0]), self.section.reshard
         offload = "all" if wanted == "offload" else self.context.offload
-        for choice in unit_choices(units, self.computed, self.context):
+        offloads = offload != "none"
+        for choice in unit_choices(units, self.computed, self.context, offloads=offloads):
             if wanted is None and self.context.zero < 3:  # whose states are shared, or nothing is
                 shares = choice.layout.trains or offload == "all"
                 wanted = "shard" if shares else "replicate"
@@ -224,16 +297,36 @@ class UnitSpace:
     def _wanted(self, unit: UnitSpec) -> str | None:
         return self.forced.get(unit.name, self.forced.get(unit.series) if unit.series else None)
 
-    def arrangements(self) -> Iterator[Arrangement]:
+    @cached_property
+    def arrangements(self) -> tuple[Arrangement, ...]:
         """Every cut of the series, every way to place each run, with and without prefetch."""
-        for size in self.sizes:
-            cut = [[self.choices(unit) for unit in cut_evenly(run, size)] for run in self.runs]
-            for placed in self._ways():
-                units = tuple(
-                    choices[way] for run, way in zip(cut, placed, strict=True) for choices in run
-                )
-                for prefetch in self.prefetches:
-                    yield Arrangement(self, units, prefetch, placed)
+        return tuple(
+            Arrangement(
+                self,
+                tuple(self._part(run, size, way) for run, way in enumerate(placed)),
+                prefetch,
+                placed,
+            )
+            for size in self.sizes
+            for placed in self._ways()
+            for prefetch in self.prefetches
+        )
+
+    def _part(self, index: int, size: int, way: int) -> Part:
+        """A run in units of ``size`` at most: sizes that make as many units make the same."""
+        run = self.runs[index]
+        key = index, ceil_div(len(run), size), way
+        if key not in self._parts:
+            units = (self.choices(unit)[way] for unit in cut_evenly(run, size))
+            self._parts[key] = Part(self, tuple(units))
+        return self._parts[key]
+
+    @cached_property
+    def apart(self) -> list[float]:
+        """Seconds of what is computed in no unit; the root's own is a unit by another name."""
+        units = tuple(choice for unit in self.model.units for choice in self.choices((unit,))[:1])
+        found = self.walk(units, dense_modes(units, 0))
+        return [spent.seconds for spent in found if not spent.unit]
 
     def _ways(self) -> list[tuple[int, ...]]:
         """For each run the number of a choice; where there are many runs, all alike but the last,
@@ -306,6 +399,24 @@ def cut_evenly(run: Unit, size: int) -> list[Unit]:
     return parts
 
 
+def fastest_first(
+    arrangements: Sequence[Arrangement], dropped: Callable[[Arrangement], bool]
+) -> Iterator[Arrangement]:
+    """By their seconds, without those that are ``dropped`` when it is their turn. Seconds are found
+    of those alone of which nothing else can be faster."""
+    queue = [(a.floor, place, False) for place, a in enumerate(arrangements)]
+    heapify(queue)
+    while queue:
+        _, place, is_known = heappop(queue)
+        found = arrangements[place]
+        if dropped(found):
+            continue
+        if is_known:
+            yield found
+        else:
+            heappush(queue, (found.seconds, place, True))
+
+
 def worthwhile(
     arrangements: Sequence[Arrangement], fastest: Arrangement, seconds: float
 ) -> Iterator[Arrangement]:
@@ -315,6 +426,8 @@ def worthwhile(
     alike = [
         a
         for a in arrangements
-        if a.placed == fastest.placed and a.footprint < fastest.footprint and a.seconds <= near
+        if a.placed == fastest.placed and a.footprint < fastest.footprint and a.floor <= near
     ]
-    yield from sorted(alike, key=lambda a: (a.footprint, a.seconds))
+    alike.sort(key=lambda a: a.footprint)
+    for _, same in groupby(alike, lambda a: a.footprint):
+        yield from sorted((a for a in same if a.seconds <= near), key=lambda a: a.seconds)

@@ -187,6 +187,14 @@ def test_garbage_is_collected_above_the_threshold() -> None:
     assert replay(requests, capacity=200 * MIB).reserved_end == 110 * MIB
 
 
+def test_a_replay_may_end_where_enough_is_reserved() -> None:
+    requests = _takes(40 * MIB, 20 * MIB, 50 * MIB, 30 * MIB)
+    assert replay(requests, enough=60 * MIB).reserved_peak == 110 * MIB
+    assert replay(requests, enough=140 * MIB) == replay(requests)
+    collects = AllocatorSettings.parse("garbage_collection_threshold:0.5")
+    assert replay(requests, collects, enough=60 * MIB) == replay(requests)
+
+
 def test_power_of_two_divisions_round_requests_up() -> None:
     """The example of PyTorch's source, a thousand times larger: 1200 of 4 divisions is 1280."""
     quarters = AllocatorSettings.parse("roundup_power2_divisions:4")

@@ -57,7 +57,8 @@ def planned(
         recording = problem.chunk.recording
         assumptions += [*trained(problem.job.train.optimizer).assumptions(), *recording.notes]
         assumptions += assumptions_on_gpu([recording.operators]) if on_gpu else []
-        ranks = memories(draft, details=details, named=rank)
+        shown = details or rank
+        ranks = memories(draft, details=details, named=rank) if shown else draft.memories()
     else:
         ranks = tuple(_counted(draft))
     return Footprint(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
@@ -65,16 +66,20 @@ class Replay(msgspec.Struct, frozen=True):
 
 
 def replay(
-    requests: Iterable[Request],
+    requests: Iterable[tuple[Hashable, int, Stream, int]],
     settings: AllocatorSettings | None = None,
     capacity: int | None = None,
+    enough: int | None = None,
 ) -> Replay:
     """Play ``requests`` in order. With ``capacity`` the device has no more bytes than that for the
-    allocator; without it never runs out. Takes of no bytes are ignored, as in PyTorch."""
+    allocator; without it never runs out. Takes of no bytes are ignored, as in PyTorch.
+
+    It may end once more than ``enough`` bytes are reserved: then any device that runs out later
+    holds more, too, unless garbage is collected.
+    """
     player = _Player(settings or AllocatorSettings(), capacity)
-    for request in requests:
-        if not player.play(request):
-            break
+    collects = player.allocator.settings.garbage_collection_threshold > 0
+    player.play(requests, math.inf if enough is None or collects else enough)
     return player.result()
 
 
@@ -83,23 +88,54 @@ class _Player:
 
     def __init__(self, settings: AllocatorSettings, capacity: int | None) -> None:
         self.allocator = Allocator(settings, capacity)
-        self.held: dict[Hashable, tuple[Block, int] | None] = {}
+        self.held: dict[Hashable, tuple[Block, int]] = {}
         self.sizes: dict[int, int] = {}
         self.requested = self.requested_peak = 0
         self.allocated = self.allocated_peak = 0
         self.active = self.active_peak = self.active_at_peak = 0
-        self.place = -1
         self.failed: int | None = None
 
-    def play(self, request: Request) -> bool:
-        """Whether it could be served."""
-        self.place += 1
-        name, nbytes, stream, late = request
-        if nbytes > 0:
-            return self._take(name, nbytes, stream)
-        if nbytes < 0:
-            self._free(name, late)
-        return True
+    def play(self, requests: Iterable[tuple[Hashable, int, Stream, int]], enough: float) -> None:
+        """As far as they could be served and no more than ``enough`` was reserved."""
+        allocator, held, sizes = self.allocator, self.held, self.sizes
+        device, rounded = allocator.device, allocator.settings.rounded
+        for place, (name, nbytes, stream, late) in enumerate(requests):
+            if nbytes < 0:
+                self._free(place, name, late)
+                continue
+            if not nbytes:
+                continue
+            if name in held:
+                raise InputError(expected(f"request {place}", "a new name", f"{name!r} again"))
+            if allocator.late:
+                self._finish_late(place)
+            size = sizes.get(nbytes)
+            if size is None:
+                size = sizes[nbytes] = rounded(nbytes)
+            peak, waiting = device.peak, bool(allocator.late)
+            block = allocator.take(size, stream)
+            if waiting and not allocator.late:
+                self.active = self.allocated
+            if block is None:
+                self.failed = place
+                return
+            held[name] = (block, nbytes)
+            self._count(block.size, nbytes)
+            if device.peak > peak:
+                self.active_at_peak = self.active
+                if device.peak > enough:
+                    return
+
+    def _count(self, size: int, nbytes: int) -> None:
+        self.requested += nbytes
+        self.allocated += size
+        self.active += size
+        if self.requested > self.requested_peak:
+            self.requested_peak = self.requested
+        if self.allocated > self.allocated_peak:
+            self.allocated_peak = self.allocated
+        if self.active > self.active_peak:
+            self.active_peak = self.active
 
     def result(self) -> Replay:
         """The sums so far."""
@@ -120,51 +156,24 @@ class _Player:
             out_of_memory=self.failed,
         )
 
-    def _take(self, name: Hashable, nbytes: int, stream: Stream) -> bool:
-        allocator = self.allocator
-        if name in self.held:
-            raise InputError(expected(f"request {self.place}", "a new name", f"{name!r} again"))
-        if allocator.late:
-            self._finish_late()
-        size = self.sizes.get(nbytes)
-        if size is None:
-            size = self.sizes[nbytes] = allocator.settings.rounded(nbytes)
-        peak, waiting = allocator.device.peak, bool(allocator.late)
-        block = allocator.take(size, stream)
-        if waiting and not allocator.late:
-            self.active = self.allocated
-        if block is None:
-            self.failed = self.place
-            return False
-        self.held[name] = (block, nbytes)
-        self.requested += nbytes
-        self.allocated += block.size
-        self.active += block.size
-        self.requested_peak = max(self.requested_peak, self.requested)
-        self.allocated_peak = max(self.allocated_peak, self.allocated)
-        self.active_peak = max(self.active_peak, self.active)
-        if allocator.device.peak > peak:
-            self.active_at_peak = self.active
-        return True
-
-    def _free(self, name: Hashable, late: int) -> None:
+    def _free(self, place: int, name: Hashable, late: int) -> None:
         held = self.held.pop(name, None)
         if held is None:
-            raise InputError(expected(f"request {self.place}", "a name that is held", repr(name)))
+            raise InputError(expected(f"request {place}", "a name that is held", repr(name)))
         block, nbytes = held
         self.requested -= nbytes
         self.allocated -= block.size
         if late:
-            self.allocator.late.append((self.place + late, block))
+            self.allocator.late.append((place + late, block))
             return
         self.active -= block.size
         self.allocator.free(block)
 
-    def _finish_late(self) -> None:
+    def _finish_late(self, place: int) -> None:
         """Cache the blocks whose other stream is done by now."""
         waiting = []
         for due, block in self.allocator.late:
-            if due <= self.place:
+            if due <= place:
                 self.active -= block.size
                 self.allocator.free(block)
             else:

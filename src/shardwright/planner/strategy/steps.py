@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from shardwright.core.amount import summed
@@ -39,7 +38,7 @@ from shardwright.planner.strategy.spacing import assignment_of, placed_tables, s
 from shardwright.planner.tally import Placed, tally
 from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.unit_floor import unit_floors
-from shardwright.planner.units import Arrangement, worthwhile
+from shardwright.planner.units import Arrangement, fastest_first, worthwhile
 
 MAX_BUDGET_ROUNDS = 6
 MAX_CHANGES = 100  # of single tables, at the end
@@ -155,7 +154,7 @@ def step_seconds(tables: Any, units: Sequence[Any], shared: Sequence[Any]) -> An
 def smallest(problem: Problem) -> StepDraft:
     """The draft that asks least of the fullest rank, whatever its memory."""
     tables = smallest_tables(problem)
-    found = list(problem.unit_space.arrangements())
+    found = problem.unit_space.arrangements
     at_rest = min(found, key=lambda a: (a.kept, a.footprint))
     at_work = min(found, key=lambda a: a.footprint)
     drafts = (StepDraft(problem, tables, a.units, a.prefetch) for a in (at_rest, at_work))
@@ -194,13 +193,13 @@ class _Seeker:
     gave_up: bool = False
     known: dict[int, list[_Known]] = field(default_factory=dict)
     too_much: dict[tuple[int, ...], int] = field(default_factory=dict)
+    drafts: dict[Arrangement, StepDraft] = field(default_factory=dict)
 
     def arrange(self) -> None:
         """Units alone: the fastest that fit, then those that save memory and hardly cost time."""
-        found = sorted(self.problem.unit_space.arrangements(), key=lambda a: a.seconds)
-        fastest = next(filter(self._fits, found), None)
-        faster = takewhile(lambda a: a is not fastest, found)
-        self.gave_up = any(a.kept <= self.problem.decisive_capacity for a in faster)
+        found = self.problem.unit_space.arrangements
+        fastest = next(filter(self._fits, fastest_first(found, self._is_too_large)), None)
+        self.gave_up = self.tried > self.feasible or self._spared(found, fastest)
         if fastest is None:
             self._take_smallest()
             return
@@ -210,13 +209,28 @@ class _Seeker:
         if not self.watch.over():
             self._take(self._draft(next(filter(self._fits, near), fastest)))
 
-    def _fits(self, arrangement: Arrangement) -> bool:
-        """Whether its peak fits; not asked where less does not: what a rank keeps, alone or beside
-        the activations, or the same placement with less of it at once."""
+    def _spared(self, found: Sequence[Arrangement], fastest: Arrangement | None) -> bool:
+        """Whether what a rank keeps of anything faster would fit; of what is as fast the first is
+        taken."""
+        places = [k for k, a in enumerate(found) if a.kept <= self.problem.decisive_capacity]
+        if fastest is None:
+            return bool(places)
+        limit = fastest.seconds, next(k for k in places if found[k] is fastest)
+        return any(
+            found[k].floor <= fastest.seconds and (found[k].seconds, k) < limit for k in places
+        )
+
+    def _is_too_large(self, arrangement: Arrangement) -> bool:
+        """Whether less does not fit: what a rank keeps, alone or beside the activations, or the
+        same placement with less of it at once."""
         capacity = self.problem.decisive_capacity
         if max(arrangement.kept, arrangement.at_rest + self.activations) > capacity:
-            return False
-        if arrangement.footprint > self.too_much.get(arrangement.placed, math.inf):
+            return True
+        return arrangement.footprint > self.too_much.get(arrangement.placed, math.inf)
+
+    def _fits(self, arrangement: Arrangement) -> bool:
+        """Whether its peak fits."""
+        if self._is_too_large(arrangement):
             return False
         self.tried += 1
         fits = self._draft(arrangement).fits
@@ -232,7 +246,10 @@ class _Seeker:
         return max(sum(peaks[phase].get(kind, 0) for kind in OF_MODEL) for phase in PASSES)
 
     def _draft(self, arrangement: Arrangement) -> StepDraft:
-        return StepDraft(self.problem, (), arrangement.units, arrangement.prefetch)
+        if arrangement not in self.drafts:
+            its = arrangement.units, arrangement.prefetch
+            self.drafts[arrangement] = StepDraft(self.problem, (), *its)
+        return self.drafts[arrangement]
 
     def run(self) -> None:
         """Rounds of drafts with tables; those over the budget are made anew with less room."""
@@ -294,9 +311,9 @@ class _Seeker:
     def arrangements(self) -> list[tuple[tuple[UnitChoice, ...], Prefetch]]:
         """Of the units that are placed alike, the fastest cut."""
         best: dict[tuple[int, ...], Arrangement] = {}
-        for found in self.problem.unit_space.arrangements():
+        for found in self.problem.unit_space.arrangements:
             known = best.get(found.placed)
-            if known is None or found.seconds < known.seconds:
+            if known is None or (found.floor < known.seconds and found.seconds < known.seconds):
                 best[found.placed] = found
         return [(found.units, found.prefetch) for found in best.values()]
 
