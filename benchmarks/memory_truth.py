@@ -55,7 +55,8 @@ class HeadedLlama(Llama):
         del self.norm, self.output
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
-        return self.end(x)  # type: ignore[no-any-return]
+        logits: torch.Tensor = self.end(x)
+        return logits.float() if self.local.fp32_logits else logits
 
 
 @dataclass
