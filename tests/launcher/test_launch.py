@@ -132,6 +132,16 @@ def test_a_hanging_rank_that_torchrun_ended_is_still_the_one_that_hung() -> None
     )
 
 
+def test_a_rank_that_saved_for_long_before_it_stopped_did_not_hang() -> None:
+    """As by the end of a worker that all of its loader's ranks lose: nobody asked the launcher."""
+    told = "stopped by the end of a worker, saved in run/checkpoints/step-7"
+    views = [
+        view(r, quiet=9.0, status=RankOutcome(r, "stopped", 75, 7, "step", told)) for r in (0, 1)
+    ]
+    code, text = end(*views)
+    assert (code, text.startswith(f"ranks 0, 1: {told}")) == (75, True)
+
+
 def test_a_rank_without_a_heartbeat_showed_no_sign_of_life() -> None:
     views = (view(0, quiet=60.0), view(1, beat=None, process="unknown", quiet=61.0))
     assert end(*views)[1] == "rank 1 showed no sign of life for 61 s; rank 0 waited"

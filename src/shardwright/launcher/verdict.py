@@ -21,7 +21,7 @@ from shardwright.core.errors import (
 )
 from shardwright.core.exhausted import words_of_memory
 from shardwright.launcher.heartbeat import Beat
-from shardwright.launcher.outcome import RankOutcome
+from shardwright.launcher.outcome import STOPPED, RankOutcome
 from shardwright.launcher.watch import RankView
 
 Kind = Literal["error", "lost", "stopped", "stalled"]
@@ -63,10 +63,11 @@ def _gone(running: Sequence[RankView]) -> list[RankView]:
 
 
 def _stopped_at_work(running: Sequence[RankView]) -> list[RankView]:
-    """All suspects, if every one was asked to stop and one of them was not hanging."""
+    """All suspects, if every one was asked to stop and one of them was not hanging: it moved just
+    before, or has more to tell than that, for what it saved may have taken long."""
     suspects = _suspects(running)
-    sudden = any(view.quiet < _SUDDEN for view in suspects)
-    return suspects if sudden and all(view.ended_as("stopped") for view in suspects) else []
+    worked = any(view.quiet < _SUDDEN or view.message != STOPPED for view in suspects)
+    return suspects if worked and all(view.ended_as("stopped") for view in suspects) else []
 
 
 def _frozen(running: Sequence[RankView]) -> list[RankView]:
