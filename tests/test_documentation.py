@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import typing
 from pathlib import Path
@@ -67,6 +68,14 @@ def test_relative_links_lead_somewhere(document: Path) -> None:
     targets = [a or b for a, b in _LINK.findall(document.read_text())]
     local = [t.partition("#")[0] for t in targets if not re.match(r"[a-z]+:|#", t)]
     assert [t for t in local if not (document.parent / t).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
+def test_no_level_of_headers_is_left_out(document: Path) -> None:
+    """The site is not built otherwise."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
+    levels = [len(marks) for marks in re.findall(r"^(#+) ", text, flags=re.M)]
+    assert [b for a, b in itertools.pairwise([0, *levels]) if b > a + 1] == []
 
 
 def test_no_source_file_is_too_long() -> None:
