@@ -46,14 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _joined(paths: Sequence[Path]) -> Any:
     """What the files say together; of a list that several have, what the last says."""
-    documents = [_read(path) for path in paths]
-    if not documents[1:]:
-        return documents[0]
-    for path, each in zip(paths, documents, strict=True):
-        if not isinstance(each, dict):
+    found: dict[str, Any] = {}
+    for path in paths:
+        document = _read(path)
+        if not isinstance(document, dict):
             wanted = "an object with lists of rows"
-            raise InputError(expected(path.name, wanted, type(each).__name__))
-    return {name: rows for each in documents for name, rows in each.items()}
+            raise InputError(expected(path.name, wanted, type(document).__name__))
+        found |= document
+    return found
 
 
 def _read(path: Path) -> Any:

@@ -32,8 +32,8 @@ class Fsdp2Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``reduce_scatter_max_input_buffers`` is what ``set_reduce_scatter_max_input_buffers`` takes:
     how many units' inputs of reduce-scatters there are at once. With
     ``separate_reduce_scatter_group`` there is one more communicator. ``holds_all_reduced`` is
-    whether sums over replicas stay until the backward is over, where their dtype is not that of the
-    parameters, or only until the next unit's are there; by default what the torch that is installed
+    whether sums over replicas stay until the backward is over, where they are not the gradients
+    themselves, or only until the next unit's are there; by default what the torch that is installed
     does.
     """
 

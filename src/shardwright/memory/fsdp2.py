@@ -5,9 +5,10 @@ and copied out; in the forward that buffer stays until the next copy has been ma
 the unit of the forward before is filled ahead. Gradients stay where autograd leaves them until
 their unit's backward is over, are copied into one buffer in the reduce dtype, and that buffer stays
 until the next unit reduces, or one later for each that ``set_reduce_scatter_max_input_buffers``
-allows beyond one. A sum over replicas in another dtype than the parameters' stays until the
-backward ends (``FSDPParamGroup._all_reduce_state``), where torch has it in its ``FSDPCommContext``
-until the next unit's is there.
+allows beyond one. A sum over replicas that is not the gradient itself (in another dtype, copied to
+the host, or added to the gradient of an earlier microbatch) stays until the backward ends
+(``FSDPParamGroup._all_reduce_state``), where torch has it in its ``FSDPCommContext`` until the next
+unit's is there.
 """
 
 from __future__ import annotations
@@ -241,11 +242,17 @@ class FSDP2:
     def _take_share(self, unit: str) -> None:
         """The share of the sum, in the reduce dtype and then in that of the parameters."""
         sizes = self.sizes[unit]
+        passing = sizes.gradient
+        # copied to the host, or added to that of an earlier microbatch
+        moved = self.sharding.offload or self.heap.holds(f"{unit}.gradient")
         if sizes.scattered:
             self.heap.take(f"{unit}.scattered", "reduce_scatter", sizes.scattered)
-        if self.sharding.offload or self.heap.holds(f"{unit}.gradient"):
-            with self.heap.passing("gradient", sizes.gradient):
-                pass  # copied to the host, or added to that of an earlier microbatch
+        elif moved and self.sharding.replicas > 1:  # the sum itself is what is moved, and stays
+            self.heap.take(f"{unit}.scattered", "reduce_scatter", sizes.gradient)
+            passing = 0
+        if moved:
+            with self.heap.passing("gradient", passing):
+                pass
         else:
             self.heap.take(f"{unit}.gradient", "gradient", sizes.gradient)
         if self.sharding.replicas == 1:

@@ -62,6 +62,12 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "parallel": {"data_replicate": 2},
         "memory": {"reduce_dtype": "bf16", "checkpointing": "selective"},
     },
+    "replicas, the second microbatch's sums held": {
+        "cluster": {"world_size": 12},
+        "batch": {"size": 2},
+        "parallel": {"data_replicate": 4, "microbatches": 2},
+        "memory": {"param_dtype": "fp32"},
+    },
     "experts, all freed": {
         "model": {"experts": 4, "experts_per_token": 2},
         "cluster": {"world_size": 24},

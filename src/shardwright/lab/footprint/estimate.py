@@ -181,11 +181,11 @@ def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
         )
     if section.runtime == "fsdp2" and degrees.data_replicate > 1:
         told = section.fsdp2.holds_all_reduced is not UNSET
-        stay = "until the backward ends" if holds_all_reduced(section.fsdp2) else "one unit long"
+        stay = "until the backward ends" if holds_all_reduced(section, degrees) else "one unit long"
         whose = (
             "memory.fsdp2.holds_all_reduced" if told else f"torch {torch.__version__}, found here"
         )
-        yield f"sums over replicas in another dtype than parameters stay {stay} ({whose})"
+        yield f"sums over replicas that are not gradients themselves stay {stay} ({whose})"
     if degrees.pipeline > 1:
         yield "the last stage keeps no results (return_outputs=False)"
     holders = _expert_holders(job, degrees)

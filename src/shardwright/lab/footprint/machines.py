@@ -7,7 +7,7 @@ from collections.abc import Callable
 from msgspec import UnsetType
 
 from shardwright.core.job import Job, memory_of
-from shardwright.core.memory_section import WHOLE, Fsdp2Section, MemorySection, Runtime
+from shardwright.core.memory_section import WHOLE, MemorySection, Runtime
 from shardwright.core.optimizers import Optimizer, optimizer_named
 from shardwright.core.parallel import LLAMA_EXPERTS, Degrees
 from shardwright.core.tensor import TensorSpec
@@ -58,16 +58,19 @@ def sharding(
         offload=section.on_host,
         twice=section.twice,
         reduce_scatter_inputs=section.fsdp2.reduce_scatter_max_input_buffers,
-        holds_all_reduced=holds_all_reduced(section.fsdp2),
+        holds_all_reduced=holds_all_reduced(section, degrees),
         experts=experts,
         block=block,
     )
 
 
-def holds_all_reduced(section: Fsdp2Section) -> bool:
-    """What the job says of FSDP2's sums over replicas, else what the torch here does."""
-    told = section.holds_all_reduced
-    return fsdp2_holds_all_reduced() if isinstance(told, UnsetType) else told
+def holds_all_reduced(section: MemorySection, degrees: Degrees) -> bool:
+    """What the job says of FSDP2's sums over replicas, else what the torch here does: to ask it
+    takes a second of imports, so that nobody does where there are no such sums."""
+    told = section.fsdp2.holds_all_reduced
+    if not isinstance(told, UnsetType):
+        return told
+    return section.runtime != "fsdp2" or degrees.data_replicate == 1 or fsdp2_holds_all_reduced()
 
 
 def _shares(section: MemorySection) -> Shares:
