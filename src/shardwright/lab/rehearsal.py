@@ -201,13 +201,8 @@ def _check_size(predicted: Footprint) -> None:
 def tracked(
     model: nn.Module, job: Job, batch: Any, loss: Callable[[], torch.Tensor], treatment: Applied
 ) -> Tracked:
-    """Steps under the tracker, after one that makes what stays. The optimizer has what a run of
-    ours gives it, of another runtime the model's parameters."""
-    how = optimizer_of(job)
-    implementation = how.implementation or how.first
-    ours = memory_of(job).runtime == "shardwright"
-    parameters = optimizer_parameters(model) if ours else model.parameters()
-    optimizer = make_optimizer(how.name, parameters, RATE, implementation)
+    """Steps under the tracker, after one that makes what stays."""
+    optimizer = optimizer_for(job, model)
 
     def step() -> None:
         loss().backward()
@@ -219,3 +214,13 @@ def tracked(
         for _ in range(STEPS):
             step()
     return tracker.result()
+
+
+def optimizer_for(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    """The job's optimizer of what a run of ours gives it, of another runtime of the model's
+    parameters."""
+    how = optimizer_of(job)
+    implementation = how.implementation or how.first
+    ours = memory_of(job).runtime == "shardwright"
+    parameters = optimizer_parameters(model) if ours else model.parameters()
+    return make_optimizer(how.name, parameters, RATE, implementation)

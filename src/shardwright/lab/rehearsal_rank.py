@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +36,58 @@ from shardwright.models.llama import Llama
 from shardwright.runtime import comm
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.trace.checkpointing import policy
-from shardwright.trace.treatment import Treatment
+from shardwright.trace.treatment import Applied, Treatment
 from shardwright.tracker.private import fsdp2_holds_all_reduced
 from shardwright.tracker.tensors import DTYPES
 
 Loss = Callable[[], torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """A job's model on one rank, sharded as its estimate was, with its batch and its loss."""
+
+    model: nn.Module
+    batch: Any
+    loss: Loss
+    blocks: Sequence[nn.Module]
+    treatment: Applied
+
+
 def followed(job: Job, mesh: DeviceMesh) -> Tracked:
     """What this rank takes in steps of ``job``, sharded as its estimate was."""
-    units = _units(job)
-    with importable():
+    with rehearsed(job, "cpu", mesh) as run:
+        return tracked(run.model, job, run.batch, run.loss, run.treatment)
+
+
+@contextmanager
+def rehearsed(
+    job: Job,
+    device: str,
+    mesh: DeviceMesh | None,
+    units: Sequence[RecordedUnit] = (),
+    before: Callable[[nn.Module], None] = lambda _: None,
+) -> Iterator[Rehearsed]:
+    """The job on ``device``, checkpointed inside as it says, on the data ranks of ``mesh``; without
+    one as a single rank, all parameters in the job's dtype. ``units`` are those of :func:`units_of`,
+    if they are known; ``before`` is called with the model that is to be sharded."""
+    units = units or units_of(job)
+    with importable(), torch.device(device):
         model, batch, loss = _built(job)
     section = memory_of(job)
-    blocks = [model.get_submodule(unit.modules[0]) for unit in units if unit.checkpointing]
-    treatment = Treatment("cpu", section.policy if blocks else policy("none").name)
-    with treatment.applied(model, blocks, range(len(blocks))) as applied:
-        _shard(model, units, job, mesh)
-        return tracked(model, job, batch, loss, applied)
+    blocks = [model.get_submodule(unit.modules[0]) for unit in units if unit.series]
+    again = [model.get_submodule(unit.modules[0]) for unit in units if unit.checkpointing]
+    treatment = Treatment("cpu", section.policy if again else policy("none").name)
+    with treatment.applied(model, again, range(len(again))) as applied:
+        before(model)
+        if mesh is None:
+            model.to(dtype=DTYPES.get(section.param_dtype or ""))
+        else:
+            _shard(model, units, job, mesh)
+        yield Rehearsed(model, batch, loss, blocks, applied)
 
 
-def _units(job: Job) -> list[RecordedUnit]:
+def units_of(job: Job) -> list[RecordedUnit]:
     """The units of the estimate, those inside of others first."""
     degrees = degrees_of(job, job.cluster.world_size or 1)
     model = recorded_model(job, degrees, Treatment("cpu", memory_of(job).policy))
@@ -84,9 +117,9 @@ def _built(job: Job) -> tuple[nn.Module, Any, Loss]:
     return model, (tokens, targets), lambda: model.loss(model(tokens), targets)
 
 
-def _shard(model: nn.Module, units: list[RecordedUnit], job: Job, mesh: DeviceMesh) -> None:
+def _shard(model: nn.Module, units: Sequence[RecordedUnit], job: Job, mesh: DeviceMesh) -> None:
     section = memory_of(job)
-    how = sharding(section, degrees_of(job, mesh.size()), on_gpu=False)
+    how = sharding(section, degrees_of(job, job.cluster.world_size or 1), on_gpu=False)
     precision = MixedPrecisionPolicy(
         DTYPES.get(section.param_dtype or ""), DTYPES.get(section.reduce_dtype or "")
     )
