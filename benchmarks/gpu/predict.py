@@ -1,9 +1,9 @@
 """What is predicted of every configuration, on a CPU, before there is a GPU.
 
-    PYTHONPATH=src:benchmarks python -m gpu.predict
+    PYTHONPATH=src:benchmarks python -m gpu.predict [FILE]
 
-writes ``predictions.json``, beside which the machine's figures are laid. The units that a module of
-the user's own was recorded in are kept, too: the GPU need not wait for a recording.
+writes ``predictions.json``, or another file, beside which the machine's figures are laid. The units
+that a module of the user's own was recorded in are kept, too: a GPU need not wait for a recording.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ def main() -> int:
     for configuration in (*memory_configurations(), *timed_configurations()):
         found[configuration.name] = made = predicted(setting, configuration)
         print(f"{configuration.name}: {made.peak / 2**30:.2f} GiB", flush=True)
-    written = Predictions(torch.__version__, datetime.date.today().isoformat(), found)
-    FILE.write_bytes(msgspec.json.format(msgspec.json.encode(written), indent=1) + b"\n")
+    written = Predictions(str(torch.__version__), datetime.date.today().isoformat(), found)
+    path = Path(sys.argv[1]) if sys.argv[1:] else FILE
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(written), indent=1) + b"\n")
     return 0
 
 

@@ -1,9 +1,9 @@
 """What a stage is made of: rows, each measured by itself, written as they come.
 
-A stage is a module here with ``rows(setting)``. Each row runs in a worker process that runs many;
-what a row raises is its figure then, and so is the death of the worker, after which the next one
-goes on behind it. So a stage that is cut off anywhere leaves all that was measured before, and a
-row that hangs costs its own time alone.
+A stage is a module with ``rows(setting)``, one here or one named by its package. Each row runs in a
+worker process that runs many; what a row raises is its figure then, and so is the death of the
+worker, after which the next one goes on behind it. So a stage that is cut off anywhere leaves all
+that was measured before, and a row that hangs costs its own time alone.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 STAGES = ("ceilings", "memory", "seconds", "runtime", "embeddings", "tests")  # in order of worth
 MESSAGE = 2000  # characters of what a row raised
-PATIENCE, LEAST = 3.0, 30.0  # a row that takes so many times its seconds, and these, is stuck
 # What a process that had such an error cannot do anything after.
 FATAL = ("CUDA error", "device-side assert", "cudaError")
 
@@ -41,24 +38,29 @@ class Setting:
     def synchronize(self) -> None:
         """Wait for all that the device was asked to do."""
         if self.device == "cuda":
+            import torch  # seconds, which a process that only fails can do without
+
             torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)
 class Row:
     """Something to measure: ``run()`` gives its figures, ``seconds`` is what it takes at most on a
-    GPU, its making included, and no row is begun that would not end in time. Rows with the same
+    GPU, its making included, and no row is begun that would not end in time; one that takes
+    ``patience`` seconds beyond three times these is stuck, and its process ends. Rows with the same
     ``environment`` share processes."""
 
     name: str
     run: Callable[[], Mapping[str, Any]]
     seconds: float = 5.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    patience: float = 30.0
 
 
 def rows_of(stage: str, setting: Setting) -> list[Row]:
     """The rows of a stage, those of most worth first."""
-    found: list[Row] = importlib.import_module(f"gpu.{stage}").rows(setting)
+    path = stage if "." in stage else f"gpu.{stage}"
+    found: list[Row] = importlib.import_module(path).rows(setting)
     names = [row.name for row in found]
     assert len(set(names)) == len(names), f"{stage}: names of rows are not unique"
     return found
@@ -103,7 +105,7 @@ def worker(stage: str, setting: Setting, path: Path, names: list[str], until: fl
             row.name, {"error": "the process died, or was stuck"}
         )  # until it is known better
         begun = time.time()
-        faulthandler.dump_traceback_later(PATIENCE * row.seconds + LEAST, exit=True)
+        faulthandler.dump_traceback_later(3 * row.seconds + row.patience, exit=True)
         try:
             found = dict(row.run())
             setting.synchronize()
@@ -149,6 +151,8 @@ def timed(setting: Setting, run: Callable[[], Any], *, seconds: float = 0.05) ->
     """Seconds a call, the median of five samples of calls one after the other that take ``seconds``
     together each; on a GPU by its own clock, without what the host takes to ask for it once the
     queue is full. ``host`` is what one call takes of the host."""
+    import torch
+
     for _ in range(3):
         run()
     setting.synchronize()

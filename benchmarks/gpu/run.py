@@ -34,6 +34,7 @@ SHARES = {
     "embeddings": 20,
     "tests": 30,
 }
+USUAL = 30  # of any other stage
 START = 12.0  # seconds of imports and of a context that a process takes
 
 
@@ -149,9 +150,9 @@ def main() -> int:
     for place, stage in enumerate(stages):
         path = options.out.resolve() / f"{stage}.json"
         path.unlink(missing_ok=True)
-        rest = sum(SHARES[each] for each in stages[place:])
+        rest = sum(SHARES.get(each, USUAL) for each in stages[place:])
         left = end - time.time()
-        until = time.time() + (left if one else left * SHARES[stage] / rest)
+        until = time.time() + (left if one else left * SHARES.get(stage, USUAL) / rest)
         if left <= 0:
             Figures(path).note(stage=stage, machine=facts, skipped="no time was left")
             continue
