@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -170,6 +171,48 @@ def test_rows_without_gradients_are_those_with_them(name: str) -> None:
         found = module(ids)
     assert found.shape == (500, 3, 16)
     assert (found - module(ids)).abs().max().item() <= 1e-6
+
+
+class _OneDevice(TorchDispatchMode):
+    """Refuses what a GPU does: tensors, or a generator, of different devices in one operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.append(func)
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if hasattr(x, "device")]
+        scalars = [x for x in given if isinstance(x, torch.Tensor) and x.dim() == 0]
+        devices = {torch.device(x.device).type for x in given if not any(x is s for s in scalars)}
+        assert len(devices) < 2 or func is torch.ops.aten.copy_.default, f"{func} of {devices}"
+        return func(*args, **(kwargs or {}))
+
+
+class _Unchecked(Embeddings):
+    def _check(self, ids: torch.Tensor) -> None:
+        """The meta device has no numbers to look at."""
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_embeddings_of_another_device_keep_nothing_on_the_cpu(name: str) -> None:
+    """No GPU is needed to see it: the meta device is another one as well."""
+    with _OneDevice():
+        module = _Unchecked(_tables(name), device="meta", sparse=name != "robe")
+        module.reset_parameters()
+        for part in module.modules():
+            if isinstance(part, HashNetwork):  # how many ids are different nobody knows there
+                part.distinct = lambda ids: (ids, torch.arange(len(ids), device=ids.device))
+        rows = module(_ids().to("meta"))
+        rows.sum().backward()
+    assert all(x.is_meta for x in (rows, *module.parameters(), *module.buffers()))
+    assert all(own.grad is not None for own in module.parameters())
+
+
+def test_mish_is_one_operation_where_no_cache_is_to_be_minded() -> None:
+    with _OneDevice() as mode:
+        mish_(torch.empty(2048, 1800, device="meta"))
+    assert mode.operations[1:] == [torch.ops.aten.mish_.default]
 
 
 @pytest.mark.parametrize("name", SMALL)

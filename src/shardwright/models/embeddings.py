@@ -85,22 +85,24 @@ class Embeddings(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Give every parameter its starting values."""
+        """Give every parameter its starting values, which are drawn on the CPU: the same on every
+        device."""
         for table in self.kinds.tables:
             for part, member in zip(parts_of(table), members_of(table), strict=True):
                 random = generator_of(self.seed, member.name)
                 low, high = part.centre - part.bound, part.centre + part.bound
-                if not is_packed(member):
-                    self.rows_of(member).uniform_(low, high, generator=random)
-                    continue
+                own = self.rows_of(member)
+                dtype = torch.float32 if is_packed(member) else own.dtype
                 for first in range(0, member.rows, AT_A_TIME):
                     count = min(AT_A_TIME, member.rows - first)
-                    rows = torch.empty(count, member.dim).uniform_(low, high, generator=random)
-                    self._keep(member, first, rows.to(self.limits.device))
+                    rows = torch.empty(count, member.dim, dtype=dtype, device="cpu")
+                    rows.uniform_(low, high, generator=random)
+                    self._keep(member, first, rows.to(own.device))
             for each in dense_of(table):
                 random = generator_of(self.seed, table.name, each.name)
                 own = self.kinds.get_submodule(table.name).get_parameter(each.name)
-                own.uniform_(-each.bound, each.bound, generator=random)
+                values = torch.empty(own.shape, dtype=own.dtype, device="cpu")
+                own.copy_(values.uniform_(-each.bound, each.bound, generator=random))
 
     def rows_of(self, member: TableSpec) -> torch.Tensor:
         """The weight [rows, dim] of one of ``kinds.members``; of packed rows their bytes."""
