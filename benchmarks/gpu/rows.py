@@ -106,12 +106,13 @@ def worker(stage: str, setting: Setting, path: Path, names: list[str], until: fl
         )  # until it is known better
         begun = time.time()
         faulthandler.dump_traceback_later(3 * row.seconds + row.patience, exit=True)
+        found: dict[str, Any] = {}
         try:
             found = dict(row.run())
             setting.synchronize()
-        except Exception as error:
+        except Exception as error:  # also of what the row left running, whose figures stay
             traceback.print_exc()
-            found = {"error": f"{type(error).__name__}: {error}"[:MESSAGE]}
+            found["error"] = f"{type(error).__name__}: {error}"[:MESSAGE]
         faulthandler.cancel_dump_traceback_later()
         figures.put(row.name, {**found, "took": round(time.time() - begun, 3)})
         print(f"{stage}: {row.name}: {json.dumps(figures.rows[-1])[:300]}", flush=True)
