@@ -44,53 +44,58 @@ class Case:
     seconds: float = SECONDS
     more: dict[str, Any] = field(default_factory=dict)
 
-    def said(self) -> dict[str, Any]:
+    def said(self, setting: Setting) -> dict[str, Any]:
         """What is known before it is measured."""
         found = {"op": self.op, "dtype": self.dtype, "shape": list(self.shape), **self.more}
-        found |= {"bytes": self.nbytes, "flops": self.flops, "turns": self._turns}
+        found |= {"bytes": self.nbytes, "flops": self.flops, "turns": self._turns(setting)}
         return {key: value for key, value in found.items() if value is not None}
 
-    @property
-    def _turns(self) -> int:
-        if self.turns is not None:
-            return self.turns
-        return min(TURNS, -(-CACHED // (self.nbytes or CACHED)))
+    def _turns(self, setting: Setting) -> int:
+        wanted = self.turns
+        if wanted is None:
+            wanted = min(TURNS, -(-CACHED // (self.nbytes or CACHED)))
+        return min(wanted, 2) if setting.small else wanted
 
     def measure(self, setting: Setting) -> dict[str, Any]:
         """Calls of ``run``, each with the next operands."""
-        turns = min(self._turns, 2) if setting.small else self._turns
-        operands = itertools.cycle([self.make() for _ in range(turns)])
+        operands = itertools.cycle([self.make() for _ in range(self._turns(setting))])
         return timed(setting, lambda: self.run(*next(operands)), seconds=self.seconds)
 
 
 def measured(setting: Setting, cases: Iterable[Case], seconds: float) -> dict[str, Any]:
-    """The entries of all cases, in order. An error is its entry's, and the row's too if the device
-    is of no use after it; what is not begun in ``seconds`` is skipped."""
+    """The entries of all cases, in order. An error is its entry's; it is the row's too where cases
+    themselves fail, or where the device is of no use any more. What is not begun in ``seconds`` is
+    skipped, but for the first."""
     entries: list[dict[str, Any]] = []
     end = time.perf_counter() + seconds
-    for case in cases:
-        entry = case.said()
-        entries.append(entry)
-        if case.on_cuda and setting.device != "cuda":
-            entry["skipped"] = "only on CUDA"
-            continue
-        if time.perf_counter() > end and not setting.small:
-            entry["skipped"] = "no time was left"
-            continue
-        try:
-            entry |= case.measure(setting)
-        except Exception as error:
-            entry["error"] = _said(error)
-        if "error" in entry and setting.device == "cuda":
-            try:
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
-            except Exception as error:
-                return {"entries": entries, "error": _said(error)}
+    try:
+        for case in cases:
+            entry = case.said(setting)
+            entries.append(entry)
+            if case.on_cuda and setting.device != "cuda":
+                entry["skipped"] = "only on CUDA"
+            elif time.perf_counter() > end and len(entries) > 1 and not setting.small:
+                entry["skipped"] = "no time was left"
+            else:
+                entry |= _measured(setting, case)
+    except Exception as error:
+        return {"entries": entries, "error": error_of(error)}
     return {"entries": entries}
 
 
-def _said(error: Exception) -> str:
+def _measured(setting: Setting, case: Case) -> dict[str, Any]:
+    try:
+        return case.measure(setting)
+    except Exception as error:
+        found = {"error": error_of(error)}
+    setting.synchronize()  # which raises, again, where nothing more can be asked of the device
+    if setting.device == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def error_of(error: Exception) -> str:
+    """What a figure says of it."""
     return f"{type(error).__name__}: {error}"[:MESSAGE]
 
 

@@ -35,6 +35,7 @@ BUDGETS: dict[str, float] = {
     "cost": 130,
     "report": 130,
     "published": 125,
+    "benchmarks": 40,
     "data": 100,
     "tracker": 70,
     "conformance": 70,

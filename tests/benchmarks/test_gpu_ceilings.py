@@ -1,0 +1,137 @@
+"""Stages of a GPU's measurements whose rows are operators: all can be asked for without one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+from gpu import ceilings, entries, traffic  # noqa: E402
+from gpu.entries import Case, Draw, measured  # noqa: E402
+from gpu.rows import Row, Setting, rows_of  # noqa: E402
+
+SMALL, ON_CUDA = Setting("cpu", small=True), Setting("cuda")
+ONLY_CUDA = ("host copies", "products float8", "attention cudnn", "graph")
+QUICK = ("launches", "products tf32", "row updates", *ONLY_CUDA)  # the others are slow
+
+
+def _rows(stage: str, setting: Setting = SMALL) -> dict[str, Row]:
+    return {row.name: row for row in rows_of(stage, setting)}
+
+
+def _sound(name: str, found: Any) -> None:
+    """Every entry has figures, or says that only CUDA has it."""
+    assert "error" not in found
+    assert len(found["entries"]) > 0
+    for entry in found["entries"]:
+        if name in ONLY_CUDA:
+            assert entry["skipped"] == "only on CUDA"
+        else:
+            assert 0 < entry["least"] <= entry["seconds"] <= entry["most"]
+            assert {"op", "dtype", "shape", "host", "calls"} <= entry.keys()
+        assert "error" not in entry
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in _rows("ceilings")],
+)
+def test_every_class_of_operators_has_figures_where_it_runs(name: str) -> None:
+    _sound(name, _rows("ceilings")[name].run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["floors", "full", "qr", "dhe", "full on one rank"])
+def test_every_kind_of_embeddings_has_figures(name: str) -> None:
+    _sound(name, _rows("embeddings")[name].run())
+
+
+@pytest.mark.slow
+def test_kinds_start_and_look_up_alike_on_every_device() -> None:
+    found = _rows("embeddings")["values"].run()["kinds"]
+    assert {"full", "qr", "dhe", "int4"} <= found.keys()
+    for kind in found.values():
+        assert kind["same_start"]
+        assert kind["apart"] <= 1e-6 * kind["largest"]
+
+
+@pytest.fixture(scope="module")
+def full_size() -> dict[str, list[Case]]:
+    """What a GPU is asked for, made and run on tensors without memory that say they are a GPU's: of
+    what needs neither gradients nor copies, which the CPU's build of torch refuses them."""
+    found: dict[str, list[Case]] = {}
+
+    def run(setting: Setting, cases: Iterable[Case], seconds: float) -> dict[str, Any]:
+        found[row.name] = []
+        for case in cases:
+            case.run(*case.make())
+            found[row.name].append(case)
+        return {}
+
+    with FakeTensorMode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ceilings, "measured", run)
+        for row in rows_of("ceilings", ON_CUDA):
+            if row.name.startswith("products") or row.name == "lookups":
+                row.run()
+    return found
+
+
+def test_operators_of_a_gpu_can_be_asked_for_at_full_size(full_size: dict[str, list[Case]]) -> None:
+    """Shapes, dtypes and devices fit; operands leave the caches, and fit into the smallest card."""
+    assert len(full_size) == 10
+    for case in (*chain(*full_size.values()), *traffic.copies(Draw(ON_CUDA))):
+        said = case.said(ON_CUDA)
+        together = said["bytes"] * said["turns"]
+        assert together < 16 * 2**30
+        is_lookup = case in full_size["lookups"]  # ids are others in each turn, the table is one
+        assert is_lookup or said["turns"] == entries.TURNS or together >= entries.CACHED
+
+
+def test_what_is_multiplied_and_moved_is_counted(full_size: dict[str, list[Case]]) -> None:
+    cases = (*chain(*full_size.values()), *traffic.copies(Draw(ON_CUDA)))
+    by_shape = {(case.op, case.dtype, case.shape): case for case in cases}
+    product = by_shape["linear", "bfloat16", (8192, 14336, 4096)]
+    assert product.flops == 2 * 8192 * 14336 * 4096
+    assert product.nbytes == 2 * (8192 * 4096 + 14336 * 4096 + 8192 * 14336)
+    float8 = by_shape["linear", "float8_e4m3fn", (4096, 14336, 4096)]
+    assert float8.nbytes == 4096 * 4096 + 14336 * 4096 + 2 * 4096 * 14336  # its results are bf16
+    assert by_shape["copy", "uint8", (2**28,)].nbytes == 2**29
+
+
+def test_what_fails_is_an_entry_and_the_next_goes_on() -> None:
+    def cases() -> Iterator[Case]:
+        one = torch.ones(())
+        yield Case("refused", "float32", (1,), lambda: (one,), lambda x: x.view(7))
+        yield Case("add", "float32", (1,), lambda: (one,), lambda x: x + x)
+        raise ValueError("no more of them")
+
+    found = measured(SMALL, cases(), 1.0)
+    refused, added = found["entries"]
+    assert refused["error"].startswith("RuntimeError: shape '[7]' is invalid")
+    assert "seconds" not in refused
+    assert added["seconds"] > 0
+    assert found["error"] == "ValueError: no more of them"
+
+
+def test_what_no_time_is_left_for_says_so() -> None:
+    case = Case("add", "float32", (1,), lambda: (torch.ones(()),), lambda x: x + x)
+    first, second = measured(Setting("cpu"), [case, case], -1.0)["entries"]
+    assert first["seconds"] > 0
+    assert second["skipped"] == "no time was left"
+
+
+def test_precision_of_products_is_what_it_was_afterwards() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    with ceilings.precision("tf32"):
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    assert torch.backends.cuda.matmul.fp32_precision == before
+    assert not torch.backends.cuda.matmul.allow_tf32
