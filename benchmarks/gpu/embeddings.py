@@ -26,6 +26,7 @@ from gpu.entries import BF16, FP32, Case, Draw, Operands, error_of, measured
 from gpu.rows import Row, Setting, group_of_one
 
 BATCHES = 32
+ONE_RANK = "full on one rank"
 FEW = {"hashes": 16, "hidden": 16, "layers": 3}  # a hash network that two cores are soon done with
 Tensor = torch.Tensor
 Way = Callable[[], AbstractContextManager[object]]
@@ -35,14 +36,14 @@ def rows(setting: Setting) -> list[Row]:
     """Floors, then kinds by what is asked about them most."""
 
     def row(name: str, seconds: float, cases: Callable[[Study], Iterator[Case]]) -> Row:
-        return Row(name, lambda: measured(setting, cases(Study(setting)), seconds), seconds)
+        return Row(name, lambda: measured(setting, name, cases(Study(setting)), seconds), seconds)
 
     return [
         row("floors", 3, floors),
         row("full", 4, partial(kind, name="full")),
         row("qr", 3, partial(kind, name="qr")),
         row("dhe", 6, networks),
-        Row("full on one rank", lambda: on_one_rank(setting, 4), 4),
+        Row(ONE_RANK, lambda: on_one_rank(setting, 4), 4),
         Row("values", lambda: values(setting), 2),
     ]
 
@@ -240,33 +241,39 @@ def on_one_rank(setting: Setting, seconds: float) -> dict[str, Any]:
                 yield study.case("update", study.turns(law), run, more=more)
 
     with group_of_one(setting):
-        return measured(setting, cases(init_device_mesh(setting.device, (1,))), seconds)
+        return measured(setting, ONE_RANK, cases(init_device_mesh(setting.device, (1,))), seconds)
 
 
 def values(setting: Setting) -> dict[str, Any]:
-    """Whether what is made on the device starts as on a CPU, and makes the same rows: how far it is
-    from them, and how large they are."""
+    """Whether what is made on the device starts as on a CPU, and makes the same rows: kinds that do
+    not start so, and how far rows are apart at most, of the largest number of their kind."""
     from shardwright.core.kinds import EmbeddingsSection, settled
     from shardwright.core.model import TableSpec
     from shardwright.models.embeddings import Embeddings
 
-    study, found = Study(setting), {}
+    of, apart, otherwise, errors = Study(setting).of, {}, [], {}
     small = {"dhe": {"kind": "dhe", "hashes": 64, "hidden": 64}}
-    for name, keys in (study.of.KINDS | small).items():
-        bare = [TableSpec(f"t{i}", 3000 + i, study.of.DIM) for i in range(3)]
+    for name, keys in (of.KINDS | small).items():
+        bare = [TableSpec(f"t{i}", 3000 + i, of.DIM) for i in range(3)]
         tables = settled(bare, EmbeddingsSection(**keys))
         try:
-            found[name] = _apart(*(Embeddings(tables, device=d) for d in ("cpu", setting.device)))
+            modules = (Embeddings(tables, device=device) for device in ("cpu", setting.device))
+            same, apart[name] = _beside(*modules)
         except Exception as error:
-            found[name] = {"error": error_of(error)}
-    return {"kinds": found}
+            errors[name] = error_of(error)
+        else:
+            otherwise += [] if same else [name]
+    found = {"kinds": len(apart), "start_otherwise": otherwise, "errors": errors}
+    if apart:
+        worst = max(apart, key=lambda name: apart[name])
+        found |= {"apart": apart[worst], "furthest": worst}
+    return found
 
 
-def _apart(here: nn.Module, there: nn.Module) -> dict[str, Any]:
+def _beside(here: nn.Module, there: nn.Module) -> tuple[bool, float]:
     pairs = zip(here.parameters(), there.parameters(), strict=True)
     same = all(torch.equal(own, other.cpu()) for own, other in pairs)
     ids = torch.randint(3000, (512, 3))
     with torch.no_grad():
         wanted, found = here(ids), there(ids.to(next(there.buffers()).device)).cpu()
-    apart, largest = (found - wanted).abs().max().item(), wanted.abs().max().item()
-    return {"same_start": same, "apart": apart, "largest": largest}
+    return same, ((found - wanted).abs().max() / wanted.abs().max()).item()

@@ -1,9 +1,9 @@
 """Rows of many measurements: each is an entry of its own, which fails or is left out alone.
 
-An entry says ``op``, ``dtype`` and ``shape``, what ``timed`` gives, and ``bytes`` and ``flops``
-where these are plain arithmetic: every operator that is asked for reads its operands once and
-writes its results once. Operands are random, and taken in turn from as many copies, ``turns``, as
-no cache holds together: they come from memory, as in a step of training.
+An entry says ``class``, ``op``, ``dtype`` and ``shape``, what ``timed`` gives, and ``bytes`` and
+``flops`` where these are plain arithmetic: every operator that is asked for reads its operands once
+and writes its results once. Operands are random, and taken in turn from as many copies, ``turns``,
+as no cache holds together: they come from memory, as in a step of training.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class Case:
         return timed(setting, lambda: self.run(*next(operands)), seconds=self.seconds)
 
 
-def measured(setting: Setting, cases: Iterable[Case], seconds: float) -> dict[str, Any]:
-    """The entries of all cases, in order. An error is its entry's; it is the row's too where cases
-    themselves fail, or where the device is of no use any more. What is not begun in ``seconds`` is
-    skipped, but for the first."""
+def measured(setting: Setting, kind: str, cases: Iterable[Case], seconds: float) -> dict[str, Any]:
+    """The entries of all cases of a class, in order. An error is its entry's; it is the row's too
+    where cases themselves fail, or where the device is of no use any more. What is not begun in
+    ``seconds`` is skipped, but for the first."""
     entries: list[dict[str, Any]] = []
     end = time.perf_counter() + seconds
     try:
         for case in cases:
-            entry = case.said(setting)
+            entry = {"class": kind, **case.said(setting)}
             entries.append(entry)
             if case.on_cuda and setting.device != "cuda":
                 entry["skipped"] = "only on CUDA"

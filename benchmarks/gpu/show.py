@@ -12,6 +12,7 @@ import json
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,21 +103,38 @@ def seconds(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def ceilings(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The best rate of every class; the file has every shape."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    """The best rate of every operator; the file has every shape."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
     for entry in _entries(rows):
         if "seconds" not in entry:
             continue
-        key = (str(entry.get("class", "")), str(entry.get("dtype", "")))
-        rate = max((entry.get("flops", 0) / 1e12, entry.get("bytes", 0) / 1e9)) / entry["seconds"]
+        key = tuple(str(entry.get(name, "")) for name in ("class", "op", "dtype"))
+        work = entry.get("flops", 0) / 1e12 or entry.get("bytes", 0) / 1e9
+        rate = work / entry["seconds"]
         if key not in found or rate > found[key]["rate"]:
             found[key] = {**entry, "rate": rate}
     cells = []
-    for (kind, dtype), entry in found.items():
-        flops = entry.get("flops")
-        rate = f"{entry['rate']:,.1f} {'TFLOP/s' if flops else 'GB/s'}" if entry["rate"] else ""
-        cells.append([kind, dtype, str(entry.get("shape", "")), _time(entry["seconds"]), rate])
-    yield _table((["class", "dtype", "shape of the best", "time", "rate"], cells))
+    for key, entry in found.items():
+        unit = "TFLOP/s" if entry.get("flops") else "GB/s"
+        rate = f"{entry['rate']:,.1f} {unit}" if entry["rate"] else ""
+        cells.append([*key, str(entry.get("shape", "")), _time(entry["seconds"]), rate])
+    yield _table((["class", "operator", "dtype", "shape of the best", "time", "rate"], cells))
+
+
+def embeddings(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Times of kinds and floors by how ids are spread, then what else there is."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for entry in _entries(rows):
+        if "seconds" in entry:
+            names = ("class", "op", "dtype", "optimizer")
+            key = tuple(str(entry.get(name, "")) for name in names)
+            found.setdefault(key, {})[entry.get("ids", "")] = _time(entry["seconds"])
+    cells = [
+        [*key, *(times.get(law) or times.get("", "") for law in ("uniform", "zipf"))]
+        for key, times in found.items()
+    ]
+    yield _table((["kind", "operator", "dtype", "optimizer", "uniform ids", "Zipf's"], cells))
+    yield from other([row for row in rows if "entries" not in row])
 
 
 def other(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -130,7 +148,7 @@ def other(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield _table((["row", "figures"], cells))
 
 
-PAGES = {"memory": memory, "seconds": seconds, "ceilings": ceilings}
+PAGES = {"memory": memory, "seconds": seconds, "ceilings": ceilings, "embeddings": embeddings}
 
 
 def _entries(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -160,10 +178,19 @@ def _left(document: dict[str, Any]) -> Iterator[str]:
         for row in document.get("rows", ())
         if _failed(row)
     ]
+    for row in document.get("rows", ()):
+        reasons = Counter(_reason(entry) for entry in row.get("entries", ()))
+        lines += [f"- {row['name']}, {n} of it: {why}" for why, n in reasons.items() if why]
     if "skipped" in document:
         lines.append(f"- all of it: {document['skipped']}")
     if lines:
         yield "\n".join(["Not measured:", "", *(line.replace("\n", " ") for line in lines)]) + "\n"
+
+
+def _reason(entry: dict[str, Any]) -> str:
+    """Why one of a row's measurements is missing; a CPU is not asked for what it has not."""
+    said = str(entry.get("error") or entry.get("skipped") or "")
+    return "" if said == "only on CUDA" else said
 
 
 def _failed(row: dict[str, Any]) -> bool:

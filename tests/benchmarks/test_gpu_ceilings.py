@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu import ceilings, entries, show, traffic
+from gpu.entries import Case, Draw, measured
+from gpu.rows import Row, Setting, rows_of
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-from gpu import ceilings, entries, traffic  # noqa: E402
-from gpu.entries import Case, Draw, measured  # noqa: E402
-from gpu.rows import Row, Setting, rows_of  # noqa: E402
 
 SMALL, ON_CUDA = Setting("cpu", small=True), Setting("cuda")
 ONLY_CUDA = ("host copies", "products float8", "attention cudnn", "graph")
@@ -37,7 +31,7 @@ def _sound(name: str, found: Any) -> None:
             assert entry["skipped"] == "only on CUDA"
         else:
             assert 0 < entry["least"] <= entry["seconds"] <= entry["most"]
-            assert {"op", "dtype", "shape", "host", "calls"} <= entry.keys()
+            assert {"class", "op", "dtype", "shape", "host", "calls"} <= entry.keys()
         assert "error" not in entry
 
 
@@ -57,11 +51,11 @@ def test_every_kind_of_embeddings_has_figures(name: str) -> None:
 
 @pytest.mark.slow
 def test_kinds_start_and_look_up_alike_on_every_device() -> None:
-    found = _rows("embeddings")["values"].run()["kinds"]
-    assert {"full", "qr", "dhe", "int4"} <= found.keys()
-    for kind in found.values():
-        assert kind["same_start"]
-        assert kind["apart"] <= 1e-6 * kind["largest"]
+    found = _rows("embeddings")["values"].run()
+    assert found["kinds"] == 11
+    assert found["start_otherwise"] == []
+    assert found["errors"] == {}
+    assert found["apart"] <= 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +64,7 @@ def full_size() -> dict[str, list[Case]]:
     what needs neither gradients nor copies, which the CPU's build of torch refuses them."""
     found: dict[str, list[Case]] = {}
 
-    def run(setting: Setting, cases: Iterable[Case], seconds: float) -> dict[str, Any]:
+    def run(setting: Setting, kind: str, cases: Iterable[Case], seconds: float) -> dict[str, Any]:
         found[row.name] = []
         for case in cases:
             case.run(*case.make())
@@ -114,7 +108,7 @@ def test_what_fails_is_an_entry_and_the_next_goes_on() -> None:
         yield Case("add", "float32", (1,), lambda: (one,), lambda x: x + x)
         raise ValueError("no more of them")
 
-    found = measured(SMALL, cases(), 1.0)
+    found = measured(SMALL, "both", cases(), 1.0)
     refused, added = found["entries"]
     assert refused["error"].startswith("RuntimeError: shape '[7]' is invalid")
     assert "seconds" not in refused
@@ -124,7 +118,7 @@ def test_what_fails_is_an_entry_and_the_next_goes_on() -> None:
 
 def test_what_no_time_is_left_for_says_so() -> None:
     case = Case("add", "float32", (1,), lambda: (torch.ones(()),), lambda x: x + x)
-    first, second = measured(Setting("cpu"), [case, case], -1.0)["entries"]
+    first, second = measured(Setting("cpu"), "one", [case, case], -1.0)["entries"]
     assert first["seconds"] > 0
     assert second["skipped"] == "no time was left"
 
@@ -135,3 +129,19 @@ def test_precision_of_products_is_what_it_was_afterwards() -> None:
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     assert torch.backends.cuda.matmul.fp32_precision == before
     assert not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_the_best_of_every_operator_is_shown_and_what_failed_is_named() -> None:
+    def entry(n: int, **more: Any) -> dict[str, Any]:
+        of = {"class": "products", "op": "linear", "dtype": "bfloat16", "shape": [n, n, n]}
+        return of | {"flops": 2 * n**3, "bytes": 6 * n**2} | more
+
+    fast, slow = entry(4096, seconds=2e-4), entry(64, seconds=1e-5)
+    failed = entry(8, error="RuntimeError: no such kernel"), entry(8, skipped="no time was left")
+    rows = [{"name": "products", "entries": [slow, fast, *failed]}]
+    shown = show.page({"ceilings": {"rows": rows}})
+    line = "| products | linear | bfloat16 | [4096, 4096, 4096] | 200 us | 687.2 TFLOP/s |"
+    assert line in shown
+    assert shown.count("| products |") == 1
+    assert "- products, 1 of it: RuntimeError: no such kernel" in shown
+    assert "- products, 1 of it: no time was left" in shown
