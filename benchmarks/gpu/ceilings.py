@@ -56,7 +56,7 @@ def rows(setting: Setting) -> list[Row]:
     flash = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
     cudnn = partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
     return [
-        row("products bfloat16 llama", 4, product("bfloat16", [*of_block(LLAMA), *of_head()])),
+        row("products bfloat16 llama", 5, product("bfloat16", [*of_block(LLAMA), *of_head()])),
         row("attention flash", 4, lambda draw: attention(draw, (4096, 8192, 1024)), flash),
         row("copies", 2, traffic.copies),
         row("products bfloat16 square", 2, product("bfloat16", squares())),

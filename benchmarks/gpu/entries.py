@@ -67,6 +67,7 @@ def measured(setting: Setting, kind: str, cases: Iterable[Case], seconds: float)
     where cases themselves fail, or where the device is of no use any more. What is not begun in
     ``seconds`` is skipped, but for the first."""
     entries: list[dict[str, Any]] = []
+    setting.synchronize()  # a process's first call makes its context, which is no case's time
     end = time.perf_counter() + seconds
     try:
         for case in cases:
