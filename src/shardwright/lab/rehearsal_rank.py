@@ -69,8 +69,9 @@ def rehearsed(
     before: Callable[[nn.Module], None] = lambda _: None,
 ) -> Iterator[Rehearsed]:
     """The job on ``device``, checkpointed inside as it says, on the data ranks of ``mesh``; without
-    one as a single rank, all parameters in the job's dtype. ``units`` are those of :func:`units_of`,
-    if they are known; ``before`` is called with the model that is to be sharded."""
+    one as a single rank, all parameters in the job's dtype. ``units`` are those of
+    :func:`units_of`, if they are known; ``before`` is called with the model that is to be sharded.
+    """
     units = units or units_of(job)
     with importable(), torch.device(device):
         model, batch, loss = _built(job)
