@@ -31,7 +31,7 @@ from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from whole_dlrm import Batch, made_up, ours, planned
 
-from shardwright.core.plan import Plan
+from shardwright.job.plan import Plan
 from shardwright.runtime.devices import Devices
 
 SECONDS = 300  # that anybody waits at most

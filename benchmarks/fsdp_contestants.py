@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwright as sw
-from shardwright.core.job import Job, parse_job
+from shardwright.job.job import Job, parse_job
 from shardwright.models.transformer import Transformer
 
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]

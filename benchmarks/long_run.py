@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardwright.core.job import read_job
-from shardwright.lab.recordings import plan
-from shardwright.lab.session import run
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import read_job
 from shardwright.launcher.folder import heartbeat_file
 from shardwright.launcher.heartbeat import read_heartbeat
+from shardwright.train.session import run
 
 ROOT = Path(__file__).parents[1]
 PARTS = 10

@@ -37,9 +37,9 @@ import torch
 from memory_truth import fsdp_mem_tracker
 
 from shardwright.core.footprint import RankMemory
-from shardwright.core.job import Job, parse_job
-from shardwright.lab.footprint import footprint
-from shardwright.lab.footprint.llama import forget_recordings
+from shardwright.estimate.footprint import footprint
+from shardwright.estimate.llama import forget_recordings
+from shardwright.job.job import Job, parse_job
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20

@@ -7,8 +7,8 @@ import resource
 import sys
 import time
 
-from shardwright.core.job import parse_job
-from shardwright.lab.footprint import footprint
+from shardwright.estimate.footprint import footprint
+from shardwright.job.job import parse_job
 
 MIB = 2**20
 KIB = 2**10  # ru_maxrss counts these on Linux

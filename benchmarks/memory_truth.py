@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwright.core.job import Job, degrees_of, memory_of
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
+from shardwright.job.job import Job, degrees_of, memory_of
 from shardwright.models.llama import Llama
 from shardwright.trace.checkpointing import apply_checkpointing
 from shardwright.tracker.memory import MemoryTracker

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardwright as sw
 from shardwright.core.amount import ceil_div
 from shardwright.core.block import Block
-from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.schedule import RIDE_BYTES
 from shardwright.core.sharding import traits
+from shardwright.job.planner import IN_FULL, Communication
 from shardwright.runtime.embeddings.initial import blocks_of_whole
 from shardwright.runtime.embeddings.route import Table
 from shardwright.runtime.embeddings.shard import make_tables

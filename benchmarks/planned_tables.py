@@ -28,9 +28,9 @@ from torch import multiprocessing
 from torch.nn.functional import embedding_bag
 
 import shardwright as sw
-from shardwright.core.job import Job, parse_job
-from shardwright.core.plan import Plan
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import Job, parse_job
+from shardwright.job.plan import Plan
 from shardwright.runtime.embeddings.initial import blocks_of_whole
 from shardwright.runtime.embeddings.route import Table
 from shardwright.runtime.embeddings.shard import make_tables

@@ -37,8 +37,8 @@ import planner_tasks
 from planner_problems import PROBLEMS, Problem
 
 import shardwright
-from shardwright.core.job import read_job
-from shardwright.core.plan import read_plan
+from shardwright.job.job import read_job
+from shardwright.job.plan import read_plan
 
 HERE = Path(__file__).resolve().parent
 OPTIONS = ("torchrec", "wide")

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.core.job import Job
-from shardwright.lab.recordings import described
+from shardwright.estimate.recordings import described
+from shardwright.job.job import Job
 from shardwright.planner.problem import make_problem
 
 RELATIVE_GAP = 1e-4

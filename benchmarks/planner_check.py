@@ -8,7 +8,7 @@ from typing import Any
 
 from planner_problems import BATCH, CAPACITY, HOST
 
-from shardwright.core.plan import Plan, TablePlan
+from shardwright.job.plan import Plan, TablePlan
 
 INDEX_BYTES = ELEMENT_BYTES = STATE_BYTES = 4
 ID_BYTES = 8

@@ -21,7 +21,7 @@ import numpy as np
 import planner_problems
 from planner_problems import Problem
 
-from shardwright.core.plan import read_plan
+from shardwright.job.plan import read_plan
 
 MANY = 10_000  # tables
 MANY_TARGETS = {4096: 30.0, 16384: 120.0}  # seconds of CPU by ranks

@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from shardwright.core.job import read_job
-from shardwright.core.plan import write_plan
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import read_job
+from shardwright.job.plan import write_plan
 
 
 def main() -> None:

@@ -43,9 +43,9 @@ import planner_bound
 from planner import machine, versions
 
 from shardwright.core.errors import NoPlanError, ShardwrightError
-from shardwright.core.job import Job, parse_job
-from shardwright.core.plan import Plan
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import Job, parse_job
+from shardwright.job.plan import Plan
 from shardwright.planner import explain
 
 HERE = Path(__file__).resolve().parent

@@ -26,9 +26,9 @@ from typing import Any
 from planner_check import shards_of
 
 from shardwright.core.errors import NoPlanError
-from shardwright.core.job import parse_job
-from shardwright.core.plan import Plan
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import parse_job
+from shardwright.job.plan import Plan
 
 VARIABLE = "SHARDWRIGHT_TASKS"
 GIB = 2**30

@@ -21,9 +21,9 @@ from typing import Any
 
 import msgspec
 
-from shardwright.core.job import Job, parse_job, read_job
-from shardwright.lab.recordings import plan
-from shardwright.lab.session import Session, run
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import Job, parse_job, read_job
+from shardwright.train.session import Session, run
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "demo.toml"

@@ -20,11 +20,11 @@ from typing import Any
 
 from msgspec import UNSET
 
-from shardwright.core.job import Job, parse_job
 from shardwright.core.profile import Stage, by_phase
 from shardwright.data.synthetic import ClickModel
-from shardwright.lab.recordings import plan
-from shardwright.lab.session import run
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import Job, parse_job
+from shardwright.train.session import run
 
 STEPS, BATCH, RANKS = 256, 64, 2
 LEFT = 20  # steps before and after those that are profiled

@@ -35,9 +35,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwright as sw
-from shardwright.core.job import parse_job
-from shardwright.core.plan import Plan
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import parse_job
+from shardwright.job.plan import Plan
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 

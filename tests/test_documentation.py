@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.main import COMMANDS
-from shardwright.core.job import Job
 from shardwright.core.model import TableSpec
+from shardwright.job.job import Job
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "shardwright"

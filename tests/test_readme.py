@@ -82,10 +82,10 @@ CLAIMS = {
         "cli/test_memory.py::test_the_report_names_classes_categories_modules_and_the_verdict"
     ),
     "the largest batch and sequence that fit under each checkpointing policy": (
-        "lab/fit/test_search.py::test_every_policy_has_its_own_largest_batch"
+        "estimate/fit/test_search.py::test_every_policy_has_its_own_largest_batch"
     ),
     "`FSDPMemTracker` on 120 random configurations": (
-        "lab/footprint/test_estimate.py::"
+        "estimate/test_estimate.py::"
         "test_fsdp2_takes_what_was_estimated_as_torchs_tracker_sees_it"
     ),
     "Beside memory that others measured and published": (
@@ -107,7 +107,7 @@ CLAIMS = {
     'with `kind = "columns"`': (
         "data/test_columns.py::test_columns_are_found_by_name_and_bags_have_any_length"
     ),
-    "packed into bytes for inference": "lab/test_serving.py::test_a_run_is_packed_by_a_command",
+    "packed into bytes for inference": "train/test_serving.py::test_a_run_is_packed_by_a_command",
     "every step from rows and dim to bytes and seconds per rank": (
         "planner/test_explain.py::test_every_step_of_every_explanation_evaluates_to_its_value"
     ),
@@ -126,7 +126,7 @@ CLAIMS = {
         "faults/test_launcher_faults.py::test_a_signal_ends_everything_in_order"
     ),
     "Each is refused by name, not ignored.": (
-        "lab/test_every_key.py::test_a_key_that_no_run_of_the_kind_reads_is_refused_by_name"
+        "train/test_every_key.py::test_a_key_that_no_run_of_the_kind_reads_is_refused_by_name"
     ),
 }
 
@@ -163,7 +163,7 @@ COMMANDS = {
     "test_the_exponent_of_made_up_ids_is_found_and_can_be_put_into_the_job",
     "shardwright reshard": "distributed/test_resharding.py::"
     "test_a_checkpoint_of_two_ranks_is_that_of_three_under_other_types",
-    "shardwright pack": "lab/test_serving.py::test_a_run_is_packed_by_a_command",
+    "shardwright pack": "train/test_serving.py::test_a_run_is_packed_by_a_command",
     "shardwright doctor": (
         "cli/test_doctor.py::test_doctor_shows_versions_and_whether_training_works"
     ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpu.rows import Setting
-from shardwright.core.job import Job, parse_job
+from shardwright.job.job import Job, parse_job
 
 LLAMA: dict[str, Any] = {
     "kind": "llama",

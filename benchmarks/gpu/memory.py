@@ -19,7 +19,7 @@ from gpu.configurations import Configuration, memory_configurations
 from gpu.predict import Prediction, prediction_of
 from gpu.rehearsal import Run, clear, running
 from gpu.rows import Row, Setting
-from shardwright.lab.rehearsal import tracked
+from shardwright.estimate.rehearsal import tracked
 
 STEPS = 3
 PHASES = ("forward", "backward", "step")

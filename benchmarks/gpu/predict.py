@@ -19,8 +19,8 @@ import torch
 from gpu.configurations import Configuration, memory_configurations, timed_configurations
 from gpu.rows import Setting
 from shardwright.core.recording import RecordedUnit
-from shardwright.lab.footprint.estimate import estimated
-from shardwright.lab.rehearsal_rank import units_of
+from shardwright.estimate.rehearsal_rank import units_of
+from shardwright.estimate.unplanned import estimated
 
 FILE = Path(__file__).with_name("predictions.json")
 KEPT = ("weight", "optimizer_state", "buffer", "input")  # between steps

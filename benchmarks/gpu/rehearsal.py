@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
 from gpu.configurations import PLAN, Configuration
 from gpu.predict import Prediction
 from gpu.rows import Setting, fake_group, group_of_one
-from shardwright.lab.rehearsal import optimizer_for
-from shardwright.lab.rehearsal_rank import Rehearsed, rehearsed
+from shardwright.estimate.rehearsal import optimizer_for
+from shardwright.estimate.rehearsal_rank import Rehearsed, rehearsed
 
 STYLES: dict[str, Any] = {
     "colwise": ColwiseParallel(),

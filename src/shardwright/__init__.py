@@ -22,16 +22,13 @@ if TYPE_CHECKING:
         StoppedError,
         UnsupportedError,
     )
-    from shardwright.core.job import Job, parse_job, read_job
     from shardwright.core.measurement import Measurement, read_measurement, write_measurement
     from shardwright.core.placement import BlockShard, Owned, Replicate, Shard
-    from shardwright.core.plan import Plan, read_plan, write_plan
-    from shardwright.lab.compare import compare
-    from shardwright.lab.footprint import footprint as estimate_memory
-    from shardwright.lab.loop import measure
-    from shardwright.lab.recordings import plan, plan_module
-    from shardwright.lab.run import Run
-    from shardwright.lab.tasks.task import Task
+    from shardwright.estimate.footprint import footprint as estimate_memory
+    from shardwright.estimate.recordings import plan, plan_module
+    from shardwright.estimate.task import Task
+    from shardwright.job.job import Job, parse_job, read_job
+    from shardwright.job.plan import Plan, read_plan, write_plan
     from shardwright.planner.explain import explain_tensor as explain
     from shardwright.runtime.adamw_8bit import AdamW8bit
     from shardwright.runtime.apply import apply
@@ -58,6 +55,9 @@ if TYPE_CHECKING:
     from shardwright.runtime.units.shard_tensor import ShardTensor
     from shardwright.runtime.units.unit import State
     from shardwright.tracker.memory import MemoryTracker
+    from shardwright.train.compare import compare
+    from shardwright.train.loop import measure
+    from shardwright.train.run import Run
 
 _HOMES = {
     "AdamW8bit": "runtime.adamw_8bit",
@@ -68,7 +68,7 @@ _HOMES = {
     "DStorage": "runtime.units.dstorage",
     "Guard": "runtime.guard",
     "InputError": "core.errors",
-    "Job": "core.job",
+    "Job": "job.job",
     "Measurement": "core.measurement",
     "MemoryTracker": "tracker.memory",
     "MismatchError": "core.errors",
@@ -77,10 +77,10 @@ _HOMES = {
     "NoPlanError": "core.errors",
     "Owned": "core.placement",
     "ParamInfo": "runtime.units.parameter",
-    "Plan": "core.plan",
+    "Plan": "job.plan",
     "Replicate": "core.placement",
     "Resumed": "runtime.saving",
-    "Run": "lab.run",
+    "Run": "train.run",
     "RunError": "core.errors",
     "Shard": "core.placement",
     "ShardTensor": "runtime.units.shard_tensor",
@@ -88,35 +88,35 @@ _HOMES = {
     "ShardwrightError": "core.errors",
     "State": "runtime.units.unit",
     "StoppedError": "core.errors",
-    "Task": "lab.tasks.task",
+    "Task": "estimate.task",
     "UnsupportedError": "core.errors",
     "apply": "runtime.apply",
     "average_weights": "runtime.average",
     "clip_grad_norm_": "runtime.clip",
-    "compare": "lab.compare",
+    "compare": "train.compare",
     "full_state_dict": "runtime.state",
     "fully_shard_flat": "runtime.fully_shard",
     "get_dstorage": "runtime.units.dstorage",
     "load_checkpoint": "runtime.saving",
     "load_optimizer_state_dict": "runtime.optimizer_dict",
-    "measure": "lab.loop",
+    "measure": "train.loop",
     "optimizer_parameters": "runtime.optimizer",
     "optimizer_state_dict": "runtime.optimizer_dict",
-    "parse_job": "core.job",
-    "plan": "lab.recordings",
-    "plan_module": "lab.recordings",
-    "read_job": "core.job",
+    "parse_job": "job.job",
+    "plan": "estimate.recordings",
+    "plan_module": "estimate.recordings",
+    "read_job": "job.job",
     "read_measurement": "core.measurement",
-    "read_plan": "core.plan",
+    "read_plan": "job.plan",
     "shard_embeddings": "runtime.embeddings.shard",
     "start_sparse_data_dist": "runtime.embeddings.ahead",
     "shard_buffer": "runtime.units.buffers",
     "save_checkpoint": "runtime.saving",
     "write_measurement": "core.measurement",
-    "write_plan": "core.plan",
+    "write_plan": "job.plan",
 }
 _RENAMED = {
-    "estimate_memory": ("lab.footprint", "footprint"),
+    "estimate_memory": ("estimate.footprint", "footprint"),
     "explain": ("planner.explain", "explain_tensor"),
 }
 

@@ -83,7 +83,7 @@ def test_a_machine_is_measured_and_planned_with(call: Any, folder: Path, tmp_pat
     assert explained.code == 0, explained.err
 
 
-@pytest.mark.product  # daily without a process: tests/lab/test_calibrate.py
+@pytest.mark.product  # daily without a process: tests/train/test_calibrate.py
 def test_one_rank_gets_a_table_that_says_what_was_not_measured(call: Any, folder: Path) -> None:
     answer = call("calibrate", "-o", "one.toml", "-n", 1, "--quick")
     assert answer.code == 0, answer.err

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shardwright.core.plan import read_plan, sealed, write_plan
+from shardwright.job.plan import read_plan, sealed, write_plan
 from shardwright.planner.explain import STATISTICS
 
 TABLES_ALONE = """

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwright.cli.init import KINDS, NAMES
-from shardwright.core.job import read_job
+from shardwright.job.job import read_job
 
 
 @pytest.mark.parametrize("kind", KINDS)

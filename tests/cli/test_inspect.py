@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from shardwright.core.job import read_job
-from shardwright.core.plan import read_plan
 from shardwright.core.timeline import decode, phase_peaks
 from shardwright.data.synthetic import ClickModel
+from shardwright.job.job import read_job
+from shardwright.job.plan import read_plan
 
 JOB = """
 [model]

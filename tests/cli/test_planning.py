@@ -14,9 +14,9 @@ import pytest
 
 from shardwright.cli.planning import Listener, progress_line
 from shardwright.cli.train import _planned_before
-from shardwright.core.job import parse_job
-from shardwright.core.plan import write_plan
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import parse_job
+from shardwright.job.plan import write_plan
 from shardwright.planner.search.watch import Watch
 
 

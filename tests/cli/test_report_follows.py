@@ -11,8 +11,8 @@ from samples import measurement, plan
 
 from shardwright.cli.main import main
 from shardwright.core.measurement import write_measurement
-from shardwright.core.plan import write_plan
 from shardwright.core.timeline import decode
+from shardwright.job.plan import write_plan
 from shardwright.launcher.launch import hold
 from shardwright.launcher.progress import ProgressLog, so_far
 

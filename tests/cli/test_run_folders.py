@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from shardwright.core.measurement import Curve, Measurement, write_measurement
-from shardwright.core.plan import read_plan
 from shardwright.core.timeline import PEAK, Event, decode, encode
+from shardwright.job.plan import read_plan
 
 
 @pytest.fixture

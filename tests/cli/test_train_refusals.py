@@ -13,7 +13,7 @@ import pytest
 from plans import plan
 
 from shardwright.core.document import encode_document
-from shardwright.core.job import read_job
+from shardwright.job.job import read_job
 
 CRITEO = Path(__file__).parents[2] / "examples" / "criteo_csv.toml"
 TRANSFORMER = CRITEO.with_name("transformer.toml")

@@ -9,10 +9,10 @@ from random_verdicts import said_of
 
 from shardwright.core.errors import NoPlanError
 from shardwright.core.footprint import Footprint
-from shardwright.core.job import parse_job
-from shardwright.core.plan import Plan
-from shardwright.lab.footprint import footprint
-from shardwright.lab.recordings import plan
+from shardwright.estimate.footprint import footprint
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import parse_job
+from shardwright.job.plan import Plan
 from shardwright.report.first_screen import as_text
 
 SLOW = (pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1))  # a llama, a small GPT

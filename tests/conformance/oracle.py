@@ -18,7 +18,7 @@ import msgspec
 from shardwright.core.batch import Batch
 from shardwright.core.cluster import Cluster
 from shardwright.core.model import TableSpec
-from shardwright.core.planning import EstimatorSection
+from shardwright.job.planner import EstimatorSection
 from shardwright.planner.pricing.evaluate import PricingContext
 from shardwright.torchrec.constants import (
     BACKWARD,

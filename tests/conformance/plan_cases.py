@@ -14,9 +14,9 @@ from oracle import Record, check_fields, given, repeated, setting, table
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import NoPlanError
 from shardwright.core.model import TableSpec
-from shardwright.core.planning import PartitionerSection, ProposerSection, ReservationSection
 from shardwright.cost.imbalance import each_rank, unevenness
 from shardwright.cost.reservation import Reservation, reserve
+from shardwright.job.planner import PartitionerSection, ProposerSection, ReservationSection
 from shardwright.planner.choice import Choice
 from shardwright.planner.pricing.evaluate import PricingContext
 from shardwright.torchrec.critical_path import critical_terms

@@ -19,7 +19,7 @@ from shardwright.core.cluster import (
     write_calibration,
 )
 from shardwright.core.errors import InputError
-from shardwright.core.job import parse_job, read_job
+from shardwright.job.job import parse_job, read_job
 
 RATE = Figure(2.5e9, "B/s", "measured: copy", "2026-11-21", 9, 0.04)
 FOUND = Calibration(

@@ -6,7 +6,6 @@ import pytest
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError
-from shardwright.core.job import Job, parse_job
 from shardwright.core.kinds import (
     KINDS,
     EmbeddingsSection,
@@ -21,7 +20,8 @@ from shardwright.core.kinds import (
     settled,
 )
 from shardwright.core.model import TableSpec
-from shardwright.core.model_of_job import placed_tables
+from shardwright.job.job import Job, parse_job
+from shardwright.job.model_of_job import placed_tables
 
 # Criteo Kaggle's tables
 KAGGLE = (

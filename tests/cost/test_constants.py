@@ -8,10 +8,10 @@ import pytest
 
 from shardwright.core.cluster import SCHEMA, Calibration, Figure, write_calibration
 from shardwright.core.errors import InputError
-from shardwright.core.job import ClusterSection, device_of
-from shardwright.core.planning import Profile
 from shardwright.cost.constants import cluster
 from shardwright.cost.presets import HARDWARE, LOCAL, MODELS, PRESETS
+from shardwright.job.job import ClusterSection, device_of
+from shardwright.job.planner import Profile
 
 GIB = 2**30
 

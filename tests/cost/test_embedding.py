@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from shardwright.core.kinds import nbytes
 from shardwright.core.model import QUANTIZED, ComputeKernel, TableSpec
 from shardwright.core.optimizers import TABLES
-from shardwright.core.planning import PipelineType
 from shardwright.core.sharding import ShardingType
 from shardwright.cost import embedding
 from shardwright.cost.cache import Cache
 from shardwright.cost.embedding import Demand
+from shardwright.job.planner import PipelineType
 
 TYPES = get_args(ShardingType)
 KERNELS = get_args(ComputeKernel)

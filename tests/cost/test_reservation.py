@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from shardwright.core.batch import Batch
 from shardwright.core.errors import NoPlanError, UnsupportedError
 from shardwright.core.model import TableSpec
-from shardwright.core.planning import ReservationSection
 from shardwright.cost import reservation
 from shardwright.cost.reservation import reserve
+from shardwright.job.planner import ReservationSection
 
 GIB = 2**30
 BATCH = Batch(512)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, AdamW
 
 import shardwright as sw
-from shardwright.core.plan import Plan
+from shardwright.job.plan import Plan
 
 NUMBERS: defaultdict[str, count[int]] = defaultdict(count)
 BLOCK = 128  # bytes at most of most objects of Python's

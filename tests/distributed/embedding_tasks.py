@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwright as sw
-from shardwright.core.plan import Plan, sealed
+from shardwright.job.plan import Plan, sealed
 
 RATE = 0.1
 

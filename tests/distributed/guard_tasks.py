@@ -13,10 +13,9 @@ from tasks import share
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwright.core.job import Job
-from shardwright.core.plan import Plan
-from shardwright.lab.tasks import task_of
-from shardwright.lab.tasks.task import Task
+from shardwright.estimate.task import Task
+from shardwright.job.job import Job
+from shardwright.job.plan import Plan
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.apply import apply
 from shardwright.runtime.comm import Comm
@@ -24,6 +23,7 @@ from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.units.dstorage import storages_in
+from shardwright.train.tasks import task_of
 
 BAD_STEP = 3  # from 1 on; the steps before it are good ones
 Loss = Callable[[nn.Module], torch.Tensor]

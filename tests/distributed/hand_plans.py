@@ -9,11 +9,11 @@ from torch import nn
 from shardwright import __version__
 from shardwright.core.block import encode
 from shardwright.core.cluster import Cluster
-from shardwright.core.job import Job
 from shardwright.core.layout import unit_layout
 from shardwright.core.placement import Flat, Placement, Replicate
-from shardwright.core.plan import Plan, Reserved, Search, UnitPlan, sealed
 from shardwright.core.tensor import TensorSpec
+from shardwright.job.job import Job
+from shardwright.job.plan import Plan, Reserved, Search, UnitPlan, sealed
 from shardwright.tracker.tensors import NAMES
 
 ROLES = ("parameter", "gradient", "optimizer_state")

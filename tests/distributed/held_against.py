@@ -7,9 +7,9 @@ from plans import plan
 from pool import Pool
 from tasks import meter_steps
 
-from shardwright.core.job import Job
-from shardwright.core.plan import Plan
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
+from shardwright.job.job import Job
+from shardwright.job.plan import Plan
 
 
 def check_bytes(pool: Pool, job: Job, tolerance: float) -> Plan:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from worlds import apart
 
 import shardwright as sw
-from shardwright.core.plan import Plan
+from shardwright.job.plan import Plan
 from shardwright.runtime.embeddings.tables import ShardedTables
 
 MiB = 2**20

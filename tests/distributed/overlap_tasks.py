@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardwright as sw
 from shardwright.core.errors import InputError, PeerError, RunError
-from shardwright.core.plan import Plan
 from shardwright.core.profile import Meeting
+from shardwright.job.plan import Plan
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.probe import Probe

@@ -16,13 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from worlds import apart
 
-from shardwright.core.job import Job, parse_job
-from shardwright.core.plan import Plan
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import Event, phase_peaks
-from shardwright.lab.python_model import Built, Call, as_tensors, python_function
-from shardwright.lab.tasks import Task, task_of
-from shardwright.lab.tasks.python import Given, really
+from shardwright.estimate.own_model import Built, Call, as_tensors, python_function
+from shardwright.job.job import Job, parse_job
+from shardwright.job.plan import Plan
 from shardwright.runtime.apply import apply
 from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
 from shardwright.runtime.guard import Guard
@@ -31,6 +29,8 @@ from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.state import full_state_dict
 from shardwright.runtime.units.dstorage import storages_in
 from shardwright.tracker.memory import MemoryTracker
+from shardwright.train.tasks import Task, task_of
+from shardwright.train.tasks.python import Given, really
 
 CPU = torch.device("cpu")
 STEPS = 3

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from shardwright.core.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.core.recording import Blocks
-from shardwright.lab.footprint.models import recorded_model
-from shardwright.lab.footprint.stages import Stage, pipeline_ranks
+from shardwright.estimate.models import recorded_model
+from shardwright.estimate.stages import Stage, pipeline_ranks
+from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.models.llama import Llama
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.model_parts import storages_in

@@ -10,15 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.document import read_document
 from shardwright.core.measurement import RECORD_SCHEMA, Record
-from shardwright.core.plan import read_plan
 from shardwright.core.profile import RankProfile
-from shardwright.lab.profiling import Profiler
-from shardwright.lab.training import Training
+from shardwright.job.plan import read_plan
 from shardwright.launcher.folder import record_file
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.runtime.clock import clock_offset
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.meter import Meter
+from shardwright.train.profiling import Profiler
+from shardwright.train.training import Training
 
 DELAY = 1.0  # seconds, large against what a busy machine adds
 STEPS = 3

@@ -19,13 +19,11 @@ from torch.utils._pytree import tree_map
 from worlds import apart
 
 from shardwright.core.errors import InputError, MismatchError, RunError, UnsupportedError
-from shardwright.core.job import Job, parse_job, table_optimizer
-from shardwright.core.model_of_job import step_dtypes
-from shardwright.core.plan import Plan
 from shardwright.core.timeline import Event
-from shardwright.lab.python_model import as_tensors
-from shardwright.lab.tasks import task_of
-from shardwright.lab.tasks.python import Given
+from shardwright.estimate.own_model import as_tensors
+from shardwright.job.job import Job, parse_job, table_optimizer
+from shardwright.job.model_of_job import step_dtypes
+from shardwright.job.plan import Plan
 from shardwright.runtime.apply import apply
 from shardwright.runtime.average import average_weights
 from shardwright.runtime.embeddings.module import RoutedEmbedding
@@ -36,6 +34,8 @@ from shardwright.runtime.saving import load_checkpoint, save_checkpoint
 from shardwright.runtime.state import full_state_dict
 from shardwright.runtime.units.dstorage import storages_in
 from shardwright.tracker.memory import MemoryTracker
+from shardwright.train.tasks import task_of
+from shardwright.train.tasks.python import Given
 
 BATCH, RATE, EPSILON = 6, 0.3, 1e-8
 CLOSE = 1e-6

@@ -9,8 +9,8 @@ import msgspec
 import torch
 from torch import nn
 
-from shardwright.core.job import Job, parse_job
-from shardwright.core.model_of_job import reads_bags
+from shardwright.job.job import Job, parse_job
+from shardwright.job.model_of_job import reads_bags
 from shardwright.models.dlrm import DLRM
 from shardwright.tracker.tensors import DTYPES
 

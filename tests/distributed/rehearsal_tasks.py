@@ -8,8 +8,8 @@ from probe_tasks import MESHES
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.footprint import Tracked
-from shardwright.core.job import Job, parallel_of
-from shardwright.lab.rehearsal_rank import followed
+from shardwright.estimate.rehearsal_rank import followed
+from shardwright.job.job import Job, parallel_of
 
 
 def seen(mesh: DeviceMesh, job: Job) -> Tracked:

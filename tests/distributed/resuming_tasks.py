@@ -19,10 +19,10 @@ import shardwright as sw
 from shardwright.core.document import read_document
 from shardwright.core.errors import NoPlanError, StoppedError
 from shardwright.core.measurement import RECORD_SCHEMA, Record
-from shardwright.core.plan import read_plan
-from shardwright.lab.training import Training
+from shardwright.job.plan import read_plan
 from shardwright.launcher.folder import record_file
 from shardwright.launcher.heartbeat import Heartbeat
+from shardwright.train.training import Training
 
 
 def train(

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.document import read_document
 from shardwright.core.measurement import RECORD_SCHEMA, Record
-from shardwright.core.plan import read_plan
 from shardwright.core.scores import Scores
-from shardwright.lab.scoring import Scoring
-from shardwright.lab.training import Training
+from shardwright.job.plan import read_plan
 from shardwright.launcher.folder import record_file
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.runtime.comm import Comm
+from shardwright.train.scoring import Scoring
+from shardwright.train.training import Training
 
 
 def scored(mesh: DeviceMesh, logits: Any, labels: Any, every: int) -> tuple[list[Scores], int]:

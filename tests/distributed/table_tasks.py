@@ -19,8 +19,8 @@ from shardwright.core.block import Block
 from shardwright.core.errors import InputError, PeerError, RunError
 from shardwright.core.model import TableSpec
 from shardwright.core.option import shard_runs
-from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.sharding import TYPES, ShardingType, traits
+from shardwright.job.planner import IN_FULL, Communication
 from shardwright.runtime.embeddings.route import Pooling, Table
 from shardwright.runtime.embeddings.shard import make_tables
 from shardwright.runtime.embeddings.tables import ShardedTables

@@ -14,13 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
 
-from shardwright.core.job import Job
 from shardwright.core.measurement import Comparison
-from shardwright.core.plan import Plan
 from shardwright.core.timeline import Phase
-from shardwright.lab.compare import compare
-from shardwright.lab.loop import measure
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import Job
+from shardwright.job.plan import Plan
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.apply import HOSTS, apply
 from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
@@ -30,6 +28,8 @@ from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.saving import load_checkpoint, save_checkpoint
 from shardwright.runtime.state import full_state_dict
+from shardwright.train.compare import compare
+from shardwright.train.loop import measure
 
 STEADY = 3  # steps, after which ranks know how many ids they send each other
 

@@ -9,11 +9,11 @@ import resuming_tasks as tasks
 from combinations import rare, slow
 from pool import Pool
 
-from shardwright.core.job import read_job
-from shardwright.core.plan import write_plan
-from shardwright.lab.recordings import plan
-from shardwright.lab.session import collect
-from shardwright.lab.sources import source_of
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import read_job
+from shardwright.job.plan import write_plan
+from shardwright.train.session import collect
+from shardwright.train.sources import source_of
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 

@@ -10,9 +10,9 @@ import pytest
 from pool import Pool, Threads
 from reference import small_job
 
-from shardwright.core.job import Job, parse_job
 from shardwright.data.tokens import write_text
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import Job, parse_job
 
 TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise", "row_wise", "table_wise")
 ROUTED = ("data_parallel", "table_wise", "row_wise") * 2

@@ -18,11 +18,11 @@ from tasks import collectives_of_a_step
 from test_measured_as_predicted import MODES, ROUTED, TYPES, check_run
 from test_own_models_measured import check_as_planned, check_bytes_alone, check_planned_bytes
 
-from shardwright.core.job import Job, parse_job
-from shardwright.core.memory_section import PLANNED
-from shardwright.core.parallel import ParallelSection
-from shardwright.core.plan import Plan
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import Job, parse_job
+from shardwright.job.memory import PLANNED
+from shardwright.job.parallel import ParallelSection
+from shardwright.job.plan import Plan
 
 WAYS: dict[str, Any] = {"hsdp": 3, "hsdp 2": 2, "hsdp 1": 1, "hfsdp": (2, 3)}
 

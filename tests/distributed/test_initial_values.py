@@ -12,8 +12,8 @@ from pool import Pool
 from test_shard_embeddings import planned_tables as plan_of
 
 import shardwright as sw
-from shardwright.core.job import parse_job
-from shardwright.core.plan import Plan
+from shardwright.job.job import parse_job
+from shardwright.job.plan import Plan
 
 
 def _plan_of(rows: int, dim: int, tables: int = 1) -> Plan:

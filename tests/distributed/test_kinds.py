@@ -14,8 +14,8 @@ from pool import Pool
 from reference import GLOBAL_BATCH, RATE, ROWS, STEPS, bag_job, train_unsharded
 from tasks import train_sharded
 
-from shardwright.core.job import Job, parse_job
 from shardwright.core.kinds import EmbeddingsSection, settled
+from shardwright.job.job import Job, parse_job
 
 KINDS: dict[str, dict[str, Any]] = {
     "hash": {"kind": "hash"},

@@ -15,17 +15,17 @@ from pool import Pool
 from reference import bag_job, in_half, small_job
 from tasks import collectives_of_a_step, compared, meter_steps
 
-from shardwright.core.job import Job, parse_job
-from shardwright.core.memory_section import PLANNED, Offload
 from shardwright.core.model import CacheSpec
 from shardwright.core.optimizers import TRAINED
 from shardwright.core.placement import Zero
-from shardwright.core.plan import Plan
-from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.schedule import Action, training_step
 from shardwright.core.timeline import PHASES, decode, exact_bytes, phase_peaks
-from shardwright.core.train_section import Overlap
 from shardwright.cost.embedding import LATENCIES
+from shardwright.job.job import Job, parse_job
+from shardwright.job.memory import PLANNED, Offload
+from shardwright.job.plan import Plan
+from shardwright.job.planner import IN_FULL, Communication
+from shardwright.job.train import Overlap
 from shardwright.planner.explain.recompute import draft_of
 from shardwright.planner.step_draft import StepDraft
 from shardwright.report.svg import parts_of

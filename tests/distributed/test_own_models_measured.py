@@ -21,11 +21,11 @@ from pool import Pool
 from public_models import MODELS
 
 from shardwright.core.errors import UnsupportedError
-from shardwright.core.job import Job, parse_job
-from shardwright.core.plan import Plan
 from shardwright.core.schedule import training_step
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import Job, parse_job
+from shardwright.job.plan import Plan
 
 UNTRACED = {"Mixtral", "LSTM", "Wav2Vec2"}  # shapes that depend on values
 SIZES = (1, 2, 3)

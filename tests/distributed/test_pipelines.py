@@ -9,8 +9,8 @@ from combinations import rare, slow
 from pipeline_tasks import tracked_stage
 from pool import Pool
 
-from shardwright.core.job import parse_job
-from shardwright.lab.footprint import footprint
+from shardwright.estimate.footprint import footprint
+from shardwright.job.job import parse_job
 
 MICROBATCHES = 4
 DIM, SEQUENCE = 64, 32

@@ -25,12 +25,12 @@ from test_transformer import LLAMAS, check_curve, check_step_bytes, text_job
 from transformer_tasks import actions_of_a_step, moved_by_units
 
 from shardwright.core.errors import InputError
-from shardwright.core.job import Job, parse_job
-from shardwright.core.memory_section import PLANNED
-from shardwright.core.parallel import ParallelSection
 from shardwright.core.schedule import training_step
 from shardwright.data.tokens import write_text
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import Job, parse_job
+from shardwright.job.memory import PLANNED
+from shardwright.job.parallel import ParallelSection
 from shardwright.runtime.checkpoint import read_full
 
 SIZE = 5_000  # elements, of 24,000 or so

@@ -14,10 +14,10 @@ from random_own_models import policy_of, ways
 from test_own_models_measured import check_planned_bytes
 
 from shardwright.core.errors import InputError
-from shardwright.core.job import parse_job
-from shardwright.core.plan import Plan
 from shardwright.core.schedule import Action, training_step
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import parse_job
+from shardwright.job.plan import Plan
 
 
 @pytest.mark.parametrize(

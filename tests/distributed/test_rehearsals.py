@@ -14,10 +14,10 @@ from combinations import rare, slow
 from pool import Pool
 
 from shardwright.core.footprint import PhasePeak
-from shardwright.core.job import parallel_of, parse_job
 from shardwright.core.timeline import Kind
-from shardwright.lab.footprint.estimate import estimated
-from shardwright.lab.rehearsal import among
+from shardwright.estimate.rehearsal import among
+from shardwright.estimate.unplanned import estimated
+from shardwright.job.job import parallel_of, parse_job
 
 # Until a thread of gloo lets a buffer of FSDP2's go, it counts: rarely, and in first steps.
 TRIES = 3

@@ -14,8 +14,8 @@ from reference import bag_job, in_half
 from tasks import go_on
 
 from shardwright.cli.main import main
-from shardwright.core.job import Job
-from shardwright.core.plan import write_plan
+from shardwright.job.job import Job
+from shardwright.job.plan import write_plan
 from shardwright.runtime.checkpoint import read_full
 from shardwright.runtime.checkpoint.stored import open_stored
 

@@ -17,13 +17,13 @@ from commands import LITTLE_TEXT
 from pool import Pool
 
 from shardwright.core.errors import InputError
-from shardwright.core.job import parse_job
-from shardwright.core.plan import read_plan, sealed, write_plan
-from shardwright.lab.recordings import plan
-from shardwright.lab.resharding import reshard
-from shardwright.lab.resuming import Start, check_resume, facts_of
-from shardwright.lab.sources import source_of
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import parse_job
+from shardwright.job.plan import read_plan, sealed, write_plan
 from shardwright.runtime.checkpoint.read import read_full
+from shardwright.train.resharding import reshard
+from shardwright.train.resuming import Start, check_resume, facts_of
+from shardwright.train.sources import source_of
 
 BLOCKS = {"layers": 2, "dim": 16, "heads": 2}
 TABLES = [{"name": f"C{i}", "rows": 60, "dim": 4} for i in range(1, 27)]

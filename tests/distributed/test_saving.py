@@ -13,7 +13,7 @@ from pool import Pool, Threads
 from reference import small_job, train_unsharded
 from saving_tasks import Case
 
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
 
 KINDS = ("sgd", "adamw", "adagrad")
 STRATEGIES = ("flat", "per_param", "param_boundary", "mixed", "replicated")

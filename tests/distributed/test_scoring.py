@@ -11,12 +11,12 @@ import pytest
 import scoring_tasks as tasks
 from pool import Pool
 
-from shardwright.core.job import parse_job
 from shardwright.core.measurement import Record, merge
-from shardwright.core.plan import Plan, write_plan
 from shardwright.data import quality
-from shardwright.lab.recordings import plan
-from shardwright.lab.sources import source_of
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import parse_job
+from shardwright.job.plan import Plan, write_plan
+from shardwright.train.sources import source_of
 
 TABLES = [{"name": f"C{i}", "rows": 60, "dim": 4} for i in range(1, 27)]
 

@@ -9,9 +9,9 @@ import pytest
 from plans import plan
 from pool import Pool
 
-from shardwright.core.job import parse_job
-from shardwright.core.plan import Plan
 from shardwright.core.sharding import TYPES, traits
+from shardwright.job.job import parse_job
+from shardwright.job.plan import Plan
 
 KERNELS = "UnsupportedError: t0: expected a kernel of fused, dense, key_value on cpu, got"
 UNCUT = {

@@ -10,8 +10,8 @@ import torch
 from combinations import in_turn
 from pool import Pool, Threads
 
-from shardwright.core.planning import Communication
 from shardwright.core.sharding import TYPES, ShardingType, traits
+from shardwright.job.planner import Communication
 from shardwright.runtime.embeddings.update import RULES
 from shardwright.runtime.units.parameter import DTYPES
 

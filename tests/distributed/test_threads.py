@@ -17,9 +17,9 @@ from test_measured_as_predicted import PEAK_TOLERANCE, bigger, check_run, overla
 from test_sharded_equals_unsharded import BAGS, CASES, UNITS, WITHIN_HOSTS, hold
 from unit_tasks import look_up
 
-from shardwright.core.job import Job
-from shardwright.core.train_section import Overlap
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import Job
+from shardwright.job.train import Overlap
 
 STATEFUL = 5e-6  # from float64, of what divides by roots of small sums, as of processes
 

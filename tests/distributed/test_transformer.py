@@ -14,9 +14,9 @@ from plans import plan
 from pool import Pool
 from transformer_tasks import meter_planned, moved_by_plans, train_planned, whole_of
 
-from shardwright.core.job import Job, parse_job
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
 from shardwright.data.tokens import write_text
+from shardwright.job.job import Job, parse_job
 
 GLOBAL_BATCH = 12
 PLANNERS: dict[str, dict[str, Any]] = {

@@ -10,12 +10,11 @@ from metering import steps_measured
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.core.job import Job
 from shardwright.core.llama import LlamaShape
-from shardwright.core.plan import Plan
 from shardwright.core.schedule import Action
-from shardwright.lab.python_model import as_tensors
-from shardwright.lab.tasks import task_of
+from shardwright.estimate.own_model import as_tensors
+from shardwright.job.job import Job
+from shardwright.job.plan import Plan
 from shardwright.models.llama import Llama
 from shardwright.models.transformer import Transformer
 from shardwright.runtime.apply import apply
@@ -25,6 +24,7 @@ from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.state import full_state_dict
 from shardwright.runtime.units.dstorage import storages_in, traffic
+from shardwright.train.tasks import task_of
 
 
 def train_whole(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:

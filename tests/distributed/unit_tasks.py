@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
-from shardwright.core.job import Job
 from shardwright.core.placement import BlockShard, Owned, Shard
-from shardwright.core.plan import Plan, sealed
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import Job
+from shardwright.job.plan import Plan, sealed
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.apply import apply
 from shardwright.runtime.comm import Comm

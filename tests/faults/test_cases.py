@@ -15,10 +15,10 @@ import pytest
 from cases import CASES, PAGE, page_with_table
 from commands import Call
 
-from shardwright.core.job import parse_job
-from shardwright.core.plan import write_plan
-from shardwright.core.train_section import TrainSection
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import parse_job
+from shardwright.job.plan import write_plan
+from shardwright.job.train import TrainSection
 from shardwright.launcher.outcome import decode_outcome
 
 ROOT = Path(__file__).parents[2]

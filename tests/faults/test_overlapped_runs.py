@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_resumed_runs import ended, losses, start, train, wait_for_step
 
-from shardwright.core.plan import read_plan
+from shardwright.job.plan import read_plan
 
 DLRM = """
 [model]

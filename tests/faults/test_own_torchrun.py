@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from commands import LITTLE_TEXT, Call
 
-from shardwright.core.job import parse_job
-from shardwright.core.plan import write_plan
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import parse_job
+from shardwright.job.plan import write_plan
 
 JOB = {
     "model": {"kind": "transformer", "layers": 1, "dim": 16, "heads": 2},

@@ -14,9 +14,9 @@ import pytest
 from combinations import rare, slow
 from commands import LITTLE_TEXT, Call
 
-from shardwright.core.job import read_job
-from shardwright.core.plan import write_plan
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import read_job
+from shardwright.job.plan import write_plan
 from shardwright.launcher.heartbeat import read_heartbeat
 
 HANGS = 300.0

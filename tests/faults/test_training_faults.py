@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from commands import Answer, Call
 
-from shardwright.core.train_section import TrainSection
+from shardwright.job.train import TrainSection
 from shardwright.launcher.heartbeat import Beat, read_heartbeat
 from shardwright.launcher.outcome import Outcome, decode_outcome
 
@@ -214,7 +214,7 @@ BREAKS = {
 
 @pytest.mark.product
 @pytest.mark.parametrize(
-    "breaks",  # tests/lab/test_python_task.py has the others' words
+    "breaks",  # tests/train/test_python_task.py has the others' words
     BREAKS,
 )
 def test_batches_of_a_user_s_own_that_fail_on_one_rank_end_the_run_on_all(
@@ -288,9 +288,9 @@ def test_a_gradient_or_loss_that_is_not_finite_ends_the_run_and_updates_nothing(
 @pytest.mark.slow
 def test_running_a_plan_imports_no_planner(folder: Path) -> None:
     probe = (
-        "import sys, shardwright.lab.training; "
+        "import sys, shardwright.train.training; "
         "print([m for m in sys.modules if m.startswith(('shardwright.planner', "
-        "'shardwright.cost', 'shardwright.memory'))])"
+        "'shardwright.cost', 'shardwright.heap'))])"
     )
     done = subprocess.run(
         [sys.executable, "-c", probe], capture_output=True, text=True, timeout=HANGS, check=True

@@ -16,9 +16,9 @@ import pytest
 from commands import LITTLE_TEXT, Call
 from test_cases import OWN
 
-from shardwright.core.job import parse_job
-from shardwright.core.plan import Plan, write_plan
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import parse_job
+from shardwright.job.plan import Plan, write_plan
 from shardwright.launcher.outcome import RankOutcome, read_status
 
 pytestmark = pytest.mark.slow
@@ -181,9 +181,9 @@ def test_a_host_that_is_lost_ends_the_other_with_one_line(
 
 
 MAKE = """
-from shardwright.core.job import parse_job
-from shardwright.core.plan import write_plan
-from shardwright.lab.recordings import plan
+from shardwright.job.job import parse_job
+from shardwright.job.plan import write_plan
+from shardwright.estimate.recordings import plan
 write_plan(plan(parse_job({job})), "plan.json")
 """
 

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 
 from shardwright.core.document import encode_document
-from shardwright.core.job import Job, parse_job
 from shardwright.core.kinds import EmbeddingsSection
 from shardwright.core.measurement import SCHEMA, Curve, Measurement, Quality
-from shardwright.core.plan import Plan
 from shardwright.core.study import SCHEMA as STUDY_SCHEMA
 from shardwright.core.study import KindStudy, Lookup, Study, Trial
 from shardwright.core.timeline import PEAK, Event, encode
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import Job, parse_job
+from shardwright.job.plan import Plan
 from shardwright.launcher.outcome import OUTCOME_SCHEMA, Outcome, RankOutcome, encode_outcome
 
 FOLDER = Path(__file__).parent

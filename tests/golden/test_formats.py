@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from shardwright.core.measurement import read_measurement, write_measurement
-from shardwright.core.plan import read_plan, write_plan
+from shardwright.job.plan import read_plan, write_plan
 from shardwright.launcher.outcome import decode_outcome
 
 FOLDER = Path(__file__).parent

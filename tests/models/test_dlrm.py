@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardwright.core.errors import InputError
-from shardwright.core.job import Job, parse_job
-from shardwright.core.model_of_job import tables_of
+from shardwright.job.job import Job, parse_job
+from shardwright.job.model_of_job import tables_of
 from shardwright.models.dlrm import (
     DLRM,
     ROWS_PER_GENERATOR,

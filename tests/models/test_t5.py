@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.core.hf_config import hf_shape
-from shardwright.core.job import Job, parse_job
 from shardwright.core.t5 import T5Shape
-from shardwright.lab.footprint import footprint
+from shardwright.estimate.footprint import footprint
+from shardwright.job.hf_config import hf_shape
+from shardwright.job.job import Job, parse_job
 from shardwright.models.t5 import T5, bucket, build
 from shardwright.trace.checkpointing import apply_checkpointing, policy
 from shardwright.tracker.memory import MemoryTracker

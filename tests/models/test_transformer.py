@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.core.job import Job, parse_job
+from shardwright.job.job import Job, parse_job
 from shardwright.models.transformer import Transformer, next_token_loss
 
 

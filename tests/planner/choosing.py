@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from recordings import At, chain, model_of_chain, unit
 
-from shardwright.core.planning import DenseSection
 from shardwright.core.recording import Work
+from shardwright.job.planner import DenseSection
 from shardwright.planner.unit_choice import DenseContext
 from shardwright.planner.units import FREE, Arrangement, UnitSpace, worthwhile
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.core.job import Job, parse_job
+from shardwright.job.job import Job, parse_job
 
 
 def _make_job(*rows: int, dim: int = 16, table: dict[str, Any] | None = None, **more: Any) -> Job:

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from shardwright.core.batch import lookups
 from shardwright.core.cluster import Cluster
-from shardwright.core.job import Job
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option, shard_runs
 from shardwright.core.sharding import ShardingType
-from shardwright.lab.recordings import described
+from shardwright.estimate.recordings import described
+from shardwright.job.job import Job
 from shardwright.planner.choice import Choice
 from shardwright.planner.choices import price
 from shardwright.planner.problem import Problem, make_problem

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any, get_args
 
-from shardwright.core.job import Job, parse_job
 from shardwright.core.sharding import ShardingType
+from shardwright.job.job import Job, parse_job
 
 TYPES: tuple[str, ...] = get_args(ShardingType)
 KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching", "key_value")

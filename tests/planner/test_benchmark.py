@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from combinations import rare
 
-from shardwright.core.job import read_job
-from shardwright.core.plan import read_plan
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import read_job
+from shardwright.job.plan import read_plan
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

@@ -8,14 +8,14 @@ import pytest
 from plans import plan
 
 from shardwright.core.errors import InputError, NoPlanError
-from shardwright.core.job import Job, parse_job
-from shardwright.core.plan import Plan
-from shardwright.core.sharing import bucket_sizes_of
-from shardwright.lab.recordings import found_for
+from shardwright.estimate.recordings import found_for
+from shardwright.job.job import Job, parse_job
+from shardwright.job.plan import Plan
 from shardwright.planner import explain
 from shardwright.planner.explain.basis import basis
 from shardwright.planner.explain.recompute import draft_of
 from shardwright.planner.search.watch import Watch
+from shardwright.planner.sharing import bucket_sizes_of
 from shardwright.report.plan_sheets import checkpointing_line
 
 AMPLE = 2**30

@@ -12,10 +12,10 @@ from plans import plan
 from torch import nn
 
 from shardwright.core.errors import InputError, MismatchError, NoPlanError
-from shardwright.core.job import Job, checkpointing_of, parse_job
 from shardwright.core.model import ModelSpec
-from shardwright.core.plan import Plan, sealed
-from shardwright.lab.recordings import described, plan_module
+from shardwright.estimate.recordings import described, plan_module
+from shardwright.job.job import Job, checkpointing_of, parse_job
+from shardwright.job.plan import Plan, sealed
 from shardwright.planner import explain, planner
 
 AMPLE = 2**30

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from plans import plan
 
 from shardwright.core.amount import leaf
-from shardwright.core.job import Job, parse_job
-from shardwright.core.plan import Plan
 from shardwright.core.timeline import decode, exchange_seconds, phase_seconds
 from shardwright.cost.pipeline import hidden_seconds
-from shardwright.lab.recordings import described
+from shardwright.estimate.recordings import described
+from shardwright.job.job import Job, parse_job
+from shardwright.job.plan import Plan
 from shardwright.planner.explain import STATISTICS, draft_of, explain_statistic
 from shardwright.planner.problem import make_problem
 from shardwright.planner.step_draft import StepDraft

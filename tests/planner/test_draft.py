@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from shardwright.core.batch import expected_distinct
-from shardwright.core.job import Job
-from shardwright.lab.recordings import described
-from shardwright.memory.traffic import Asked, Replicas, Served
+from shardwright.estimate.recordings import described
+from shardwright.heap.traffic import Asked, Replicas, Served
+from shardwright.job.job import Job
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.problem import make_problem
 from shardwright.planner.step_draft import StepDraft

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from small_jobs import small_job
 
 from shardwright.core.errors import InputError
-from shardwright.core.job import Job, parse_job
-from shardwright.lab.recordings import described
+from shardwright.estimate.recordings import described
+from shardwright.job.job import Job, parse_job
 from shardwright.planner.problem import make_problem
 from shardwright.planner.search.bound import ROUNDING, lower_bound, table
 from shardwright.planner.search.least import least_share

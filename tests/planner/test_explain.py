@@ -15,8 +15,8 @@ from tampering import changed, leaves
 from shardwright.cli.main import main
 from shardwright.core.amount import Step
 from shardwright.core.errors import EXIT_MISMATCH, InputError, MismatchError
-from shardwright.core.job import Job, parse_job
-from shardwright.core.plan import Plan, read_plan, sealed, write_plan
+from shardwright.job.job import Job, parse_job
+from shardwright.job.plan import Plan, read_plan, sealed, write_plan
 from shardwright.planner import explain
 
 TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise")

@@ -15,9 +15,9 @@ from tampering import changed, leaves
 from shardwright.core.amount import Step
 from shardwright.core.block import check_tiling
 from shardwright.core.errors import MismatchError
-from shardwright.core.job import Job, parse_job
-from shardwright.core.plan import Plan, sealed
-from shardwright.lab.recordings import described
+from shardwright.estimate.recordings import described
+from shardwright.job.job import Job, parse_job
+from shardwright.job.plan import Plan, sealed
 from shardwright.planner import explain
 from shardwright.planner.statistics import memory_prices, statistics
 

@@ -11,10 +11,10 @@ from msgspec import UNSET
 from plans import plan
 
 from shardwright.core.errors import InputError, NoPlanError
-from shardwright.core.job import Job, parse_job
 from shardwright.core.kinds import KNOWN_AUC, SEEDS_VARY, kind_of, nbytes
-from shardwright.core.plan import Plan
 from shardwright.core.study import read_study, spread_of
+from shardwright.job.job import Job, parse_job
+from shardwright.job.plan import Plan
 from shardwright.planner.explain.basis import basis
 from shardwright.planner.kinds import find_kinds
 

@@ -8,8 +8,8 @@ import pytest
 from plans import plan
 
 from shardwright.core.errors import InputError, NoPlanError
-from shardwright.core.job import Job, parse_job
-from shardwright.core.plan import Plan
+from shardwright.job.job import Job, parse_job
+from shardwright.job.plan import Plan
 from shardwright.planner import explain
 from shardwright.planner.explain.recompute import draft_of
 

@@ -19,11 +19,10 @@ from plans import plan
 from shardwright.core.block import check_tiling
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import NoPlanError, ShardwrightError
-from shardwright.core.job import Job, parse_job
-from shardwright.core.plan import Plan
 from shardwright.core.timeline import decode, phase_seconds
-from shardwright.lab import recordings
-from shardwright.lab.recordings import described
+from shardwright.estimate.recordings import described
+from shardwright.job.job import Job, parse_job
+from shardwright.job.plan import Plan
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.planner import written
 from shardwright.planner.problem import make_problem
@@ -31,6 +30,7 @@ from shardwright.planner.search.watch import Watch
 from shardwright.planner.strategy import bound_of
 from shardwright.planner.strategy.tables import search_tables
 from shardwright.planner.tally import Placed
+from shardwright.train import recordings
 
 MakeJob = Callable[..., Job]
 GIB = 2**30

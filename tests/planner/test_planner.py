@@ -13,13 +13,12 @@ from plans import plan
 
 from shardwright.core.block import check_tiling
 from shardwright.core.errors import UnsupportedError
-from shardwright.core.job import Job
 from shardwright.core.placement import Flat, Replicate
-from shardwright.core.plan import Plan
 from shardwright.core.sharding import FREE
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks, phase_seconds
-from shardwright.lab import recordings
-from shardwright.lab.recordings import described
+from shardwright.estimate.recordings import described
+from shardwright.job.job import Job
+from shardwright.job.plan import Plan
 from shardwright.planner.assemble import assemble
 from shardwright.planner.choice import Choice
 from shardwright.planner.explain import why_not
@@ -29,6 +28,7 @@ from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.steps import search_steps, step_bound
 from shardwright.planner.tally import Placed
+from shardwright.train import recordings
 
 MakeJob = Callable[..., Job]
 Planned = Callable[[int], Plan]

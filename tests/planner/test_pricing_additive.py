@@ -11,11 +11,11 @@ from shardwright.core.amount import Step, derivation
 from shardwright.core.batch import Batch
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, UnsupportedError
-from shardwright.core.job import ClusterSection, parse_job
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option, shard_runs
 from shardwright.core.sharding import ShardingType
 from shardwright.cost.constants import cluster
+from shardwright.job.job import ClusterSection, parse_job
 from shardwright.planner.pricing import additive
 from shardwright.planner.pricing.evaluate import PricingContext
 

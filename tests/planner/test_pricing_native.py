@@ -12,16 +12,16 @@ from shardwright.core import optimizers
 from shardwright.core.amount import Step, bare, derivation
 from shardwright.core.batch import Batch, lookups, outputs
 from shardwright.core.cluster import TIERS
-from shardwright.core.job import ClusterSection
 from shardwright.core.model import (
     CacheSpec,
     ComputeKernel,
     TableSpec,
 )
 from shardwright.core.option import Option, shard_runs
-from shardwright.core.planning import EstimatorSection, PipelineType
 from shardwright.core.sharding import ShardingType
 from shardwright.cost.constants import cluster
+from shardwright.job.job import ClusterSection
+from shardwright.job.planner import EstimatorSection, PipelineType
 from shardwright.planner.choice import Choice
 from shardwright.planner.pricing import native
 from shardwright.planner.pricing.evaluate import PricingContext, traffic

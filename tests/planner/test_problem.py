@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from shardwright.core.errors import InputError, UnsupportedError
-from shardwright.core.job import Job
 from shardwright.core.model import TableSpec
 from shardwright.core.placement import Flat, Replicate
-from shardwright.lab.recordings import described
+from shardwright.estimate.recordings import described
+from shardwright.job.job import Job
 from shardwright.planner.problem import Problem, canonical_order, make_problem, reservation_kind
 from shardwright.planner.statistics.tables import over_shards
 from shardwright.planner.strategy.spacing import space_of

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from plans import plan
 
-from shardwright.core.job import parse_job
-from shardwright.core.plan import Plan
+from shardwright.job.job import parse_job
+from shardwright.job.plan import Plan
 from shardwright.planner import explain
 
 

@@ -11,8 +11,8 @@ from plans import plan
 
 from shardwright.core.block import check_tiling
 from shardwright.core.errors import InputError, NoPlanError
-from shardwright.core.job import Job, parse_job
-from shardwright.core.plan import Plan
+from shardwright.job.job import Job, parse_job
+from shardwright.job.plan import Plan
 from shardwright.planner import explain
 from shardwright.planner.explain.recompute import draft_of
 from shardwright.report.plan_sheets import checkpointing_line

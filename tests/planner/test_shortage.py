@@ -11,10 +11,10 @@ import pytest
 from counting import at_most
 
 from shardwright.core.errors import EXIT_NO_PLAN, InputError, NoPlanError
-from shardwright.core.job import Job, parse_job
 from shardwright.core.model import TableSpec
-from shardwright.core.plan import Plan
-from shardwright.lab.recordings import described, plan
+from shardwright.estimate.recordings import described, plan
+from shardwright.job.job import Job, parse_job
+from shardwright.job.plan import Plan
 from shardwright.planner import shortage
 from shardwright.planner.problem import make_problem
 from shardwright.planner.search.watch import Watch

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
-from shardwright.core.job import Job, parse_job
-from shardwright.lab.recordings import described
+from shardwright.estimate.recordings import described
+from shardwright.job.job import Job, parse_job
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.search import search

@@ -9,9 +9,9 @@ import pytest
 from plans import plan
 
 from shardwright.core.errors import InputError, NoPlanError
-from shardwright.core.job import Job, parse_job
 from shardwright.core.placement import Zero
-from shardwright.lab.recordings import found_for
+from shardwright.estimate.recordings import found_for
+from shardwright.job.job import Job, parse_job
 from shardwright.planner import explain
 from shardwright.planner.explain.recompute import draft_of
 from shardwright.planner.search.watch import Watch

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from counting import at_most
 
-from shardwright.core.job import read_job
-from shardwright.lab.recordings import described, plan
+from shardwright.estimate.recordings import described, plan
+from shardwright.job.job import read_job
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 WITHOUT_TORCH = """
@@ -27,8 +27,8 @@ assert "torch" not in sys.modules, "after planning"
 PLANNED = """
 import sys
 from pathlib import Path
-from shardwright.core.job import read_job
-from shardwright.lab.recordings import plan
+from shardwright.job.job import read_job
+from shardwright.estimate.recordings import plan
 print(plan(read_job(Path(sys.argv[1]))).fingerprint)
 print(*sys.modules)
 """
@@ -115,10 +115,10 @@ def test_planning_loads_nothing_but_numpy_and_msgspec(job: str) -> None:
 def test_planning_loads_no_floor_above_its_own(job: str) -> None:
     _, loaded = _planned(job)
     floors = {name.split(".")[1] for name in loaded if name.startswith("shardwright.")}
-    assert floors == {"core", "cost", "memory", "planner", "lab"}
-    of_lab = {name for name in loaded if name.startswith("shardwright.lab")}
+    assert floors == {"core", "job", "cost", "heap", "planner", "estimate"}
+    of_estimate = {name for name in loaded if name.startswith("shardwright.estimate")}
     names = ("", ".recordings", ".with_tables")
-    assert of_lab == {f"shardwright.lab{name}" for name in names}
+    assert of_estimate == {f"shardwright.estimate{name}" for name in names}
 
 
 def test_the_demo_is_planned_with_few_calls() -> None:

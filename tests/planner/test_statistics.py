@@ -10,9 +10,10 @@ import pytest
 from plans import plan
 
 from shardwright.core.cluster import TIERS
-from shardwright.core.job import Job, parse_job
 from shardwright.core.option import ShardRun
-from shardwright.core.plan import (
+from shardwright.estimate.recordings import described
+from shardwright.job.job import Job, parse_job
+from shardwright.job.plan import (
     Plan,
     RankTotals,
     Reserved,
@@ -21,7 +22,6 @@ from shardwright.core.plan import (
     read_plan,
     write_plan,
 )
-from shardwright.lab.recordings import described
 from shardwright.planner.explain import draft_of
 from shardwright.planner.problem import make_problem
 from shardwright.planner.statistics import memory_prices, statistics

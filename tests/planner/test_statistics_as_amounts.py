@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from plans import plan
 
 from shardwright.core.amount import Amount, Step, derivation, leaf, named
-from shardwright.core.job import parse_job
-from shardwright.core.plan import Plan
 from shardwright.core.statistics import CriticalTerm, Measure
 from shardwright.cost.imbalance import Ranks
+from shardwright.job.job import parse_job
+from shardwright.job.plan import Plan
 from shardwright.planner.assemble import gap, proven
 from shardwright.planner.search.bound import beyond_room, priced, slowest_rank
 from shardwright.planner.statistics import memory, ranks, tables, times

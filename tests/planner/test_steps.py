@@ -6,9 +6,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from shardwright.core.job import Job
 from shardwright.core.quantities import SAME_SECONDS
-from shardwright.lab.recordings import described
+from shardwright.estimate.recordings import described
+from shardwright.job.job import Job
 from shardwright.planner.choice import Choice
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.search import search

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from recordings import chain, model_of_chain, unit
 
 from shardwright.core.errors import InputError, NoPlanError
-from shardwright.core.job import Job, parse_job
 from shardwright.core.model import UnitSpec
-from shardwright.core.planning import DenseSection
 from shardwright.core.schedule import Modes
 from shardwright.cost.dense import update_seconds
 from shardwright.cost.network import latency_seconds
 from shardwright.cost.presets import LOCAL
-from shardwright.lab.recordings import described, plan
+from shardwright.estimate.recordings import described, plan
+from shardwright.job.job import Job, parse_job
+from shardwright.job.planner import DenseSection
 from shardwright.planner.explain import draft_of
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.watch import Watch

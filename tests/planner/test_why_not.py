@@ -14,9 +14,9 @@ from plans import plan
 from small_jobs import KERNELS, TYPES, small_job
 
 from shardwright.core.errors import InputError, ShardwrightError
-from shardwright.core.job import BatchSection, Job, parse_job
-from shardwright.core.plan import Plan
-from shardwright.lab.recordings import found_for
+from shardwright.estimate.recordings import found_for
+from shardwright.job.job import BatchSection, Job, parse_job
+from shardwright.job.plan import Plan
 from shardwright.planner import explain
 from shardwright.planner.exclusion import Rules, exclusion
 from shardwright.planner.explain.replan import forced_table

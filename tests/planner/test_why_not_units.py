@@ -12,9 +12,9 @@ import pytest
 from combinations import rare, slow
 
 from shardwright.core.errors import ShardwrightError
-from shardwright.core.job import parse_job
-from shardwright.core.plan import Plan, UnitPlan
-from shardwright.lab.recordings import described, found_for
+from shardwright.estimate.recordings import described, found_for
+from shardwright.job.job import parse_job
+from shardwright.job.plan import Plan, UnitPlan
 from shardwright.planner import explain
 from shardwright.planner.explain.why_not_unit import WAYS
 from shardwright.planner.planner import written

@@ -11,11 +11,13 @@ from recordings import unit as recorded_unit
 
 from shardwright.core.block import Block, encode
 from shardwright.core.cluster import Cluster, Constant
-from shardwright.core.job import Job, parse_job
 from shardwright.core.measurement import Comparison, Curve, Line, Measurement, Quality
 from shardwright.core.option import Option, ShardRun, place, row_runs
 from shardwright.core.placement import Flat, Replicate
-from shardwright.core.plan import (
+from shardwright.core.timeline import PEAK, Event, EventRun
+from shardwright.core.timeline import encode as encode_events
+from shardwright.job.job import Job, parse_job
+from shardwright.job.plan import (
     Plan,
     RankTotals,
     Reserved,
@@ -25,8 +27,6 @@ from shardwright.core.plan import (
     UnitPlan,
     sealed,
 )
-from shardwright.core.timeline import PEAK, Event, EventRun
-from shardwright.core.timeline import encode as encode_events
 
 MIB = 2**20
 SIZES = (

@@ -9,9 +9,9 @@ import pytest
 import samples
 
 from shardwright.core.measurement import Line, Quality
-from shardwright.core.model_section import ModelSection
 from shardwright.core.profile import Awaited, Kernel, PhaseTime, Stage
 from shardwright.core.scores import Scores
+from shardwright.job.model import ModelSection
 from shardwright.report.html import render
 
 CSP = (

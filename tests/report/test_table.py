@@ -12,9 +12,9 @@ from rich.console import Console, RenderableType
 from shardwright.core.cluster import SCHEMA, Calibration
 from shardwright.core.measurement import Line, Saved
 from shardwright.core.option import ShardRun
-from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import PHASES
+from shardwright.job.plan import Plan
 from shardwright.planner.statistics import statistics
 from shardwright.report.comparison_sheets import time_verdict
 from shardwright.report.plan_report import plan_report

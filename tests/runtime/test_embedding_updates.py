@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from shardwright.core.block import Block, GroupKey
-from shardwright.memory import route
-from shardwright.memory.ledger import Ledger
-from shardwright.memory.traffic import Served, Traffic
+from shardwright.heap import route
+from shardwright.heap.ledger import Ledger
+from shardwright.heap.traffic import Served, Traffic
 from shardwright.runtime.embeddings.guide import Request
 from shardwright.runtime.embeddings.route import Group, Held
 from shardwright.runtime.embeddings.store import Store

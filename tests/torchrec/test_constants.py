@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.core.job import ClusterSection
 from shardwright.cost.constants import RATES, cluster
+from shardwright.job.job import ClusterSection
 from shardwright.torchrec.constants import PRESET, TORCHREC
 
 GIB = 2**30

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardwright.core.cluster import Cluster
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option, shard_runs
-from shardwright.core.planning import PartitionerSection
+from shardwright.job.planner import PartitionerSection
 from shardwright.planner.choice import Choice, cost
 from shardwright.planner.search.watch import Watch
 from shardwright.torchrec import partitioners

@@ -15,7 +15,7 @@ from shardwright.core.batch import Batch
 from shardwright.core.cluster import TIERS, Cluster
 from shardwright.core.errors import InputError
 from shardwright.core.model import CacheSpec, TableSpec
-from shardwright.core.planning import EstimatorSection
+from shardwright.job.planner import EstimatorSection
 from shardwright.planner.options import QUANTIZED_TYPES
 from shardwright.planner.pricing.evaluate import PricingContext
 from shardwright.torchrec import storage, times

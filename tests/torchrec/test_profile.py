@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.core.job import parse_job
-from shardwright.core.model_of_job import model_of
+from shardwright.job.job import parse_job
+from shardwright.job.model_of_job import model_of
 from shardwright.planner import profiles
 from shardwright.planner.planner import plan
 
@@ -19,8 +19,8 @@ LOADED = """
 import os
 import sys
 from pathlib import Path
-from shardwright.core.job import read_job
-from shardwright.core.model_of_job import model_of
+from shardwright.job.job import read_job
+from shardwright.job.model_of_job import model_of
 from shardwright.planner.planner import plan
 for path in sys.argv[1:]:
     if not os.fork():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardwright.core.cluster import Cluster
 from shardwright.core.model import CacheSpec, TableSpec
 from shardwright.core.option import Option, ShardRun, shard_runs
-from shardwright.core.planning import ProposerSection
+from shardwright.job.planner import ProposerSection
 from shardwright.planner.choice import Choice, cost
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.statistics.tables import over_shards

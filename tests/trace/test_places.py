@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.core.errors import InputError
-from shardwright.lab.python_model import naming_errors
+from shardwright.estimate.own_model import naming_errors
 from shardwright.trace.places import wrong_id
 
 

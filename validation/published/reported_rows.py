@@ -7,8 +7,8 @@ from typing import Any
 
 from published.prediction import Prediction
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import parse_job
-from shardwright.lab.footprint import footprint
+from shardwright.estimate.footprint import footprint
+from shardwright.job.job import parse_job
 
 UNITS = {"GiB": 2**30, "GB": 10**9}
 

@@ -9,9 +9,9 @@ from typing import Any
 from published.devices import device_of
 from published.prediction import Prediction
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.job import parse_job
-from shardwright.core.torchtitan import FLAVORS
-from shardwright.lab.footprint import footprint
+from shardwright.estimate.footprint import footprint
+from shardwright.job.job import parse_job
+from shardwright.job.torchtitan import FLAVORS
 
 GIB = 2**30
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Measure, write, show."""
     check_output(options.output, CLUSTER)  # before half a minute of work
-    from shardwright.lab.calibrate import calibrate
+    from shardwright.train.calibrate import calibrate
 
     attempt = calibrate(options.ranks, sys.stderr, quick=options.quick)
     if attempt.found is None:

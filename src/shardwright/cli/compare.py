@@ -7,9 +7,9 @@ import argparse
 from shardwright.cli import options as shared
 from shardwright.core.errors import EXIT_MISMATCH, EXIT_OK, InputError, expected
 from shardwright.core.measurement import read_measurement
-from shardwright.core.plan import read_plan
-from shardwright.lab.compare import compare
+from shardwright.job.plan import read_plan
 from shardwright.launcher.folder import measurement_file, plan_file
+from shardwright.train.compare import compare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,12 +11,12 @@ from shardwright.cli import options as shared
 from shardwright.cli.planning import planned
 from shardwright.cli.report import write_report
 from shardwright.cli.train import finish
-from shardwright.core.job import named_files, read_job
 from shardwright.core.outputs import REPORT, check_output
-from shardwright.core.plan import Plan
-from shardwright.lab.session import check, run
+from shardwright.job.job import named_files, read_job
+from shardwright.job.plan import Plan
 from shardwright.planner.statistics import memory_prices
 from shardwright.report.plan_report import plan_in_brief
+from shardwright.train.session import check, run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from shardwright.cli import options as shared
-from shardwright.core.plan import read_plan
+from shardwright.job.plan import read_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,12 +15,12 @@ from shardwright.cli.planning import Listener
 from shardwright.core.amount import Step
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
-from shardwright.core.model_of_job import model_of
-from shardwright.core.plan import Plan, RankTotals, read_plan
 from shardwright.core.quantities import exact_bytes, format_bytes, format_seconds
 from shardwright.core.timeline import PHASES, decode, phase_peaks
+from shardwright.job.job import Job
+from shardwright.job.model_of_job import model_of
+from shardwright.job.plan import Plan, RankTotals, read_plan
 from shardwright.planner import explain
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.statistics.times import parts_of
@@ -312,7 +312,7 @@ def _again(plan: Plan, options: argparse.Namespace) -> ModelOf:
 
     def described(job: Job) -> ModelSpec:
         _check_code(plan, options)
-        from shardwright.lab.recordings import recorded  # only such a question needs the model
+        from shardwright.estimate.recordings import recorded  # only such a question needs the model
 
         tables = (plan.recording.tables or ()) if plan.recording else ()
         return model_of(job, recorded(job, tuple(table.path for table in tables)))

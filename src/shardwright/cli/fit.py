@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Search and show; 3 where no policy lets a single batch fit."""
     job = shared.job_of(options)
-    from shardwright.lab.fit import fit
+    from shardwright.estimate.fit import fit
 
     progress = _Progress()
     try:

@@ -8,10 +8,10 @@ from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 
-from shardwright.core import megatron, torchtitan
 from shardwright.core.document import encode_toml, parse_toml, read_bytes, write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
-from shardwright.core.job import parse_job
+from shardwright.job import megatron, torchtitan
+from shardwright.job.job import parse_job
 
 KINDS = {
     "tables": "embedding tables alone, to be planned",

@@ -24,7 +24,7 @@ def execute(options: argparse.Namespace) -> int:
         raise InputError(expected("model.kind", "'dlrm'", f"'{job.model.kind}'", remedy))
     if options.rows is not None and options.rows < 1:
         raise InputError(expected("--rows", "at least 1", str(options.rows)))
-    from shardwright.lab.popularity import as_toml, popularity
+    from shardwright.train.popularity import as_toml, popularity
 
     found = popularity(job, job.cluster.world_size or 1, options.rows)
     if options.json:

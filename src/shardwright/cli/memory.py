@@ -12,8 +12,8 @@ from shardwright.cli import options as shared
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, expected, nearest
 from shardwright.core.footprint import Footprint, RankMemory, Tracked
-from shardwright.core.job import Job, named_files
 from shardwright.core.outputs import PICTURE, TRACE, check_output
+from shardwright.job.job import Job, named_files
 
 PICTURES = {".svg": PICTURE, ".json": TRACE}
 
@@ -60,7 +60,7 @@ def execute(options: argparse.Namespace) -> int:
         inputs = (options.job, *named_files(job, options.job))
         check_output(options.timeline, PICTURES[options.timeline.suffix], inputs, "--timeline")
     from shardwright.cli.planning import Listener
-    from shardwright.lab.footprint import footprint
+    from shardwright.estimate.footprint import footprint
 
     with Listener(sys.stderr) as listener:
         found = footprint(job, details=True, rank=options.rank or "", hear=listener)
@@ -109,8 +109,8 @@ def _show(
 
 def _rehearsed(job: Job, ranks: int | None) -> tuple[Footprint, list[Tracked]]:
     """The job on one rank of this machine or several, estimated and measured."""
-    from shardwright.lab.footprint.estimate import estimated
-    from shardwright.lab.rehearsal import alone, among, rehearse, rehearse_among
+    from shardwright.estimate.rehearsal import alone, among, rehearse, rehearse_among
+    from shardwright.estimate.unplanned import estimated
 
     here = alone(job) if ranks is None else among(job, ranks)
     predicted = estimated(here)

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwright.core.document import to_json
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import Job, read_job
+from shardwright.job.job import Job, read_job
 
 PROFILED = 20  # steps
 

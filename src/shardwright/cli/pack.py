@@ -7,17 +7,17 @@ from pathlib import Path
 
 from shardwright.cli import options as shared
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.job import checkpoint_folder
 from shardwright.core.kinds import PACKED
 from shardwright.core.outputs import TABLES, check_output
-from shardwright.core.plan import read_plan
 from shardwright.core.quantities import format_bytes
+from shardwright.job.job import checkpoint_folder
+from shardwright.job.plan import read_plan
 from shardwright.launcher.folder import plan_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``pack``."""
-    parser.epilog = "shardwright.lab.serving.packed_embeddings(FILE) looks rows up."
+    parser.epilog = "shardwright.train.serving.packed_embeddings(FILE) looks rows up."
     shared.run_argument(parser)
     parser.add_argument("--kind", choices=list(PACKED), default="int8", help="of rows (int8)")
     parser.add_argument("--step", type=int, metavar="N", help="of the checkpoints (the newest)")
@@ -32,7 +32,7 @@ def execute(options: argparse.Namespace) -> int:
     job = read_plan(plan_file(folder)).job
     if job.model.kind != "dlrm":
         wanted, got = "a run of a DLRM", f"model.kind '{job.model.kind}'"
-        remedy = "Pack tables of your own in Python: shardwright.lab.serving."
+        remedy = "Pack tables of your own in Python: shardwright.train.serving."
         raise UnsupportedError(expected(str(folder), wanted, got, remedy))
     saved = checkpoint_folder(job, folder)
     if not saved.is_dir():
@@ -41,7 +41,7 @@ def execute(options: argparse.Namespace) -> int:
     out = options.out or folder / "tables.safetensors"
     check_output(out, TABLES, option="--out")
 
-    from shardwright.lab.serving import saved_embeddings, write_packed
+    from shardwright.train.serving import saved_embeddings, write_packed
 
     learned = saved_embeddings(saved, job.tables, options.step)
     replaced = shared.beside(out)

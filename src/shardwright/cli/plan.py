@@ -12,10 +12,10 @@ from msgspec import UNSET
 from shardwright.cli import options as shared
 from shardwright.cli.planning import planned
 from shardwright.core.cluster import TIERS
-from shardwright.core.job import named_files
 from shardwright.core.outputs import PLAN, check_output
-from shardwright.core.plan import Plan, write_plan
 from shardwright.core.statistics import MemoryPrice, Statistics
+from shardwright.job.job import named_files
+from shardwright.job.plan import Plan, write_plan
 from shardwright.planner.statistics import memory_prices, statistics
 
 
@@ -33,7 +33,7 @@ def execute(options: argparse.Namespace) -> int:
     if options.output:
         check_output(options.output, PLAN, (options.job, *named_files(job, options.job)))
     if job.model.kind == "tables" and job.model.python is not UNSET:
-        from shardwright.lab.dense import with_traced_dense  # only such a job needs torch
+        from shardwright.estimate.dense import with_traced_dense  # only such a job needs torch
 
         job = with_traced_dense(job)
     made = planned(job)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, TextIO
 
-from shardwright.core.job import Job
-from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_seconds
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import Job
+from shardwright.job.plan import Plan
 from shardwright.planner.search.watch import Watch
 
 FIRST, LONGER = 2.0, 1.5  # seconds until the first line; by how much each waits longer

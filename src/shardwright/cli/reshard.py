@@ -7,8 +7,8 @@ from pathlib import Path
 
 from shardwright.cli import options as shared
 from shardwright.core.errors import InputError, expected
-from shardwright.core.plan import read_plan
 from shardwright.core.quantities import format_bytes
+from shardwright.job.plan import read_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def execute(options: argparse.Namespace) -> int:
     saved = given.parent if given.name.startswith("step-") else given
     out = options.out or saved.with_name(f"{saved.name}.resharded")
 
-    from shardwright.lab.resharding import reshard
+    from shardwright.train.resharding import reshard
 
     made = reshard(given, plan, out)
     if options.json:

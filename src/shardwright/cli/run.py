@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardwright.cli import options as shared
 from shardwright.core.errors import InputError, expected
-from shardwright.core.plan import Plan
+from shardwright.job.plan import Plan
 from shardwright.launcher.folder import MARK, check_inputs
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.outcome import read_status
@@ -48,7 +48,7 @@ def execute(options: argparse.Namespace) -> int:
         if not launched:
             remedy = "It starts a process that has all ranks: train --forward parallel."
             raise InputError(expected("--threads", "to be set by shardwright train", "it", remedy))
-        from shardwright.lab.training import threads_of
+        from shardwright.train.training import threads_of
 
         with threads_of(options.plan, options.out, resume=options.resume) as (first, *others):
             return run_worker(options.out, 0, first, dict(enumerate(others, 1)))
@@ -64,9 +64,9 @@ def execute(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace, rank: int, heartbeat: Heartbeat, *, launched: bool) -> None:
     """A rank's training; without a launcher, what that one does before and after, too."""
-    from shardwright.lab.hosts import Hosts
-    from shardwright.lab.training import check_ranks, train_rank
     from shardwright.runtime import comm
+    from shardwright.train.hosts import Hosts
+    from shardwright.train.training import check_ranks, train_rank
 
     plan, out = check_ranks(options.plan), options.out
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -77,7 +77,7 @@ def _train(options: argparse.Namespace, rank: int, heartbeat: Heartbeat, *, laun
     if launched:
         train()
         return
-    from shardwright.lab.session import collect
+    from shardwright.train.session import collect
 
     hosts = Hosts(plan, rank, out)
     with hosts.ready(store, partial(_prepare, plan, options, resume=resume)):
@@ -93,11 +93,11 @@ def _train(options: argparse.Namespace, rank: int, heartbeat: Heartbeat, *, laun
 
 
 def _prepare(plan: Plan, options: argparse.Namespace, *, resume: bool) -> None:
-    from shardwright.lab.resuming import check_resume
-    from shardwright.lab.session import prepare
-    from shardwright.lab.sources import source_of
-    from shardwright.lab.writers import check_log
     from shardwright.launcher.folder import outcome_file, progress_file
+    from shardwright.train.resuming import check_resume
+    from shardwright.train.session import prepare
+    from shardwright.train.sources import source_of
+    from shardwright.train.writers import check_log
 
     source_of(plan.job).check(plan.job)
     check_log(plan.job.train.log or ())

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from shardwright.cli import options as shared
 from shardwright.core.document import write_atomically
-from shardwright.core.job import named_files
 from shardwright.core.outputs import REPORT, STUDY, check_output
 from shardwright.core.study import Study, write_study
+from shardwright.job.job import named_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def execute(options: argparse.Namespace) -> int:
         options.set.append(f"train.out={options.out}")
     job = shared.job_of(options)
     folder, found = Path(job.train.out), []
-    from shardwright.lab.study import study, study_file
+    from shardwright.train.study import study, study_file
 
     document, page = study_file(folder), folder / "study.html"
     inputs = (options.job, *named_files(job, options.job))

@@ -14,16 +14,16 @@ from msgspec import UNSET
 from shardwright.cli import options as shared
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import InputError, MismatchError, expected
-from shardwright.core.job import DataSection, Job
 from shardwright.core.measurement import Quality
-from shardwright.core.plan import Plan, read_plan, sealed
 from shardwright.core.scores import scores_text
-from shardwright.core.train_section import Forward, TrainSection
-from shardwright.lab.session import Session, run
-from shardwright.lab.sources import source_of
+from shardwright.job.job import DataSection, Job
+from shardwright.job.plan import Plan, read_plan, sealed
+from shardwright.job.train import Forward, TrainSection
 from shardwright.launcher.folder import outcome_file, plan_file
 from shardwright.planner.profiles import cluster_of
 from shardwright.report.wording import saved_text, straggler_text
+from shardwright.train.session import Session, run
+from shardwright.train.sources import source_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

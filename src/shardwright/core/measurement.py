@@ -12,10 +12,10 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.errors import check_type
-from shardwright.core.plan import Plan
 from shardwright.core.profile import RankProfile, Stage, stages_of
 from shardwright.core.scores import Scores
 from shardwright.core.timeline import Event, EventRun, check_runs, encode
+from shardwright.job.plan import Plan
 
 RECORD_SCHEMA = "shardwright.record/1"
 SCHEMA = "shardwright.measurement/1"

@@ -7,10 +7,10 @@ from pathlib import Path
 from shardwright.core.cluster import Calibration, Cluster, Constant, Device, Figure
 from shardwright.core.document import unknown_key
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import ClusterSection, with_calibration
-from shardwright.core.planning import Profile
 from shardwright.core.quantities import parse_bytes
 from shardwright.cost.presets import HARDWARE, LOCAL, MODELS, PRESETS, Preset
+from shardwright.job.job import ClusterSection, with_calibration
+from shardwright.job.planner import Profile
 
 ACCELERATED, PLAIN = "h100-8", "local"  # presets of a job that names none
 CAPACITIES = ("hbm_cap", "ddr_cap", "ssd_cap")

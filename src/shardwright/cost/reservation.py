@@ -15,8 +15,8 @@ from shardwright.core.batch import INDEX_BYTES, Batch, feature_batches
 from shardwright.core.cluster import Device
 from shardwright.core.errors import NoPlanError, UnsupportedError, expected
 from shardwright.core.model import TableSpec
-from shardwright.core.planning import ReservationSection
 from shardwright.core.quantities import exact_bytes
+from shardwright.job.planner import ReservationSection
 
 PIPELINED_BATCHES = 2  # batches alive at once in training
 BATCH_COPIES = 10  # copies of each that the pipeline makes

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from shardwright.core.job import Job
 from shardwright.core.kinds import dense_of, kind_of, members_of, parts_of
 from shardwright.core.model import TableSpec
-from shardwright.core.model_of_job import reads_bags
-from shardwright.core.model_section import cross_of
+from shardwright.job.job import Job
+from shardwright.job.model import cross_of
+from shardwright.job.model_of_job import reads_bags
 from shardwright.models.kinds import Bag, Kinds, pooled_rows
 from shardwright.models.start import Started, generator_of
 from shardwright.tracker.tensors import DTYPES

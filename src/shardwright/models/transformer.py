@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils import skip_init
 
-from shardwright.core.job import Job
+from shardwright.job.job import Job
 from shardwright.models.start import Started, generator_of
 
 DEVIATION = 0.02

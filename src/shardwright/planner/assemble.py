@@ -13,7 +13,9 @@ from msgspec import UNSET, UnsetType
 from shardwright import __version__
 from shardwright.core.amount import maximum, minimum, named
 from shardwright.core.block import BlockRun, Role, encode
-from shardwright.core.plan import (
+from shardwright.core.timeline import Event
+from shardwright.core.timeline import encode as encode_events
+from shardwright.job.plan import (
     Plan,
     Reserved,
     Search,
@@ -22,8 +24,6 @@ from shardwright.core.plan import (
     UnitPlan,
     sealed,
 )
-from shardwright.core.timeline import Event
-from shardwright.core.timeline import encode as encode_events
 from shardwright.planner.draft import Draft
 from shardwright.planner.problem import Problem, reservation_kind
 from shardwright.planner.step_draft import StepDraft

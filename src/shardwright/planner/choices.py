@@ -11,10 +11,10 @@ import msgspec
 
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.option import Option
 from shardwright.cost.additive import SHARDING_TYPES as ADDITIVE_TYPES
+from shardwright.job.job import Job
 from shardwright.planner import profiles
 from shardwright.planner.choice import Choice
 from shardwright.planner.exclusion import Rules, check_limits, replica_of, uncut_columns

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.amount import minimum, named
-from shardwright.core.job import overlap_of
-from shardwright.core.model_of_job import early_tables
 from shardwright.core.schedule import Direction
 from shardwright.core.timeline import Phase
 from shardwright.cost import embedding
 from shardwright.cost.pipeline import hidden_seconds
+from shardwright.job.job import overlap_of
+from shardwright.job.model_of_job import early_tables
 from shardwright.planner.exchange import Exchange
 from shardwright.planner.problem import Problem, ranks_per_host
 from shardwright.planner.tally import tally

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardwright.core.footprint import Alive, RankMemory, needs_of
-from shardwright.core.job import memory_of
 from shardwright.core.timeline import Kind, stretches
-from shardwright.memory.allocator import AllocatorSettings
-from shardwright.memory.classes import RankClass, Setting, rank_memories
-from shardwright.memory.results import MODELLED
+from shardwright.heap.allocator import AllocatorSettings
+from shardwright.heap.classes import RankClass, Setting, rank_memories
+from shardwright.heap.results import MODELLED
+from shardwright.job.job import memory_of
 
 if TYPE_CHECKING:
     from shardwright.planner.step_draft import StepDraft

@@ -10,8 +10,8 @@ from functools import cached_property
 
 from shardwright.core.cluster import TIERS, Tier
 from shardwright.core.model import ModelSpec
-from shardwright.core.plan import RankTotals
 from shardwright.core.timeline import PHASES, Event
+from shardwright.job.plan import RankTotals
 from shardwright.planner import profiles
 from shardwright.planner.crossing import Crossing
 from shardwright.planner.problem import Problem

@@ -11,13 +11,13 @@ from shardwright.core.batch import Batch, distinct_rows, expected_distinct, feat
 from shardwright.core.block import GroupKey
 from shardwright.core.model import DENSE, ON_DISK, ModelSpec, TableSpec
 from shardwright.core.optimizers import BY_ROW
-from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.schedule import replicas_ride
 from shardwright.core.tensor import ELEMENT_BYTES
-from shardwright.core.train_section import Overlap
 from shardwright.cost import embedding
 from shardwright.cost.embedding import Part
-from shardwright.memory.traffic import Asked, Replicas, Served, Traffic
+from shardwright.heap.traffic import Asked, Replicas, Served, Traffic
+from shardwright.job.planner import IN_FULL, Communication
+from shardwright.job.train import Overlap
 from shardwright.planner.choice import Choice
 from shardwright.planner.choices import Tables
 from shardwright.planner.problem import Problem, ranks_per_host

@@ -8,14 +8,14 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.job import Job
 from shardwright.core.kinds import kind_of
 from shardwright.core.model import DENSE, ON_DISK, QUANTIZED, ComputeKernel, TableSpec
-from shardwright.core.model_of_job import key_of
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.option import DEFAULT_MIN_PARTITION, column_width
 from shardwright.core.sharding import TYPES, traits
 from shardwright.cost.additive import SHARDING_TYPES as ADDITIVE_TYPES
+from shardwright.job.job import Job
+from shardwright.job.model_of_job import key_of
 from shardwright.planner import profiles
 from shardwright.planner.options import (
     QUANTIZED_KERNELS,

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import msgspec
 from msgspec import UNSET
 
-from shardwright.core.job import Job
 from shardwright.core.kinds import settled
 from shardwright.core.model import KindName, TableSpec
-from shardwright.core.tables import embeddings_of, free_tables
+from shardwright.job.job import Job
+from shardwright.job.tables import embeddings_of, free_tables
 from shardwright.planner.strategy.found import Found
 
 Look = Callable[[Job], Found]

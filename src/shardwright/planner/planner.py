@@ -10,25 +10,25 @@ from msgspec import UNSET
 from msgspec.structs import replace as replaced
 
 from shardwright.core.errors import UnsupportedError, expected
-from shardwright.core.job import (
+from shardwright.core.model import ModelSpec
+from shardwright.job.job import (
     Job,
     checkpointing_of,
     memory_of,
     with_checkpointing,
 )
-from shardwright.core.model import ModelSpec
-from shardwright.core.plan import Plan, Tried
-from shardwright.core.sharing import (
+from shardwright.job.plan import Plan, Tried
+from shardwright.planner import profiles, shortage
+from shardwright.planner.assemble import assemble
+from shardwright.planner.problem import hosts_of
+from shardwright.planner.search.watch import Hear, Watch
+from shardwright.planner.sharing import (
     Sharing,
     bucket_sizes_of,
     sharings_of,
     with_buckets,
     with_sharing,
 )
-from shardwright.planner import profiles, shortage
-from shardwright.planner.assemble import assemble
-from shardwright.planner.problem import hosts_of
-from shardwright.planner.search.watch import Hear, Watch
 from shardwright.planner.strategy import search
 from shardwright.planner.strategy.found import Found, ModelOf
 from shardwright.planner.strategy.steps import smallest

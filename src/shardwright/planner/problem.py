@@ -11,16 +11,16 @@ from msgspec import UNSET
 
 from shardwright.core.batch import MADE_UP_ZIPF, Batch
 from shardwright.core.cluster import TIERS, Cluster, Tier
-from shardwright.core.data_section import DataSection
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.footprint import Extra
-from shardwright.core.job import Job, checkpointing_of, degrees_of, memory_of
 from shardwright.core.model import ModelSpec, TableSpec
-from shardwright.core.model_of_job import placed_tables, step_dtypes
-from shardwright.core.planning import EstimatorSection, trained_communication
 from shardwright.cost import reservation
-from shardwright.memory.outside import outside
-from shardwright.memory.rank_step import Chunk
+from shardwright.heap.outside import outside
+from shardwright.heap.rank_step import Chunk
+from shardwright.job.data import DataSection
+from shardwright.job.job import Job, checkpointing_of, degrees_of, memory_of
+from shardwright.job.model_of_job import placed_tables, step_dtypes
+from shardwright.job.planner import EstimatorSection, trained_communication
 from shardwright.planner import profiles
 from shardwright.planner.choices import Tables, table_choices
 from shardwright.planner.exclusion import uncut_notes

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardwright.core.cluster import Cluster
-from shardwright.core.job import Job
-from shardwright.core.planning import Profile
 from shardwright.core.timeline import Phase
 from shardwright.cost import constants
 from shardwright.cost.presets import Preset
+from shardwright.job.job import Job
+from shardwright.job.planner import Profile
 
 if TYPE_CHECKING:
     import shardwright.torchrec.profile as torchrec

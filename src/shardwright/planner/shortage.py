@@ -11,7 +11,11 @@ import msgspec
 
 from shardwright.core.cluster import MAX_PLANNED, TIERS, Tier
 from shardwright.core.errors import NoPlanError, ShardwrightError
-from shardwright.core.job import (
+from shardwright.core.model import ModelSpec, TableSpec
+from shardwright.core.placement import Zero
+from shardwright.core.quantities import exact_bytes
+from shardwright.core.timeline import EXACT_KINDS, Kind, category
+from shardwright.job.job import (
     CHOSEN_FROM,
     Job,
     checkpointing_of,
@@ -20,18 +24,14 @@ from shardwright.core.job import (
     with_checkpointing,
     with_memory,
 )
-from shardwright.core.memory_section import HAVE_BLOCKS
-from shardwright.core.model import ModelSpec, TableSpec
-from shardwright.core.placement import Zero
-from shardwright.core.plan import Tried
-from shardwright.core.quantities import exact_bytes
-from shardwright.core.sharing import Sharing, with_sharing
-from shardwright.core.timeline import EXACT_KINDS, Kind, category
+from shardwright.job.memory import HAVE_BLOCKS
+from shardwright.job.plan import Tried
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.problem import Problem, make_problem, reserve
 from shardwright.planner.search.bound import ROUNDING
 from shardwright.planner.search.least import fits_somehow, least_memory
 from shardwright.planner.search.watch import Watch
+from shardwright.planner.sharing import Sharing, with_sharing
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found, ModelOf
 from shardwright.planner.strategy.spacing import placed_tables, space_of

@@ -12,20 +12,20 @@ import msgspec
 
 from shardwright.core.block import Role
 from shardwright.core.footprint import RankMemory
-from shardwright.core.job import overlap_of
-from shardwright.core.model_of_job import early_tables
 from shardwright.core.optimizers import OPTIMIZERS, trained
-from shardwright.core.plan import RankTotals
-from shardwright.core.planning import trained_communication
 from shardwright.core.schedule import Action, Merged, Modes, Prefetch, training_step
 from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase
 from shardwright.cost import dense, embedding, optimizer
 from shardwright.cost.pipeline import by_phase
-from shardwright.memory.flat import FlatUnits, unit_sizes
-from shardwright.memory.ledger import Ledger
-from shardwright.memory.machine import Sharding, Units
-from shardwright.memory.rank_step import RankStep
-from shardwright.memory.traffic import Traffic
+from shardwright.heap.flat import FlatUnits, unit_sizes
+from shardwright.heap.ledger import Ledger
+from shardwright.heap.machine import Sharding, Units
+from shardwright.heap.rank_step import RankStep
+from shardwright.heap.traffic import Traffic
+from shardwright.job.job import overlap_of
+from shardwright.job.model_of_job import early_tables
+from shardwright.job.plan import RankTotals
+from shardwright.job.planner import trained_communication
 from shardwright.planner.crossing import Crossing, crossings
 from shardwright.planner.demand import memories, needs
 from shardwright.planner.draft import Draft

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from shardwright.core.block import Block
 from shardwright.core.grid import Grid
 from shardwright.core.layout import UnitLayout, unit_layout
-from shardwright.core.memory_section import Offload
 from shardwright.core.model import UnitSpec
 from shardwright.core.optimizer_states import Elements
 from shardwright.core.optimizers import OPTIMIZERS, OptimizerName
@@ -21,6 +20,7 @@ from shardwright.core.schedule import Action
 from shardwright.core.timeline import Phase
 from shardwright.cost import dense, optimizer
 from shardwright.cost.pipeline import ComputeSeconds, UnitSeconds
+from shardwright.job.memory import Offload
 
 ALONE = Grid()
 

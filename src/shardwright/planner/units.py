@@ -18,11 +18,11 @@ from msgspec import UNSET
 from shardwright.core.amount import ceil_div
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ModelSpec, UnitSpec
-from shardwright.core.planning import DenseSection
 from shardwright.core.recording import Moment
 from shardwright.core.schedule import Action, Modes, Prefetch
 from shardwright.cost import dense
 from shardwright.cost.pipeline import ComputeSeconds, Spent, walk
+from shardwright.job.planner import DenseSection
 from shardwright.planner.unit_choice import DenseContext, UnitChoice, unit_choices
 
 MAX_COMBINATIONS = 125  # of ways to place each run of units; beyond, all runs are placed alike

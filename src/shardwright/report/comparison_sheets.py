@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwright.core.measurement import Comparison, Line
-from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.timeline import BESIDE, PHASES, category
+from shardwright.job.plan import Plan
 from shardwright.report.sheet import Column, Sheet, number, sheet_of, text
 from shardwright.report.wording import (
     TEXT_LIMIT,

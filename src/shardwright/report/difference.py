@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from shardwright.core.job import Job
-from shardwright.core.plan import Plan, RankTotals, TablePlan, UnitPlan
+from shardwright.job.job import Job
+from shardwright.job.plan import Plan, RankTotals, TablePlan, UnitPlan
 from shardwright.report.plan_sheets import table_bytes, table_seconds
 from shardwright.report.wording import placement_text, ranks_text
 

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 
 from shardwright.core.footprint import Footprint
 from shardwright.core.measurement import Comparison
-from shardwright.core.plan import Plan
+from shardwright.job.plan import Plan
 from shardwright.report.memory_report import memory_report
 from shardwright.report.plan_report import plan_report
 from shardwright.report.sheet import Sheet

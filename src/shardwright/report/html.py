@@ -12,8 +12,8 @@ from markupsafe import Markup
 from msgspec import UNSET
 
 from shardwright.core.measurement import Comparison, Curve, Measurement, Quality, Saved
-from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.job.plan import Plan
 from shardwright.report import comparison_sheets, plan_sheets, svg
 from shardwright.report.profile_sheets import profile_sheets
 from shardwright.report.quality_sheets import quality_sheets, reached

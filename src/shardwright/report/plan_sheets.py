@@ -10,13 +10,13 @@ from itertools import groupby
 from msgspec import UNSET
 
 from shardwright.core.cluster import TIERS
-from shardwright.core.model_of_job import step_dtypes
-from shardwright.core.model_section import ESTIMATED
 from shardwright.core.placement import Replicate, shared_words
-from shardwright.core.plan import Plan, RankTotals, TablePlan, UnitPlan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.sharding import traits
 from shardwright.core.timeline import BESIDE, EXACT_KINDS, Kind, category, decode, exchange_seconds
+from shardwright.job.model import ESTIMATED
+from shardwright.job.model_of_job import step_dtypes
+from shardwright.job.plan import Plan, RankTotals, TablePlan, UnitPlan
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import (
     TEXT_LIMIT,

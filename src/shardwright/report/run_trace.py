@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from shardwright.core.measurement import Measurement
-from shardwright.core.plan import Plan
 from shardwright.core.timeline import EventRun, Kind, decode
+from shardwright.job.plan import Plan
 from shardwright.report.wording import printable
 
 MOST_RANKS: Final = 64  # of a trace: a viewer shows no more

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shardwright.core.block import Block, BlockRun, decode
-from shardwright.core.plan import Plan, TablePlan
 from shardwright.core.quantities import format_bytes
 from shardwright.core.sharding import TYPES
+from shardwright.job.plan import Plan, TablePlan
 from shardwright.report.marks import WIDTH, box, chart, element, label, legend, line, text_width
 from shardwright.report.plan_sheets import table_bytes
 from shardwright.report.wording import counted, percent, printable, shortened

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.sharding import traits
 from shardwright.core.statistics import (
@@ -16,6 +15,7 @@ from shardwright.core.statistics import (
     Statistics,
 )
 from shardwright.core.timeline import category
+from shardwright.job.plan import Plan
 from shardwright.report.plan_sheets import MOST_RANKS, alike, worst
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import percent, printable, ranks_text

@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import TypeVar
 
 from shardwright.core.measurement import Curve, Measurement, Quality
-from shardwright.core.plan import Plan
 from shardwright.core.quantities import exact_bytes, format_bytes, format_seconds
 from shardwright.core.timeline import (
     EXACT_KINDS,
@@ -24,6 +23,7 @@ from shardwright.core.timeline import (
     phase_peaks,
     phase_seconds,
 )
+from shardwright.job.plan import Plan
 from shardwright.report.marks import LINE, WIDTH, box, chart, element, label, legend, line, ticks
 from shardwright.report.plan_sheets import budget_sentence
 from shardwright.report.sharding_map import sharding_map

@@ -19,9 +19,9 @@ from rich.text import Text
 
 from shardwright.core.cluster import Calibration, Figure
 from shardwright.core.measurement import Comparison
-from shardwright.core.plan import Plan
 from shardwright.core.profile import MOST_KERNELS, Stage
 from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.job.plan import Plan
 from shardwright.report import comparison_sheets
 from shardwright.report.difference import Difference, Unit, Value, differences, together
 from shardwright.report.profile_sheets import profile_sheets

@@ -18,14 +18,14 @@ from shardwright.core.block import Block, Role, check_tiling
 from shardwright.core.errors import InputError, MismatchError, check_type, expected
 from shardwright.core.grid import Grid
 from shardwright.core.layout import unit_layout
-from shardwright.core.model_of_job import rows_dtype, step_dtypes
 from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.placement import Replicate
-from shardwright.core.plan import Plan, TablePlan, UnitPlan
-from shardwright.core.planning import trained_communication
 from shardwright.core.recording import Unfolded
 from shardwright.core.sharding import traits
 from shardwright.core.tensor import TensorSpec
+from shardwright.job.model_of_job import rows_dtype, step_dtypes
+from shardwright.job.plan import Plan, TablePlan, UnitPlan
+from shardwright.job.planner import trained_communication
 from shardwright.runtime.comm import Comm, CutTwice, check_mesh, fingerprint_of, flat
 from shardwright.runtime.embeddings.ahead import look_ahead
 from shardwright.runtime.embeddings.collection import RoutedCollection

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.core.checkpoint_section import CheckpointSection, every
 from shardwright.core.errors import RunError, StoppedError
 from shardwright.core.measurement import Saved
+from shardwright.job.checkpoint import CheckpointSection, every
 from shardwright.runtime import data_workers
 from shardwright.runtime.checkpoint.agreement import rank_and_size
 from shardwright.runtime.checkpoint.folders import complete_steps, step_folder

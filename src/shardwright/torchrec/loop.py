@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from shardwright.core.cluster import Cluster
-from shardwright.core.plan import Attempt
-from shardwright.core.planning import PartitionerSection
+from shardwright.job.plan import Attempt
+from shardwright.job.planner import PartitionerSection
 from shardwright.planner.choice import Choice
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.tally import Placed

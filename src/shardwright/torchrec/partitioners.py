@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from shardwright.core.cluster import Cluster
-from shardwright.core.planning import PartitionerSection
 from shardwright.core.sharding import traits
+from shardwright.job.planner import PartitionerSection
 from shardwright.planner.search.watch import Watch
 from shardwright.torchrec.candidate import MS_PER_SECOND, Bytes, Candidate, in_turn
 from shardwright.torchrec.room import (

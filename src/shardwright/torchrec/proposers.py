@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwright.core.planning import ProposerSection
 from shardwright.core.sharding import ShardingType
+from shardwright.job.planner import ProposerSection
 from shardwright.torchrec.candidate import Candidate, Offer, Proposals, Proposer
 from shardwright.torchrec.dynamic_programming import DynamicProgramming
 from shardwright.torchrec.scaleup import Scaleup

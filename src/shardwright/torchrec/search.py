@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from shardwright.core.errors import UnsupportedError, expected
-from shardwright.core.job import Job
 from shardwright.core.model import CacheSpec, ModelSpec, TableSpec
 from shardwright.core.option import Option
-from shardwright.core.planning import ConstraintsSection
+from shardwright.job.job import Job
+from shardwright.job.planner import ConstraintsSection
 from shardwright.planner.choice import Choice, Cost
 from shardwright.planner.choices import Tables, price
 from shardwright.planner.draft import TablesDraft

@@ -25,7 +25,7 @@ def place_of(error: BaseException) -> str | None:
     own = (trace / name for name in ("recorder.py", "checks.py", "faked.py"))
     passed = {_TORCH, _OURS / "tracker", *own}
     path, frame = [(p, f) for p, f in paths if passed.isdisjoint((p, *p.parents))][-1]
-    if _OURS / "lab" in path.parents:
+    if not {_OURS / "estimate", _OURS / "train"}.isdisjoint(path.parents):
         return ""
     return None if _OURS in path.parents else f", {path.name}:{frame.lineno} ({frame.name})"
 

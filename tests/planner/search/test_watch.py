@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from shardwright.core.job import parse_job
-from shardwright.core.plan import Plan
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import parse_job
+from shardwright.job.plan import Plan
 from shardwright.planner.search.watch import Watch
 
 TABLES = [{"name": f"t{i}", "rows": 1000 * (i + 1) ** 2, "dim": 64} for i in range(12)]

@@ -26,8 +26,8 @@ with warnings.catch_warnings():
     from torchrec_models import META, Model, one_bag, one_sequence, sharders, topology
 
 from shardwright.core.errors import InputError, NoPlanError, UnsupportedError
-from shardwright.core.job import parse_job, read_job
-from shardwright.lab.recordings import plan as make_plan
+from shardwright.estimate.recordings import plan as make_plan
+from shardwright.job.job import parse_job, read_job
 from shardwright.torchrec import job_of, write_job
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of TorchRec's reservations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from shardwright.core.errors import InputError, expected, nearest
-from shardwright.core.plan import Plan
+from shardwright.job.plan import Plan
 from shardwright.planner.explain import evenness, lower_bound, memory, ranks, tables
 from shardwright.planner.explain.basis import Fact, basis
 from shardwright.planner.explain.explanation import Explanation, Subject

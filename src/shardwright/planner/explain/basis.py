@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 from msgspec import UNSET
 
-from shardwright.core.job import Job, checkpointing_of, memory_of
 from shardwright.core.kinds import KNOWN_AUC, PACKED, SEEDS_VARY, kind_of
 from shardwright.core.kinds import nbytes as nbytes_of
 from shardwright.core.model import TableSpec
 from shardwright.core.placement import Replicate
-from shardwright.core.plan import Plan
-from shardwright.core.planning import EstimatorSection, ReservationSection
 from shardwright.core.quantities import exact_bytes, format_bytes
+from shardwright.job.job import Job, checkpointing_of, memory_of
+from shardwright.job.plan import Plan
+from shardwright.job.planner import EstimatorSection, ReservationSection
 from shardwright.planner.problem import reservation_kind
 from shardwright.planner.statistics.tables import load_factor
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from shardwright.core.amount import Amount, Step, derivation, leaf
 from shardwright.core.errors import MismatchError, expected
-from shardwright.core.plan import Plan
 from shardwright.core.statistics import Statistics
 from shardwright.cost.imbalance import Ranks
+from shardwright.job.plan import Plan
 from shardwright.planner.draft import Draft
 from shardwright.planner.statistics.holdings import Holdings
 

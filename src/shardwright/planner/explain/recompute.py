@@ -9,14 +9,14 @@ import msgspec
 
 from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected, nearest
-from shardwright.core.job import Job, checkpointing_of, with_checkpointing
 from shardwright.core.model import ModelSpec
-from shardwright.core.model_of_job import placed_tables
 from shardwright.core.placement import Roles, describe
-from shardwright.core.plan import Plan, TablePlan, UnitPlan
 from shardwright.core.recording import Recording, check_recording
-from shardwright.core.tables import check_constraints, check_tables
 from shardwright.core.timeline import decode
+from shardwright.job.job import Job, checkpointing_of, with_checkpointing
+from shardwright.job.model_of_job import placed_tables
+from shardwright.job.plan import Plan, TablePlan, UnitPlan
+from shardwright.job.tables import check_constraints, check_tables
 from shardwright.planner.assemble import assemble
 from shardwright.planner.choice import Choice
 from shardwright.planner.choices import offers_slow, price

@@ -9,7 +9,10 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, ShardwrightError, expected
-from shardwright.core.job import (
+from shardwright.core.model import ModelSpec
+from shardwright.core.placement import TwoZeros, Zero
+from shardwright.core.quantities import SAME_SECONDS, format_seconds
+from shardwright.job.job import (
     CHOSEN_FROM,
     Job,
     checkpointing_of,
@@ -17,17 +20,14 @@ from shardwright.core.job import (
     with_checkpointing,
     with_memory,
 )
-from shardwright.core.model import ModelSpec
-from shardwright.core.model_of_job import key_of, model_of
-from shardwright.core.placement import TwoZeros, Zero
-from shardwright.core.plan import Plan, UnitPlan
-from shardwright.core.quantities import SAME_SECONDS, format_seconds
-from shardwright.core.sharing import WHOLE_STAGES, Sharing, with_buckets, with_sharing
+from shardwright.job.model_of_job import key_of, model_of
+from shardwright.job.plan import Plan, UnitPlan
 from shardwright.planner.draft import Draft
 from shardwright.planner.explain.recompute import model_recorded
 from shardwright.planner.planner import find, surely_or_perhaps
 from shardwright.planner.problem import hosts_of
 from shardwright.planner.search.watch import Watch
+from shardwright.planner.sharing import WHOLE_STAGES, Sharing, with_buckets, with_sharing
 from shardwright.planner.strategy.found import Found, ModelOf
 
 STAGES: dict[str, Zero | TwoZeros] = {

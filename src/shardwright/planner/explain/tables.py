@@ -8,8 +8,8 @@ from typing import Any
 from shardwright.core.amount import leaf
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import check_type
-from shardwright.core.plan import Plan, TablePlan
 from shardwright.cost import embedding
+from shardwright.job.plan import Plan, TablePlan
 from shardwright.planner import profiles
 from shardwright.planner.explain.explanation import (
     REORDERED,

@@ -12,11 +12,11 @@ from shardwright.core.amount import Amount, leaf, named, summed, total
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.model import UnitSpec
 from shardwright.core.optimizer_states import MIN_8BIT_ELEMENTS, Elements
-from shardwright.core.plan import Plan, UnitPlan
 from shardwright.core.schedule import Action
 from shardwright.core.tensor import element_bytes
 from shardwright.cost import dense, optimizer
 from shardwright.cost.pipeline import Spent, UnitSeconds, walk
+from shardwright.job.plan import Plan, UnitPlan
 from shardwright.planner.explain.explanation import REORDERED, Explanation, finished, ranks_label
 from shardwright.planner.explain.recompute import recorded_with
 from shardwright.planner.pricing.evaluate import constants_of

@@ -16,9 +16,9 @@ from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ComputeKernel
 from shardwright.core.option import Option
-from shardwright.core.plan import Plan
 from shardwright.core.quantities import SAME_SECONDS, exact_bytes, format_seconds
 from shardwright.core.sharding import TYPES
+from shardwright.job.plan import Plan
 from shardwright.planner.choice import Choice
 from shardwright.planner.choices import Tables, table_choices
 from shardwright.planner.draft import Draft, TablesDraft

@@ -7,9 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from shardwright.core.errors import InputError, ShardwrightError, expected
-from shardwright.core.job import CHOSEN_FROM
-from shardwright.core.plan import Plan, UnitPlan
-from shardwright.core.sharing import Sharing, with_sharing
+from shardwright.job.job import CHOSEN_FROM
+from shardwright.job.plan import Plan, UnitPlan
 from shardwright.planner.draft import Draft
 from shardwright.planner.explain.recompute import choice_of, draft_of, recorded_with
 from shardwright.planner.explain.replan import (
@@ -22,6 +21,7 @@ from shardwright.planner.explain.replan import (
 from shardwright.planner.explain.why_not import Trial, WhyNot, trial, verdict_of
 from shardwright.planner.problem import make_problem
 from shardwright.planner.search.watch import Watch
+from shardwright.planner.sharing import Sharing, with_sharing
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import ModelOf
 from shardwright.planner.unit_choice import UnitChoice, unit_choices

@@ -15,7 +15,7 @@ from shardwright.core.batch import Batch, feature_batches
 from shardwright.core.cluster import TIERS, Cluster, Tier
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
-from shardwright.core.planning import EstimatorSection
+from shardwright.job.planner import EstimatorSection
 from shardwright.planner.choice import Cost, cost
 
 S = TypeVar("S", bound=Hashable)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwright.core.plan import Plan
 from shardwright.core.statistics import Statistics
 from shardwright.cost.imbalance import each_rank
+from shardwright.job.plan import Plan
 from shardwright.planner.statistics import memory, ranks, tables, times
 from shardwright.planner.statistics.holdings import Holdings
 from shardwright.planner.statistics.memory import memory_prices

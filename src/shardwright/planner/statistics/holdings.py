@@ -11,7 +11,7 @@ import msgspec
 
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
-from shardwright.core.plan import Plan, TablePlan
+from shardwright.job.plan import Plan, TablePlan
 from shardwright.planner.choice import Choice, cost
 from shardwright.planner.tally import Placed, Tally, tally
 

@@ -10,9 +10,9 @@ from typing import Any, get_args
 from shardwright.core.amount import maximum, named, summed
 from shardwright.core.block import Role
 from shardwright.core.cluster import TIERS, Tier
-from shardwright.core.plan import Plan
 from shardwright.core.statistics import Ledger, LedgerLine, MemoryPrice, PeakTier
 from shardwright.core.timeline import Kind, decode
+from shardwright.job.plan import Plan
 from shardwright.planner.crossing import without_hidden
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import Bound, lower_bound, table

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.amount import largest, named, plain, smallest, total, where
-from shardwright.core.plan import Plan
 from shardwright.core.quantities import SAME_SECONDS
 from shardwright.core.statistics import Measure, RankStatistics, Spread, Unevenness
 from shardwright.cost.imbalance import Ranks, each_rank, mean, unevenness, unit_of
+from shardwright.job.plan import Plan
 from shardwright.planner.statistics.holdings import Holdings
 from shardwright.planner.statistics.tables import traffic
 

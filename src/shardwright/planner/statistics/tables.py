@@ -12,12 +12,12 @@ from shardwright.core.batch import Batch, distinct_rows, lookups, outputs
 from shardwright.core.cluster import TIERS
 from shardwright.core.model import TableSpec
 from shardwright.core.option import ShardRun
-from shardwright.core.plan import Plan, TablePlan
 from shardwright.core.statistics import KernelStatistics, Measure, TableStatistics
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding
 from shardwright.cost.embedding import CACHED_KERNELS, Demand
 from shardwright.cost.imbalance import unit_of
+from shardwright.job.plan import Plan, TablePlan
 from shardwright.planner import profiles
 from shardwright.planner.choice import Choice, Cost
 from shardwright.planner.problem import batch_of

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwright.core.amount import largest, named, noted, plain, summed
-from shardwright.core.plan import Plan
 from shardwright.core.statistics import (
     Bottleneck,
     CriticalPath,
@@ -18,6 +17,7 @@ from shardwright.core.statistics import (
 )
 from shardwright.core.timeline import PHASES
 from shardwright.cost.imbalance import Ranks, each_rank, mean
+from shardwright.job.plan import Plan
 from shardwright.planner import profiles
 from shardwright.planner.statistics.holdings import Holdings
 from shardwright.planner.statistics.memory import decisive, filled

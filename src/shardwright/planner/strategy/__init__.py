@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardwright.core.errors import UnsupportedError, expected
-from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
+from shardwright.job.job import Job
 from shardwright.planner import profiles
 from shardwright.planner.problem import Problem
 from shardwright.planner.search.watch import Watch

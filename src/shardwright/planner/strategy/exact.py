@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
+from shardwright.job.job import Job
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.problem import make_problem
 from shardwright.planner.search import exact

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from msgspec import UNSET
 
-from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
-from shardwright.core.plan import Attempt, Search, Tried
+from shardwright.job.job import Job
+from shardwright.job.plan import Attempt, Search, Tried
 from shardwright.planner.draft import Draft
 from shardwright.planner.problem import Problem
 from shardwright.planner.search.watch import Watch

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from shardwright.core.amount import summed
 from shardwright.core.errors import InputError
-from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.quantities import SAME_SECONDS
 from shardwright.core.schedule import Prefetch
 from shardwright.core.timeline import Kind, Phase
+from shardwright.job.job import Job
 from shardwright.planner.choice import Choice
 from shardwright.planner.choices import Tables
 from shardwright.planner.crossing import windows_of, without_hidden

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwright.core.job import Job
 from shardwright.core.model import ModelSpec
 from shardwright.core.option import column_width
+from shardwright.job.job import Job
 from shardwright.planner.choices import offers_slow
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.options import USUAL_MIN_PARTITION

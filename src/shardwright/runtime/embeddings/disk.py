@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 
 from shardwright.core.errors import RunError, expected
-from shardwright.core.job import table_folder
 from shardwright.core.model import INDEX_BYTES_PER_ROW, ON_DISK, STATE_BYTES_PER_SLOT
-from shardwright.core.plan import Plan
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import Kind
+from shardwright.job.job import table_folder
+from shardwright.job.plan import Plan
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.initial import InitialBlock

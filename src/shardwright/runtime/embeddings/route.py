@@ -19,9 +19,9 @@ from shardwright.core.block import Block, GroupKey
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import DENSE, ON_DISK
 from shardwright.core.optimizers import BY_ROW
-from shardwright.core.plan import TablePlan
 from shardwright.core.recording import Pooling
 from shardwright.core.sharding import traits
+from shardwright.job.plan import TablePlan
 
 
 @dataclass(frozen=True, slots=True)

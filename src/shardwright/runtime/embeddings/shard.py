@@ -21,11 +21,11 @@ from shardwright.core.errors import (
     expected,
 )
 from shardwright.core.model import ON_DISK, QUANTIZED
-from shardwright.core.plan import Plan, TablePlan
-from shardwright.core.planning import IN_FULL, Communication, trained_communication
 from shardwright.core.recording import Pooling
 from shardwright.core.sharding import traits
 from shardwright.core.tensor import TensorSpec
+from shardwright.job.plan import Plan, TablePlan
+from shardwright.job.planner import IN_FULL, Communication, trained_communication
 from shardwright.runtime.comm import Comm, check_mesh, flat
 from shardwright.runtime.embeddings.ahead import look_ahead
 from shardwright.runtime.embeddings.collection import RoutedCollection
@@ -244,7 +244,7 @@ def check_kernels(tables: Iterable[TablePlan], mesh: DeviceMesh) -> None:
             wanted = f"a kernel of {', '.join(known)} on {mesh.device_type}"
             remedy = "Plan it with one of these as its compute_kernels."
             if table.compute_kernel in QUANTIZED:
-                remedy = "One process looks rows of bytes up: shardwright.lab.serving."
+                remedy = "One process looks rows of bytes up: shardwright.train.serving."
             raise UnsupportedError(expected(table.fqn, wanted, table.compute_kernel, remedy))
 
 

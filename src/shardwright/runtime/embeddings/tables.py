@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.planning import IN_FULL, Communication
 from shardwright.core.schedule import Action
+from shardwright.job.planner import IN_FULL, Communication
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings import wire
 from shardwright.runtime.embeddings.asking import Asking, agree_on_ids

@@ -17,7 +17,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 
 from shardwright.core.document import encode_toml, write_atomically
 from shardwright.core.errors import NoPlanError, UnsupportedError, expected
-from shardwright.core.tables import entry_of
+from shardwright.job.tables import entry_of
 from shardwright.torchrec.adapter.limits import Ranks, limited
 from shardwright.torchrec.adapter.machine import (
     cluster_section,

@@ -17,8 +17,8 @@ import msgspec
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.model import ComputeKernel, TableSpec
 from shardwright.core.option import column_width, column_widths, row_runs
-from shardwright.core.plan import Plan
 from shardwright.core.sharding import TYPES, ShardingType, traits
+from shardwright.job.plan import Plan
 from shardwright.planner.options import USUAL_MIN_PARTITION
 from shardwright.torchrec.adapter.tables import TorchRecTable
 

@@ -25,12 +25,12 @@ from torchrec.distributed.types import (
 
 from shardwright.core.document import decode_json
 from shardwright.core.errors import MismatchError, PeerError, UnsupportedError, expected
-from shardwright.core.job import parse_job
 from shardwright.core.model import DENSE
-from shardwright.core.model_of_job import model_of
-from shardwright.core.plan import Plan, TablePlan
 from shardwright.core.quantities import format_seconds
 from shardwright.core.sharding import traits
+from shardwright.job.job import parse_job
+from shardwright.job.model_of_job import model_of
+from shardwright.job.plan import Plan, TablePlan
 from shardwright.planner.planner import plan as make_plan
 from shardwright.torchrec.adapter.job import Request, document
 from shardwright.torchrec.adapter.limits import check_averages

@@ -1,0 +1,1 @@
+"""What a job takes before it runs, with a plan and without one."""

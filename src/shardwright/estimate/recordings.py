@@ -1,0 +1,278 @@
+"""The recording of a job's model: made once on fake tensors, then read from a cache.
+
+A recording that the cache has needs no torch. It is kept under ``$SHARDWRIGHT_CACHE`` (by default
+``~/.cache/shardwright``, none where that is empty) by everything it depends on: the model, the
+batch, how a step is run, the version of torch, and the files of this package that record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import UNSET
+
+from shardwright import __version__
+from shardwright.core.document import decode_json, write_atomically
+from shardwright.core.errors import InputError, check_type, expected
+from shardwright.core.kinds import kind_of
+from shardwright.core.model import ModelSpec
+from shardwright.core.quantities import MOST_GIB
+from shardwright.core.recording import Recording
+from shardwright.estimate.with_tables import Paths, Recorded, find_with_tables
+from shardwright.job.job import (
+    A_JOB,
+    Job,
+    check_units,
+    checkpointing_of,
+    memory_of,
+    parallel_of,
+    parse_job,
+    table_optimizer,
+)
+from shardwright.job.model import ESTIMATED
+from shardwright.job.model_of_job import check_model, model_of, reads_bags, step_dtypes
+from shardwright.job.plan import Plan
+from shardwright.planner.kinds import find_kinds
+from shardwright.planner.planner import find, surely_or_perhaps, watch_of, written
+from shardwright.planner.profiles import cluster_of
+from shardwright.planner.search.watch import Hear, Watch
+from shardwright.planner.strategy.found import Found
+
+if TYPE_CHECKING:
+    from torch import nn
+
+RECORDERS = (
+    "core",
+    "models",
+    "tracker",
+    "trace",
+    "estimate/footprint",
+)  # folders whose code records
+
+
+def plan(job: Job, hear: Hear | None = None) -> Plan:
+    """The best plan found for ``job``: placements of its tables and dense units.
+
+    ``hear`` is called in every round of the search and may stop it, which keeps the best plan.
+    Raises NoPlanError with the shortfall if none fits, InputError for what cannot be planned.
+    """
+    check_type(job, Job, "job", A_JOB)
+    watch = watch_of(job, hear)
+    return written(found_for(job, watch), watch)
+
+
+def found_for(job: Job, watch: Watch, record: Recorded | None = None) -> Found:
+    """What the search of ``job`` brings back, with a draft of its plan or without; ``record`` gives
+    the step of a module of the user's own in place of ``recorded``."""
+    at_all, own = bool(table_optimizer(job)), _once(record or recorded)
+    models: dict[bytes, ModelSpec] = {}
+
+    def model_of_job(its: Job) -> ModelSpec:
+        key = msgspec.json.encode(its)
+        if key not in models:
+            models[key] = described(its)
+        return models[key]
+
+    def look(sure: bool) -> Found:
+        if job.model.kind != "python":
+            return find_kinds(job, lambda its: find(its, model_of_job, watch, sure))
+        return find_with_tables(job, own, watch, found_at_all=at_all, sure=sure)
+
+    return surely_or_perhaps(look)
+
+
+def _once(record: Recorded) -> Recorded:
+    """``record`` that traces no step twice."""
+    known: dict[tuple[bytes, Paths | None], Recording] = {}
+
+    def recorded(job: Job, routed: Paths | None) -> Recording:
+        key = msgspec.json.encode(job), routed
+        if key not in known:
+            known[key] = record(job, routed)
+        return known[key]
+
+    return recorded
+
+
+def plan_module(
+    build: Callable[[], nn.Module],
+    example_inputs: Any,
+    *,
+    loss: Callable[..., Any] | None = None,
+    targets: Any = None,
+    cluster: str | Mapping[str, Any] = "local",
+    optimizer: str = "adamw",
+    **sections: Mapping[str, Any],
+) -> Plan:
+    """The best plan found for the module that ``build()`` makes, for ``sw.apply(build(), plan,
+    mesh)``.
+
+    It is called with ``example_inputs`` (a tensor, a tuple of arguments or a mapping of keywords)
+    on fake tensors: nothing is computed and no weight allocated. ``loss`` is a function of its
+    result, or with ``targets`` of both; without one the mean of the result stands for it.
+    ``cluster`` is a preset's name or the keys of a job's ``[cluster]``, ``optimizer`` a name of
+    ``[train] optimizer``; ``sections`` are others of a job: ``memory={"param_dtype": "bf16"}``,
+    ``planner={"dense": {"prefetch": 1}}``. Embeddings are tables where ``train`` says how these
+    learn, ``{"table_optimizer": "sgd", "table_learning_rate": 0.1}``, and only there.
+
+    Raises NoPlanError with the shortfall if no plan fits, InputError for what cannot be traced.
+    """
+    from torch import nn
+
+    from shardwright.estimate.python_model import module_recording
+    from shardwright.trace.treatment import Treatment
+
+    if isinstance(build, nn.Module) or not callable(build):
+        found, remedy = type(build).__name__, "Pass one, such as lambda: Net(64)."
+        raise InputError(expected("build", "a function that returns the module", found, remedy))
+    if not isinstance(cluster, str | Mapping):
+        wanted = "a preset's name or the keys of a job's [cluster]"
+        raise InputError(expected("cluster", wanted, type(cluster).__name__))
+    check_units(cluster, "plan_module", MOST_GIB)  # a program may have worked out few bytes
+    for section, keys in sections.items():
+        check_type(keys, Mapping, section, "It has the keys of a job's section.")
+    _check_takes_nothing(build)
+    name = f"{build.__module__}:{getattr(build, '__qualname__', type(build).__name__)}"
+    document = {
+        "model": {"kind": "python", "python": re.sub(r"[^\w.:]", "", name)},
+        "cluster": {"preset": cluster} if isinstance(cluster, str) else dict(cluster),
+        **{section: dict(keys) for section, keys in sections.items()},
+    }
+    document["train"] = {"optimizer": optimizer, **document.get("train", {})}
+    document["batch"] = {"size": _samples(example_inputs), **document.get("batch", {})}
+    job = parse_job(document, "plan_module")
+    machine, _ = cluster_of(job)
+    device = memory_of(job).lowering or machine.compute_device
+    said = job.train.table_optimizer is not UNSET
+    if said and job.train.table_learning_rate is None:
+        wanted = "the rate of tables, which no optimizer of a loop of your own has"
+        raise InputError(expected("plan_module: train.table_learning_rate", wanted, "none"))
+
+    @cache
+    def of(routed: tuple[str, ...] | None, policy: str) -> Recording:
+        given = (build(), example_inputs, loss, targets)[: 4 if targets is not None else 3]
+        treatment = Treatment(device, policy)
+        return module_recording(lambda: given, name, step_dtypes(job)[0], treatment, routed)
+
+    watch = watch_of(job)
+
+    def look(sure: bool) -> Found:
+        return find_with_tables(
+            job,
+            lambda its, routed: of(routed, checkpointing_of(its)[0]),
+            watch,
+            found_at_all=said,
+            sure=sure,
+        )
+
+    return written(surely_or_perhaps(look), watch)
+
+
+def _check_takes_nothing(build: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(build)
+    except (TypeError, ValueError):  # one that Python cannot look into
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        remedy = "Bind them, as lambda: Net(64) does."
+        raise InputError(
+            expected("build", "a function that takes nothing", f"{error}", remedy)
+        ) from None
+
+
+def _samples(inputs: Any) -> int:
+    """The length of the first dimension of the first tensor."""
+    from torch.utils._pytree import tree_leaves
+
+    shapes = (getattr(leaf, "shape", ()) for leaf in tree_leaves(inputs))
+    return next((int(shape[0]) for shape in shapes if len(shape)), 1)
+
+
+def described(job: Job) -> ModelSpec:
+    """The model of ``job`` with its recording; tables alone have none."""
+    check_model(job)
+    return model_of(job, None if job.model.kind == "tables" else recorded(job))
+
+
+def recorded(job: Job, routed: tuple[str, ...] | None = ()) -> Recording:
+    """A step of ``job``'s model on one rank, with the checkpointing that it is first tried with; of
+    a module of the user's own, embeddings that are ``routed`` are tables, or with None all that can
+    be."""
+    cluster, _ = cluster_of(job)
+    device = memory_of(job).lowering or cluster.compute_device
+    path = _path(job, device)
+    kept = None if path is None else _kept(path)
+    if kept is not None:
+        return kept
+    found = _record(job, device, routed)
+    if path is not None:
+        content = msgspec.json.encode(found)
+        with suppress(InputError):  # a folder that cannot be written is none
+            write_atomically(path, _digest(content) + b"\n" + content)
+    return found
+
+
+def _kept(path: Path) -> Recording | None:
+    """The recording in a file, unless it is not there as it was written: every figure follows from
+    it, so that one changed byte would be another answer."""
+    try:
+        digest, _, content = path.read_bytes().partition(b"\n")
+        return decode_json(content, Recording) if digest == _digest(content) else None
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
+
+
+def _record(job: Job, device: str, routed: tuple[str, ...] | None) -> Recording:
+    from shardwright.estimate.built_in import built_in_recording
+    from shardwright.estimate.models import recorded_whole
+    from shardwright.trace.treatment import Treatment
+
+    treatment = Treatment(device, checkpointing_of(job)[0])
+    if job.model.kind in ESTIMATED:
+        return recorded_whole(job, treatment, routed)
+    return built_in_recording(job, treatment)
+
+
+def _path(job: Job, device: str) -> Path | None:
+    folder = os.environ.get("SHARDWRIGHT_CACHE", "~/.cache/shardwright")
+    if not folder or job.model.kind == "python":  # whose code may change
+        return None
+    tables: list[Any] = [
+        (t.dim, t.feature_names, t.pooling_factors, t.weighted) for t in job.tables
+    ]
+    tables += [(job.data, t) for t in job.tables if kind_of(t) != "full"]
+    bags = job.model.kind == "dlrm" and reads_bags(job)
+    policy = checkpointing_of(job)[0]
+    memory = msgspec.structs.replace(memory_of(job), checkpointing=policy, zero=3)
+    run = (memory, parallel_of(job), device)
+    how = step_dtypes(job)
+    of = (job.model, job.batch, tables, bags, *run, how, version("torch"), _recorder())
+    digest = hashlib.sha256(msgspec.json.encode(of, order="deterministic")).hexdigest()
+    return Path(os.path.expanduser(folder)) / "recordings" / f"{digest}.json"
+
+
+@cache
+def _recorder() -> str:
+    """A digest of what decides how a model is recorded: another one makes other recordings."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256(__version__.encode())
+    for folder in RECORDERS:
+        for path in sorted((package / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

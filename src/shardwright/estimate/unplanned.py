@@ -1,0 +1,212 @@
+"""The memory of a job without a plan: every class of ranks recorded once, unfolded and run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import torch
+from msgspec import UNSET
+
+from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.footprint import Footprint
+from shardwright.core.llama import LlamaShape
+from shardwright.cost import constants
+from shardwright.estimate.machines import (
+    holds_all_reduced,
+    machine_of,
+    optimizer_of,
+    sharding,
+)
+from shardwright.estimate.models import recorded_model
+from shardwright.estimate.settings import assumptions_on_gpu, settings_of
+from shardwright.estimate.stages import PipelineRank, pipeline_ranks
+from shardwright.heap.allocator import AllocatorSettings
+from shardwright.heap.classes import RankClass, Setting, rank_memories
+from shardwright.heap.outside import outside
+from shardwright.heap.rank_step import Chunk, RankStep
+from shardwright.heap.results import MODELLED
+from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
+from shardwright.job.memory import check_memory, float8_scaling
+from shardwright.job.model_of_job import unplanned
+from shardwright.job.parallel import Degrees, ParallelSection, Quantile, experts_of
+from shardwright.planner.profiles import cluster_of
+from shardwright.trace.treatment import Treatment
+
+# Uneven routing is shown by the rank in the middle and by one of a hundred.
+LOADS: tuple[tuple[Quantile, str, float], ...] = (
+    ("p99", "99th percentile of experts", 0.01),
+    ("p50", "median of experts", 0.99),
+)
+
+
+def estimated(job: Job, *, details: bool = False, rank: str = "") -> Footprint:
+    """The memory of every class of ranks of a llama or a user's module, as ``[parallel]`` and
+    ``[memory]`` divide and run it; arguments are those of :func:`footprint`."""
+    return _Estimate(job).result(details, rank)
+
+
+class _Estimate:
+    """A job with everything worked out that all of its ranks share."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.section = job, memory_of(job)
+        check_memory(self.section, "job")
+        _refuse_compiled_experts(job)
+        self.cluster, _ = cluster_of(job)
+        self.capacity = (
+            self.cluster.memory_per_rank if constants.says_capacity(job.cluster) else None
+        )
+        self.world = job.cluster.world_size or self.cluster.world_size
+        self.degrees = degrees_of(job, self.world)
+        self.parallel: ParallelSection = parallel_of(job)
+        self.device = self.section.lowering or self.cluster.compute_device
+        experts = experts_of(self.parallel, job.model.kind)
+        block = optimizer_of(job).block
+        self.sharding = sharding(self.section, self.degrees, self.device == "cuda", experts, block)
+        self.treatment = Treatment(
+            self.device,
+            self.section.policy,
+            bool(self.section.compile),
+            self.section.compile is True,
+            float8_scaling(self.section) or "",
+        )
+        self.model = recorded_model(job, self.degrees, self.treatment)
+        self.operators: list[tuple[str, ...]] = []
+        self.assumptions = [*optimizer_of(job).assumptions(), *_sharing(job, self.degrees)]
+
+    def result(self, details: bool, rank: str) -> Footprint:
+        exact = self.device == "cpu" and not self.section.compile and not self.section.float8
+        setting = Setting(
+            machine_of(self.section, self.sharding),
+            self.sharding,
+            self.device == "cuda",
+            AllocatorSettings.parse(self.section.allocator),
+            self.capacity,
+            modelled=() if exact else MODELLED,
+        )
+        found = rank_memories(list(self._classes()), setting, details=details, named=rank)
+        if self.device == "cuda":
+            self.assumptions += assumptions_on_gpu(self.operators)
+        keys = ", ".join(f"{key} = {value}" for key, _, value in unplanned(self.job))
+        return Footprint(
+            model=self.job.model.name,
+            parameters=self.model.parameters,
+            world_size=self.degrees.world_size,
+            parallel=_degrees(self.degrees),
+            settings=settings_of(self.job, self.device),
+            ranks=found,
+            capacity=self.capacity,
+            outside=outside(
+                self.degrees,
+                self.device == "cuda",
+                more=self.section.fsdp2.separate_reduce_scatter_group,
+            ),
+            assumptions=tuple(dict.fromkeys(self.assumptions)),
+            source=f"Estimated without a plan, for none follows {keys}." if keys else "",
+        )
+
+    def _classes(self) -> Iterator[RankClass]:
+        degrees = self.degrees
+        count = degrees.world_size // degrees.pipeline
+        holders = _expert_holders(self.job, degrees)
+        holding = "ranks with experts" if holders else ""
+        for rank in pipeline_ranks(self.model.layers, degrees):
+            stage = f"stage {rank.rank}" if degrees.pipeline > 1 else ""
+            where = {"pipeline": rank.rank} if degrees.pipeline > 1 else {}
+            for title, share, section in self._loads():
+                name = ", ".join(filter(None, (stage, holding, title))) or "all ranks"
+                ranks = count if share is None else max(1, round(count * share))
+                ranks = ranks * holders // degrees.shards if holders else ranks
+                yield RankClass(name, ranks, where, self._step(rank, section))
+
+    def _loads(self) -> Iterator[tuple[str, float | None, ParallelSection]]:
+        """Ranks whose experts receive more than others, where routing is uneven."""
+        if self.parallel.routing != "skewed" or self.degrees.expert == 1:
+            yield "", None, self.parallel
+            return
+        if self.parallel.expert_load == "p50":
+            yield LOADS[-1][1], None, self.parallel
+            return
+        for quantile, title, share in LOADS:
+            section = msgspec.structs.replace(self.parallel, expert_load=quantile)
+            yield title, share, section
+
+    def _step(self, rank: PipelineRank, parallel: ParallelSection) -> RankStep:
+        stages = [self.model.recorded(parallel, stage) for stage in rank.stages]
+        for each in stages:
+            self.assumptions.extend(each.recording.notes)
+            self.operators.append(each.recording.operators)
+        received = sum(each.received + each.recording.result for each in stages)
+        return RankStep(
+            [Chunk(each.recording, each.received, each.named) for each in stages],
+            rank.runs,
+            optimizer_of(self.job),
+            received * rank.microbatches,
+        )
+
+
+def _refuse_compiled_experts(job: Job) -> None:
+    """A compiled block does not show what the experts in it keep."""
+    shape = job.model.shape
+    has_experts = isinstance(shape, LlamaShape) and bool(shape.moe_layers)
+    if memory_of(job).compile and (has_experts or parallel_of(job).expert > 1):
+        raise UnsupportedError(
+            expected(
+                "memory.compile",
+                "false for a model with experts",
+                "true",
+                "Estimate it as it runs eagerly, which takes more.",
+            )
+        )
+
+
+def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
+    """What is assumed of parameters that ranks do not share evenly, or not at all."""
+    section = memory_of(job)
+    if section.runtime == "ddp":
+        yield (
+            f"whole parameters, their gradients and states are kept in "
+            f"{section.param_dtype or 'the dtypes they were made in'}, without copies in fp32"
+        )
+    if section.runtime == "megatron":
+        yield (
+            "what a forward keeps is TorchTitan's llama's: Megatron-LM's own layers (Transformer "
+            "Engine) keep more or less of it"
+        )
+    if section.zero in (1, 2) and degrees.shards == 1:
+        yield (
+            f"memory.zero = {section.zero} shares nothing: parallel.data_shard is 1, and copies "
+            "(data_replicate) share nothing"
+        )
+    if section.runtime == "fsdp2" and degrees.data_replicate > 1:
+        told = section.fsdp2.holds_all_reduced is not UNSET
+        stay = "until the backward ends" if holds_all_reduced(section, degrees) else "one unit long"
+        whose = (
+            "memory.fsdp2.holds_all_reduced" if told else f"torch {torch.__version__}, found here"
+        )
+        yield f"sums over replicas that are not gradients themselves stay {stay} ({whose})"
+    if degrees.pipeline > 1:
+        yield "the last stage keeps no results (return_outputs=False)"
+    holders = _expert_holders(job, degrees)
+    if holders:
+        yield (
+            f"FSDP2 gives {holders} experts to {holders} of {degrees.shards} ranks, which are "
+            "shown; the others hold less (parallel.expert shares them)"
+        )
+
+
+def _expert_holders(job: Job, degrees: Degrees) -> int:
+    """How many of the ranks that share parameters have experts, where these are cut one by one and
+    not all ranks get one; else 0."""
+    shape = job.model.shape
+    if not isinstance(shape, LlamaShape) or not shape.moe_layers:
+        return 0
+    section = memory_of(job)
+    cut = section.runtime == "fsdp2" and degrees.expert == 1
+    return shape.experts if cut and shape.experts < degrees.shards else 0
+
+
+def _degrees(degrees: Degrees) -> dict[str, int]:
+    names = ("data_replicate", "data_shard", "tensor", "pipeline", "context", "expert")
+    return {name: getattr(degrees, name) for name in names}

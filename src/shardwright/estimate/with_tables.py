@@ -1,0 +1,167 @@
+"""Embeddings in a module of the user's own: which are tables of a plan, and which stay in units.
+
+Where tables are updated as units are, both ways of every embedding train alike, and the faster plan
+is taken. Where a job says how tables are updated, all that can be tables are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+from msgspec import UNSET
+
+from shardwright.core.errors import InputError, ShardwrightError, UnsupportedError, expected
+from shardwright.core.model import ModelSpec
+from shardwright.core.optimizers import TableOptimizer
+from shardwright.core.quantities import format_bytes
+from shardwright.core.recording import Recording
+from shardwright.job.job import Job
+from shardwright.job.model_of_job import check_model, model_of, step_dtypes
+from shardwright.planner.exchange import small_tables
+from shardwright.planner.planner import find
+from shardwright.planner.problem import make_problem
+from shardwright.planner.search.watch import Watch
+from shardwright.planner.strategy.found import Found, ModelOf
+
+Paths = tuple[str, ...]
+Recorded = Callable[[Job, Paths | None], Recording]
+LARGE = 2**20  # bytes of an embedding that a table may be worth
+NOTE = "embedding "  # begins what a recording says of one that can be no table
+COULD = "could be tables:"  # and of those that a job leaves in dense units
+UNSAID = (
+    "Embeddings are tables beside train.optimizer 'sgd', or where train.table_optimizer says how "
+    "their rows learn."
+)
+TRIED: TableOptimizer = "rowwise_adagrad"
+SECONDS_FOR_TABLES = 5.0  # of a search that only says what would help
+MOST_REASONS = 3  # of a longer list
+BESIDE_TABLES = ("", "fp32", "bf16")  # that units compute in beside tables
+
+
+def find_with_tables(
+    job: Job, recorded: Recorded, watch: Watch, *, found_at_all: bool, sure: bool = True
+) -> Found:
+    """What the search of a module brings back; ``recorded`` gives its step with the embeddings at
+    some paths as tables, or at None with all that can be. Unless some are ``found_at_all`` there
+    are none. What perhaps fits is enough where it need not be ``sure``.
+
+    InputError for what is said of tables that there are not.
+    """
+    check_model(job)
+    wanted = found_at_all and step_dtypes(job)[0] in BESIDE_TABLES
+    everything = recorded(job, None if wanted else ())
+    tables = tuple(table.name for table in everything.tables or ())
+    asked = bool(job.planner.tables) and not found_at_all  # in vain: each has a reason of its own
+    notes = recorded(job, None).notes if asked else everything.notes
+    reasons = tuple(note for note in notes if note.startswith(NOTE))
+    collected = {table.name for table in everything.tables or () if table.collected}
+    _check_said(job, tables, collected, reasons, () if found_at_all else (UNSAID,))
+    searched: list[Found] = []
+    errors: list[ShardwrightError] = []
+    for paths in _ways(job, tables, collected, everything):
+        given = None if paths == tables and wanted else paths
+        try:
+            searched.append(find(job, _described(recorded, given, reasons, wanted), watch, sure))
+        except UnsupportedError as error:  # a sparse gradient goes to a table alone
+            errors.append(error)
+    if not searched:
+        raise errors[0]
+    best = min(searched, key=lambda found: found.seconds)
+    if best.draft is None:
+        best = replace(best, remark=_no_tables(everything, reasons))
+    if best.draft is None and any(note.startswith(COULD) for note in everything.notes):
+        return replace(best, helps=partial(_tables_help, job, recorded))
+    return best
+
+
+def _no_tables(recording: Recording, reasons: Paths) -> str:
+    """Says of the largest embeddings that can be no tables why not; empty where all are small."""
+    tensors = (tensor for unit in recording.units for tensor in unit.tensors)
+    sizes = {f"'{tensor.fqn.removesuffix('.weight')}'": tensor.nbytes for tensor in tensors}
+    large = []
+    for note in reasons:
+        path, _, why = note.removeprefix(NOTE).partition(" ")
+        size = sizes.get(path, 0)
+        if size >= LARGE:
+            large.append((size, f"{NOTE.title()}{path} ({format_bytes(size)}) {why}."))
+    return " ".join(text for _, text in sorted(large, reverse=True)[:MOST_REASONS])
+
+
+def _tables_help(job: Job, recorded: Recorded, watch: Watch) -> str:
+    """Says that a plan fits once embeddings are tables; empty where none is found."""
+    train = msgspec.structs.replace(job.train, table_optimizer=TRIED)
+    its = msgspec.structs.replace(job, train=train)
+    try:
+        found = find_with_tables(its, recorded, watch.part(SECONDS_FOR_TABLES), found_at_all=True)
+    except ShardwrightError:  # as tables they are used as no table can be
+        return ""
+    fits = f"train.table_optimizer of '{TRIED}' fits, for embeddings are tables then"
+    return fits if found.draft is not None else ""
+
+
+def _described(recorded: Recorded, paths: Paths | None, reasons: Paths, said: bool) -> ModelOf:
+    """Describes models with the embeddings at ``paths`` as tables; those that could be are not
+    named where a job has ``said`` how tables learn."""
+
+    def described(job: Job) -> ModelSpec:
+        found = recorded(job, paths)
+        notes = tuple(dict.fromkeys((*found.notes, *reasons)))
+        notes = tuple(note for note in notes if not (said and note.startswith(COULD)))
+        return model_of(job, msgspec.structs.replace(found, notes=notes))
+
+    return described
+
+
+def _ways(job: Job, tables: Paths, collected: Set[str], everything: Recording) -> Iterator[Paths]:
+    """The embeddings that are tables: all but those that shall be dense; without those that are so
+    small that an exchange takes longer; none that need not be. The ``collected`` always are."""
+    forced = job.planner.tables or {}
+    most = tuple(path for path in tables if forced.get(path) != "dense")
+    yield most
+    free = set(most) - set(forced) - collected
+    if free and not is_said(job):
+        small = small_tables(make_problem(job, model_of(job, everything))) & free
+        for without in dict.fromkeys((small, frozenset(free))):
+            if without:
+                yield tuple(path for path in most if path not in without)
+
+
+def is_said(job: Job) -> bool:
+    """Whether a job says how tables learn, so that units would learn otherwise."""
+    train = job.train
+    return train.table_optimizer is not UNSET or train.table_learning_rate is not None
+
+
+def _check_said(
+    job: Job, tables: Paths, collected: Set[str], reasons: Paths, unsaid: Paths
+) -> None:
+    """InputError where a job speaks of tables that there are not, or wants some that are
+    ``collected`` in a unit. Of one that never could be a table its own reason is given, of others
+    that the job has ``unsaid`` how tables learn, if it has."""
+    names = ", ".join(tables) or "embeddings that can be tables, of which there are none"
+    if not tables and step_dtypes(job)[0] not in BESIDE_TABLES:
+        reasons = ("Their updates take no scaled gradients: let memory.param_dtype be bf16.",)
+    forced = job.planner.tables or {}
+    unknown = [path for path in forced if path not in tables]
+    if unknown:
+        about = [note for note in reasons if note.startswith(f"{NOTE}'{unknown[0]}'")]
+        remedy = "; ".join(about or unsaid or reasons[:MOST_REASONS])
+        raise InputError(expected("planner.tables", names, f"'{unknown[0]}'", remedy))
+    dense = [path for path in forced if path in collected and forced[path] == "dense"]
+    if dense:
+        wanted = "a sharding type, for its collection looks its tables up at once"
+        raise InputError(expected(f"planner.tables.'{dense[0]}'", wanted, "'dense'"))
+    train = job.train
+    of_tables = {
+        "table_optimizer": train.table_optimizer is not UNSET,
+        "table_learning_rate": train.table_learning_rate is not None,
+        "overlap": train.overlap not in (UNSET, "none"),
+    }
+    key = next((f"train.{key}" for key, given in of_tables.items() if given), None)
+    if key and not tables:
+        wanted = "an embedding that can be a table"
+        remedy = "; ".join(unsaid or reasons[:MOST_REASONS])
+        raise InputError(expected(key, wanted, "none", remedy))

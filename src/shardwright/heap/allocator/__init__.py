@@ -1,0 +1,8 @@
+"""PyTorch's caching allocator for CUDA, without a device: what it reserves for given requests."""
+
+from __future__ import annotations
+
+from shardwright.heap.allocator.replay import ASSUMPTION, PoolBytes, Replay, Request, replay
+from shardwright.heap.allocator.settings import AllocatorSettings
+
+__all__ = ["ASSUMPTION", "AllocatorSettings", "PoolBytes", "Replay", "Request", "replay"]

@@ -1,0 +1,287 @@
+"""The caching allocator itself: finds blocks, cuts and merges them, asks the device for segments.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp (``malloc``, ``get_free_block``,
+``should_split``, ``free_block``, ``release_cached_blocks``, ``garbage_collect_cached_blocks``) at
+PyTorch's commit 001074d25, with the constants and settings of torch 2.13's headers. Not modelled:
+private pools of CUDA graphs, memory shared between processes. New segments have rising addresses,
+which decides between free blocks of one size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from shardwright.heap.allocator.blocks import Age, Block, DeviceMemory, Expandable, Pool
+from shardwright.heap.allocator.settings import (
+    MIN_BLOCK,
+    SMALL_REQUEST,
+    SMALL_SEGMENT,
+    AllocatorSettings,
+)
+
+
+def expand(
+    device: DeviceMemory, pool: Pool, size: int, settings: AllocatorSettings
+) -> Block | None:
+    """A block of at least ``size`` bytes where address space is free, at the lowest address, with
+    memory mapped to what of it has none. None if the device has too little."""
+    page = SMALL_SEGMENT if pool.small else settings.large_segment
+    block = _room(pool, size) or _new_range(device, pool, page)
+    if not block.mapped and not _map(device, block, min(block.size, size)):
+        return None
+    while block.size < size:
+        # the block is followed by one without memory, which takes it in when it gets some
+        behind = block.next
+        assert behind is not None
+        if not _map(device, behind, min(size - block.size, behind.size)):
+            return None
+        block = behind
+    pool.remove(block)
+    return block
+
+
+def unmap(device: DeviceMemory, block: Block) -> None:
+    """Give back the pages that lie wholly in a free block."""
+    segment = block.expandable
+    assert segment is not None
+    before = -(block.address - segment.start) % segment.page
+    pages = (block.size - before) // segment.page if block.size > before else 0
+    if not pages:
+        return
+    pool = block.pool
+    pool.remove(block)
+    if before:
+        pool.add(block.split(before))
+    middle = block
+    if block.size > pages * segment.page:
+        middle = block.split(pages * segment.page)
+        pool.add(block)
+    device.give_back(pool, middle.size)
+    middle.mapped = False
+    pool.merge(middle, middle.prev)
+    pool.merge(middle, middle.next)
+    if not middle.whole:
+        pool.add_unmapped(middle)
+
+
+def _room(pool: Pool, size: int) -> Block | None:
+    """The first of the blocks one behind another that are free or unmapped and large enough."""
+    for _, unmapped in pool.unmapped:
+        first = unmapped
+        if first.prev is not None and not first.prev.busy:
+            first = first.prev
+        room, block = 0, first
+        while True:
+            room += block.size
+            if room >= size:
+                return first
+            if block.next is None or block.next.busy:
+                break
+            block = block.next
+    return None
+
+
+def _new_range(device: DeviceMemory, pool: Pool, page: int) -> Block:
+    start = device.address()
+    size = -(-device.address_space // page) * page
+    block = Block(pool, start, size)
+    block.expandable = Expandable(start, size, page)
+    block.mapped = False
+    pool.add_unmapped(block)
+    return block
+
+
+def _map(device: DeviceMemory, block: Block, size: int) -> bool:
+    """Map whole pages to the beginning of a block; it becomes free and takes its neighbours in."""
+    segment = block.expandable
+    assert segment is not None
+    nbytes = -(-size // segment.page) * segment.page
+    pool = block.pool
+    if not device.take(pool, nbytes):
+        return False
+    pool.remove_unmapped(block)
+    if nbytes < block.size:
+        _keep_behind(block, nbytes)
+    block.mapped = True
+    pool.merge(block, block.prev)
+    pool.merge(block, block.next)
+    pool.add(block)
+    return True
+
+
+def _keep_behind(block: Block, nbytes: int) -> None:
+    """Shorten a block; what is behind stays unmapped."""
+    rest = Block(block.pool, block.address + nbytes, block.size - nbytes)
+    rest.expandable = block.expandable
+    rest.mapped = False
+    rest.prev, rest.next = block, block.next
+    if block.next is not None:
+        block.next.prev = rest
+    block.next = rest
+    block.size = nbytes
+    block.pool.add_unmapped(rest)
+
+
+Stream = int | str
+
+
+class Allocator:
+    """Hands out blocks and takes them back."""
+
+    def __init__(self, settings: AllocatorSettings, capacity: int | None = None) -> None:
+        self.settings = settings
+        self.device = DeviceMemory(capacity, settings.memory_fraction)
+        self.retries = 0
+        self.late: list[tuple[int, Block]] = []
+        self._ages = (Age(), Age())
+        self._pools: dict[tuple[bool, Stream], Pool] = {}
+        self._most = settings.max_split_size or 2**63
+        self._collects = settings.garbage_collection_threshold > 0 and (
+            self.device.limit is not None
+        )
+
+    def take(self, size: int, stream: Stream) -> Block | None:
+        """A block of at least ``size`` bytes (rounded already), or None: out of memory."""
+        small = size <= SMALL_REQUEST
+        pool = self._pools.get((small, stream)) or self._new_pool(small, stream)
+        if self._collects:
+            pool.age.searches += 1
+        block = self._cached(pool, size) or self._new(pool, size)
+        if block is None:
+            return None
+        rest = block.size - size
+        if rest >= MIN_BLOCK:
+            if pool.small or self.settings.expandable_segments:
+                splits = True
+            else:
+                splits = rest > SMALL_REQUEST and size < self._most
+            if splits:
+                head = block.split(size)
+                pool.add(block)
+                block = head
+        block.busy = True
+        return block
+
+    def free(self, block: Block) -> None:
+        """Cache a block: merged with its free neighbours it serves other requests."""
+        block.busy = False
+        pool = block.pool
+        pool.merge(block, block.prev)
+        pool.merge(block, block.next)
+        pool.add(block)
+
+    def pools(self) -> list[Pool]:
+        """Every pool, the large ones first."""
+        return sorted(self._pools.values(), key=lambda pool: pool.small)
+
+    def release_cached(self) -> None:
+        """Give back every segment (or page) that is wholly free, after waiting for late frees."""
+        for _, block in self.late:
+            self.free(block)
+        self.late.clear()
+        for pool in self.pools():
+            expandable = [block for _, _, block in pool.free if block.expandable is not None]
+            for _, _, block in list(pool.free):
+                if block.expandable is None and block.whole:
+                    self._release(block)
+            for block in expandable:
+                unmap(self.device, block)
+
+    def _new_pool(self, small: bool, stream: Stream) -> Pool:
+        pool = Pool(small, stream, self._ages[small])
+        self._pools[small, stream] = pool
+        return pool
+
+    def _cached(self, pool: Pool, size: int) -> Block | None:
+        """The smallest free block that is large enough; one that can still grow counts as if it
+        had, so it is taken last."""
+        free = pool.free
+        at = bisect_left(free, (size,))
+        if at == len(free):
+            return None
+        block = free[at][2]
+        if block.expandable is not None:
+            while at + 1 < len(free) and _can_be(free[at + 1][2]) < _can_be(block):
+                at += 1
+                block = free[at][2]
+        if size < self._most <= block.size:
+            return None
+        if size >= self._most and block.size >= size + self.settings.max_non_split_rounding:
+            return None
+        del free[at]
+        return block
+
+    def _new(self, pool: Pool, size: int) -> Block | None:
+        """A block of new memory; when there is none left, cached segments are given back first."""
+        if self._collects:
+            self._collect()
+        block = self._ask(pool, size)
+        if block is None and self._release_oversize(pool, size):
+            block = self._ask(pool, size)
+        if block is None:
+            self.release_cached()
+            self.retries += 1
+            block = self._ask(pool, size)
+        return block
+
+    def _ask(self, pool: Pool, size: int) -> Block | None:
+        segment = self.settings.segment(size)
+        limit = self.device.limit
+        if limit is not None and self.device.reserved + segment > limit:
+            return None
+        if self.settings.expandable_segments:
+            return expand(self.device, pool, size, self.settings)
+        if not self.device.take(pool, segment):
+            return None
+        return Block(pool, self.device.address(), segment)
+
+    def _release(self, block: Block) -> None:
+        block.pool.remove(block)
+        self.device.give_back(block.pool, block.size)
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Give back cached blocks that are too large to be split, as many as the request needs."""
+        if self.settings.max_split_size is None:
+            return False
+        wanted = max(size, self._most)
+        at = bisect_left(pool.free, (wanted,))
+        if at < len(pool.free) and pool.free[at][2].expandable is None:
+            self._release(pool.free[at][2])
+            return True
+        released = 0
+        for nbytes, _, block in reversed(pool.free[:at]):
+            if released >= wanted or nbytes < self._most or block.expandable is not None:
+                break
+            released += nbytes
+            self._release(block)
+        return released >= wanted
+
+    def _collect(self) -> None:
+        """Give back the large segments that have been free the longest, down to the threshold."""
+        assert self.device.limit is not None
+        threshold = int(self.settings.garbage_collection_threshold * self.device.limit)
+        target = self.device.reserved - threshold
+        if target <= 0:
+            return
+        candidates = [
+            block
+            for pool in self.pools()
+            if not pool.small
+            for _, _, block in pool.free
+            if block.whole and block.expandable is None
+        ]
+        searches = self._ages[False].searches
+        reclaimed = 0
+        while candidates and reclaimed < target:
+            mean = sum(searches - block.born for block in candidates) / len(candidates)
+            old = [block for block in candidates if searches - block.born >= mean]
+            candidates = [block for block in candidates if searches - block.born < mean]
+            for block in old:
+                reclaimed += block.size
+                self._release(block)
+
+
+def _can_be(block: Block) -> int:
+    """Bytes of a block with the address space behind it."""
+    behind = block.next
+    return block.size + (behind.size if behind is not None and not behind.mapped else 0)

@@ -1,0 +1,427 @@
+"""Our own runtime on a symbolic heap: the actions of :mod:`shardwright.core.schedule`.
+
+A flat unit is cut evenly and gathered straight into place; one whose parameters are cut each by
+itself arrives in a stage and is put together from there. Gradients stay where autograd leaves them
+until their unit's backward is over; then they are copied to where each rank's share lies together,
+and summed over ranks into the share that the optimizer reads. Below are the bytes of a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardwright.core.amount import ceil_div
+from shardwright.core.layout import Segment, UnitLayout, unit_layout
+from shardwright.core.optimizer_states import Stretch
+from shardwright.core.placement import Flat, Replicate, Shard
+from shardwright.core.schedule import Action, Direction, Modes, UnitFlow
+from shardwright.core.tensor import TensorSpec, element_bytes
+from shardwright.core.timeline import Kind
+from shardwright.heap.ledger import GradientRule, Ledger
+from shardwright.heap.machine import Count, Sharding, Units
+from shardwright.heap.pieces import STAYING
+
+
+@dataclass(slots=True)
+class FlatUnits:
+    """Units of our runtime on a rank, driven by the schedule that it follows."""
+
+    heap: Ledger
+    units: Units
+    sharding: Sharding
+    frozen: frozenset[str] = frozenset()
+    layouts: dict[str, UnitLayout] = field(default_factory=dict)  # given as far as they are known
+    sizes: dict[str, UnitSizes] = field(init=False)
+    flows: dict[Sequence[str], UnitFlow] = field(default_factory=dict)
+    flow: UnitFlow = field(init=False)
+    last: bool = True
+    adding: bool = False
+    # Bytes of gradients that no reduce has taken, by unit and dtype; segments that are reduced
+    # though none of their gradients is there; and what goes to host memory.
+    come: dict[tuple[str, str], int] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)
+    landing: list[Landing] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.layouts = {
+            name: self.layouts.get(name) or self._layout(name, its)
+            for name, its in self.units.items()
+        }
+        self.sizes = {
+            name: unit_sizes(layout, self.sharding, on_host=self.sharding.on_host(name))
+            for name, layout in self.layouts.items()
+        }
+
+    def _layout(self, name: str, tensors: Sequence[TensorSpec]) -> UnitLayout:
+        whole, kept = name in self.sharding.replicated, self.sharding.kept_of(name)
+        on_host = self.sharding.on_host(name)
+        return unit_layout(
+            tensors,
+            Replicate() if whole else Flat() if self.sharding.flat else Shard(0),
+            self.sharding.shards_of(name) * kept,
+            self.frozen,
+            zero=self.sharding.zero,
+            kept=kept,
+            cast={t.dtype for t in tensors if on_host or self.sharding.casts(t)},
+            block=self.sharding.block,
+        )
+
+    def state(self) -> object:
+        """What the flow of every chunk has under way, and whose gradients are there."""
+        flows = {units: flow.state() for units, flow in self.flows.items()}
+        return flows, dict(self.come), frozenset(self.absent)
+
+    def depths(self) -> list[Count]:
+        """Nothing."""
+        return []
+
+    def resident(self) -> dict[Kind, int]:
+        """The parameters' shares; of units that stay what they compute with."""
+        here = [sizes.stored for name, sizes in self.sizes.items() if not self.sharding.away(name)]
+        found: dict[Kind, int] = {"weight": sum(here)}
+        staying = sum(
+            sizes.whole for name, sizes in self.sizes.items() if self.sharding.stays(name)
+        )
+        return found | {"gathered_weight": staying} if staying else found
+
+    def updated(self) -> list[TensorSpec]:
+        """One flat tensor per stretch of one dtype, for that is what the optimizer is given, on the
+        rank that has most to keep of it; what is in another memory is updated there."""
+        return [
+            tensor
+            for name, layout in self.layouts.items()
+            for index, segment in enumerate(layout.segments)
+            if segment.trainable and not self.sharding.away(name)
+            for tensor in _flat_tensors(f"{name}.{index}", segment, layout)
+        ]
+
+    def rule(self) -> GradientRule:
+        """A gradient stays until its unit's backward is over, unless one of an earlier microbatch
+        is there, of the same dtype: autograd adds to that."""
+        return "added" if self.adding else "stays"
+
+    def begin(self, forward: Sequence[str], backward: Sequence[str], last: bool) -> None:
+        """Only the last microbatch's gradient is reduced, unless every one's is."""
+        units = frozenset(forward)
+        self.last = last or self.sharding.reduces == "each"
+        self.adding = any(self.heap.holds(f"{unit}.unreduced") for unit in units)
+        if forward not in self.flows:
+            sharded = frozenset(unit for unit in units if self._comes(unit))
+            staying = frozenset(filter(self.sharding.stays, units))
+            kept = self.sharding.kept if self.sharding.reshard_after_forward else units
+            resharded = sharded - kept - staying
+            modes = Modes(
+                sharded, resharded, prefetch=self.sharding.prefetch, staying_units=staying
+            )
+            self.flows[forward] = UnitFlow(forward, modes, backward)
+        self.flow = self.flows[forward]
+
+    def _comes(self, unit: str) -> bool:
+        """Whether its whole parameters are filled to compute with them: by ranks that share them,
+        or with a copy of a replica in another dtype. What stays and is never updated is there."""
+        sizes = self.sizes[unit]
+        if self.sharding.stays(unit) and not sizes.reduced:
+            return False
+        return unit not in self.sharding.replicated or bool(sizes.whole)
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def enter(self, unit: str) -> None:
+        """Before a forward, which may be one that runs again for a backward."""
+        direction: Direction = "backward" if self.flow.in_backward else "forward"
+        self._run(self.flow.enter(unit, direction))
+        self._arrive(unit)
+
+    def leave(self, unit: str) -> None:
+        """After a forward."""
+        self._run(self.flow.leave(unit))
+
+    def finish(self) -> None:
+        """After the whole forward."""
+        self.flow.begin()
+
+    # ---- backward ------------------------------------------------------------------------------
+
+    def enter_backward(self, unit: str) -> None:
+        """Before a backward: gathered."""
+        self.flow.begin_backward()
+        self._run(self.flow.enter(unit, "backward"))
+        self._arrive(unit)
+        self._run(self.flow.touch(unit))
+
+    def arrive(self, unit: str, dtype: str, nbytes: int) -> None:
+        """A gradient comes, perhaps after the unit's backward."""
+        self._run(self.flow.arrive(unit))
+        self.come[unit, dtype] = self.come.get((unit, dtype), 0) + nbytes
+
+    def leave_backward(self, unit: str) -> None:
+        """After a backward."""
+        if unit in self.flow.touched:
+            self._run(self.flow.reduce(unit, holds=not self.last))
+
+    def finish_backward(self) -> None:
+        """After the whole backward: units whose inputs have no gradient follow now."""
+        for unit in list(self.flow.touched):
+            self.leave_backward(unit)
+        self._run(self.flow.collect())
+        self._land()
+        self._run(self.flow.finish())
+
+    def zero_grad(self) -> None:
+        """Gradients go."""
+        for flow in self.flows.values():
+            flow.update()
+        for unit, sizes in self.sizes.items():
+            for index, _ in enumerate(sizes.reduced):
+                self.heap.free(f"{unit}.{index}.gradient")
+
+    # ---- actions -------------------------------------------------------------------------------
+
+    def _run(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            phase = "reduce" if action.phase == "reduce" else self.heap.phase
+            with self.heap.during(phase):
+                getattr(self, f"_{action.verb}")(action.target, action)
+            if action.verb == "reduce" and not self.sharding.prefetch:
+                with self.heap.during(phase):
+                    self._collect(action.target, action)
+
+    def _gather(self, unit: str, action: Action) -> None:
+        """Take room for the whole unit and begin to fill it."""
+        sizes = self.sizes[unit]
+        if not self.sharding.stays(unit):
+            self.heap.take(f"{unit}.full", "gathered_weight", sizes.whole)
+        if self.heap.holds(f"{unit}.few"):
+            return
+        self.heap.take(f"{unit}.stage", "all_gather", sizes.stage)
+        with self.heap.passing("all_gather", sizes.parts):
+            self.heap.take(f"{unit}.cast", "all_gather", sizes.cast)
+        if self.layouts[unit].world_size == 1:
+            self.heap.free(f"{unit}.cast")
+
+    def _arrive(self, unit: str) -> None:
+        """The unit is there; what took it there goes."""
+        for part in ("cast", "stage", "few"):
+            self.heap.free(f"{unit}.{part}")
+
+    def _free(self, unit: str, action: Action) -> None:
+        """Free the whole unit, or after its forward leave it to few ranks."""
+        self._arrive(unit)
+        few = self.sizes[unit].few
+        if action.phase == "forward" and few:
+            self.heap.take(f"{unit}.few", "gathered_weight", few)
+        self.heap.free(f"{unit}.full")
+
+    def _hold(self, unit: str, action: Action) -> None:
+        """Hold a gradient back in the dtype of sums, or let autograd go on adding to it."""
+        for index, way in enumerate(self.sizes[unit].reduced):
+            came = (unit, way.dtype) in self.come
+            if came and way.held and not self.heap.holds(f"{unit}.{index}.held"):
+                self.heap.take(f"{unit}.{index}.held", STAYING, way.held)
+            if way.held:
+                self._let_go(unit, way)
+
+    def _let_go(self, unit: str, way: Reduced) -> None:
+        """A segment's gradient as autograd left it goes; those of others stay."""
+        rest = self.heap.free(f"{unit}.unreduced") - self.come.pop((unit, way.dtype), 0)
+        if rest > 0:
+            self.heap.take(f"{unit}.unreduced", STAYING, rest)
+
+    def _reduce(self, unit: str, action: Action) -> None:
+        """Begin to sum over ranks, segment by segment."""
+        heap = self.heap
+        for index, way in enumerate(self.sizes[unit].reduced):
+            name = f"{unit}.{index}"
+            if heap.holds(f"{name}.held"):  # to which this backward's is added
+                self._let_go(unit, way)
+            elif (unit, way.dtype) not in self.come:  # a later call of its modules brings it
+                self.absent.add(name)
+            heap.take(f"{name}.send", "reduce_scatter", way.send)
+            with heap.passing("temporary", way.note):
+                pass
+            if heap.holds(f"{name}.held"):
+                heap.free(f"{name}.held")
+            else:
+                self._let_go(unit, way)
+            heap.take(f"{name}.row", "gradient", way.row)
+            if unit in self.sharding.replicated:  # summed where it lies
+                heap.free(f"{name}.send")
+            heap.take(f"{name}.kept", "communication", way.kept)
+            heap.take(f"{name}.received", "communication", way.received)
+
+    def _collect(self, unit: str, action: Action) -> None:
+        """The sum is there: what took it there goes, its mean stays."""
+        heap = self.heap
+        for index, way in enumerate(self.sizes[unit].reduced):
+            name = f"{unit}.{index}"
+            heap.free(f"{name}.received")
+            with heap.passing("communication", way.between):
+                pass
+            heap.free(f"{name}.kept")
+            heap.free(f"{name}.send")
+            absent = name in self.absent
+            self.absent.discard(name)
+            if self.sharding.on_host(unit):
+                if not self.sharding.away(unit):
+                    landing = Landing(name, f"{name}.landing.{len(self.landing)}", absent)
+                    self.landing.append(landing)
+                    heap.take(landing.copy, "gradient", way.landing)
+                with heap.passing("gradient", way.mean):
+                    heap.free(f"{name}.row")
+                continue
+            # of an earlier microbatch or call, to which it is added
+            if absent or heap.holds(f"{name}.gradient"):
+                with heap.passing("gradient", way.mean):
+                    heap.free(f"{name}.row")
+                continue
+            if way.mean:
+                heap.take(f"{name}.gradient", "gradient", way.mean)
+                heap.free(f"{name}.row")
+            else:
+                heap.free(f"{name}.row")
+                heap.take(f"{name}.gradient", "gradient", way.row)
+
+    def _land(self) -> None:
+        """After a backward: means that went to host memory are the gradients there, or are added
+        to those of an earlier microbatch."""
+        for name, copy, absent in self.landing:
+            landed = self.heap.free(copy)
+            if not (absent or self.heap.holds(f"{name}.gradient")):
+                self.heap.take(f"{name}.gradient", "gradient", landed)
+        self.landing.clear()
+
+
+class Landing(NamedTuple):
+    """The ``copy`` of a mean gradient in host memory, of the segment ``name``; ``absent``: there is
+    no gradient in it."""
+
+    name: str
+    copy: str
+    absent: bool
+
+
+def _flat_tensors(name: str, segment: Segment, layout: UnitLayout) -> Iterable[TensorSpec]:
+    """What an optimizer is given of a segment."""
+    if segment.block == 1:
+        yield TensorSpec(name, (segment.share,), segment.dtype)
+        return
+    every = [segment.stretches(rank) for rank in segment.telling(layout.world_size)]
+    own = segment.stretches(layout.trained.fullest())
+    there = (segment.quantized > 0, segment.quantized < len(segment.slots))
+    for place, lengths in enumerate(zip(*every, strict=True)):
+        if there[place]:
+            how = {"quantized": place == 0, "longest": max(lengths)}
+            yield Stretch(name, (own[place],), segment.dtype, **how)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A segment of a unit while its gradient is summed: its dtype, the same ``held`` back
+    in the dtype of sums (0 where that is the same), what is sent with the ``note`` in it, the
+    ``row`` that comes back, the parts ``received`` where the rank itself sums them, what replicas
+    cut again, ``kept`` until they sent each other the parts that come ``between`` them, the
+    ``mean`` where its dtype is another one, and the same ``landing`` in other memory."""
+
+    dtype: str
+    held: int
+    send: int
+    note: int
+    row: int
+    received: int
+    kept: int
+    between: int
+    mean: int
+    landing: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSizes:
+    """Of gathering: the whole unit, the ``stage`` that chunks arrive in, shares ``cast`` to be sent
+    and the ``parts`` that those are put together from, and what ``few`` ranks keep after a forward.
+    Of reducing: its segments. ``stored`` is what the rank keeps."""
+
+    whole: int
+    stage: int
+    cast: int
+    parts: int
+    few: int
+    reduced: tuple[Reduced, ...]
+    stored: int
+
+
+def unit_sizes(layout: UnitLayout, sharding: Sharding, *, on_host: bool = False) -> UnitSizes:
+    """Bytes that a unit has on a rank, its shares perhaps in host memory, from where they are
+    copied to be sent."""
+    all_parts = layout.world_size
+    here = [
+        s.stays or (s.cut == "replicated" and not on_host and not _cast(s, sharding))
+        for s in layout.segments
+    ]
+    whole = sum(
+        segment.whole * _computed(segment, sharding)
+        for segment, is_here in zip(layout.segments, here, strict=True)
+        if not is_here
+    )
+    chunked = [segment for segment in layout.segments if segment.cut == "chunks"]
+    others = [segment for segment in layout.segments if segment.cut != "chunks"]
+    row = sum(segment.share * _computed(segment, sharding) for segment in chunked)
+    copied = _sent if on_host else _cast
+    parts = sum(copied(segment, sharding) for segment in chunked)
+    # chunks are put together first: if one is cast, the buffer of all is one more
+    joined = sum(_sent(segment, sharding) for segment in chunked) if parts else 0
+    direct = [copied(s, sharding) for s in others if s.cut != "replicated"]
+    after = sharding.ranks_after_forward
+    return UnitSizes(
+        whole=ceil_div(whole, all_parts) * all_parts,
+        stage=row * all_parts,
+        # one rank sends nothing: each is let go before the next
+        cast=(sum(direct) if all_parts > 1 else max(direct, default=0)) + joined,
+        parts=parts,
+        few=whole // after if after else 0,
+        reduced=tuple(_reduced(s, sharding, all_parts) for s in layout.segments if s.trainable),
+        stored=layout.stored_bytes,
+    )
+
+
+def _computed(segment: Segment, sharding: Sharding) -> int:
+    """Bytes of an element as the unit computes with it."""
+    return sharding.computed(_element(segment))
+
+
+def _sent(segment: Segment, sharding: Sharding) -> int:
+    """What a rank keeps as it is sent."""
+    return segment.kept * segment.share * _computed(segment, sharding)
+
+
+def _cast(segment: Segment, sharding: Sharding) -> int:
+    """The same where it has to be cast before."""
+    return _sent(segment, sharding) if sharding.casts(_element(segment)) else 0
+
+
+def _reduced(segment: Segment, sharding: Sharding, parts: int) -> Reduced:
+    """The way of a segment's gradient."""
+    again = 1 if segment.stays else segment.kept
+    computed, reduced = _computed(segment, sharding), sharding.reduced(_element(segment))
+    stored = element_bytes(segment.dtype)
+    payload = sum(slot.tensor.numel for slot in segment.slots)
+    row = segment.sent * reduced
+    # gloo: an all-to-all, and a sum of what came
+    sums_itself = not sharding.on_gpu and parts > again
+    return Reduced(
+        dtype=segment.dtype,
+        held=payload * reduced if computed != reduced else 0,
+        send=row * parts,
+        note=segment.note * reduced,
+        row=row,
+        received=row * parts if sums_itself else 0,
+        kept=row * again if again > 1 else 0,
+        between=row * again if again > 1 and not sharding.on_gpu else 0,
+        mean=segment.share * stored if reduced != stored else 0,
+        landing=segment.share * stored,
+    )
+
+
+def _element(segment: Segment) -> TensorSpec:
+    return TensorSpec("", (1,), segment.dtype)

@@ -1,0 +1,298 @@
+"""FSDP2's schedule on a symbolic heap: what torch's ``fully_shard`` takes and frees, and when.
+
+Read in torch 2.13, ``torch/distributed/fsdp/_fully_shard``: parameters are gathered into one buffer
+and copied out; in the forward that buffer stays until the next copy has been made, in the backward
+the unit of the forward before is filled ahead. Gradients stay where autograd leaves them until
+their unit's backward is over, are copied into one buffer in the reduce dtype, and that buffer stays
+until the next unit reduces, or one later for each that ``set_reduce_scatter_max_input_buffers``
+allows beyond one. A sum over replicas that is not the gradient itself (in another dtype, copied to
+the host, or added to the gradient of an earlier microbatch) stays until the backward ends
+(``FSDPParamGroup._all_reduce_state``), where torch has it in its ``FSDPCommContext`` until the next
+unit's is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardwright.core.tensor import TensorSpec
+from shardwright.core.timeline import Kind
+from shardwright.heap.fsdp2_sizes import UnitSizes, local_chunk, unit_sizes
+from shardwright.heap.ledger import GradientRule, Ledger
+from shardwright.heap.machine import Count, Sharding, Units
+from shardwright.heap.pieces import STAYING
+
+
+@dataclass(slots=True)
+class FSDP2:
+    """The state of a rank: which units are gathered, and which buffers are still held.
+
+    ``units`` are in the order in which their modules are registered. ``latest`` is the last unit
+    in what torch calls the order after forward, since that was cleared, and ``before`` has by unit
+    those that came before its own forwards, as far as no backward has met these yet.
+    """
+
+    heap: Ledger
+    units: Units
+    sharding: Sharding
+    frozen: frozenset[str] = frozenset()
+    sizes: dict[str, UnitSizes] = field(init=False)
+    latest: str | None = None
+    before: dict[str, list[Count]] = field(default_factory=dict)
+    chunk: Sequence[str] = ()
+    last: bool = True
+    adding: bool = False
+    present: set[str] = field(default_factory=set)
+    narrow: set[str] = field(default_factory=set)  # shared by few since their forward
+    filled: set[str] = field(default_factory=set)  # gathered, not yet copied out
+    left: set[str] = field(default_factory=set)  # whose backward is over
+    buffers: dict[str, str] = field(default_factory=dict)  # of what is filled, by name
+    held: str | None = None  # the buffer that was copied from last
+    reducing: list[str] = field(default_factory=list)  # what reduce-scatters read, oldest first
+    summed: str | None = None  # over replicas, and not yet let go by the next unit's
+
+    def __post_init__(self) -> None:
+        self.sizes = {
+            name: unit_sizes(
+                tensors,
+                self.sharding,
+                self.sharding.shards_of(name),
+                experts=self.sharding.is_experts(name),
+                frozen=self.frozen,
+            )
+            for name, tensors in self.units.items()
+        }
+
+    def state(self) -> object:
+        """What is gathered, and which buffers are held."""
+        sets = (self.present, self.narrow, self.filled, self.left)
+        before = [(unit, [each.value for each in its]) for unit, its in self.before.items()]
+        return (
+            [frozenset(each) for each in sets],
+            dict(self.buffers),
+            (self.held, tuple(self.reducing), self.summed, self.latest),
+            before,
+        )
+
+    def depths(self) -> list[Count]:
+        """Of every unit, by those that came before its forwards."""
+        return [each for its in self.before.values() for each in its]
+
+    def resident(self) -> dict[Kind, int]:
+        """The parameters' shares."""
+        stored = sum(sizes.stored for sizes in self.sizes.values())
+        return {} if self.sharding.offload else {"weight": stored}
+
+    def updated(self) -> list[TensorSpec]:
+        """The first rank's chunk of every parameter."""
+        return [
+            local_chunk(
+                tensor, self.sharding.shards_of(name), experts=self.sharding.is_experts(name)
+            )
+            for name, tensors in self.units.items()
+            for tensor in tensors
+            if tensor.fqn not in self.frozen
+        ]
+
+    def rule(self) -> GradientRule:
+        """A gradient stays until its unit's backward is over, unless one of an earlier microbatch
+        is there, of the same dtype: autograd adds to that."""
+        return "added" if self.adding else "stays"
+
+    def begin(self, forward: Sequence[str], backward: Sequence[str], last: bool) -> None:
+        """A pass through the units of a chunk begins."""
+        self.chunk, self.last = tuple(dict.fromkeys(forward)), last
+        self.adding = any(self.heap.holds(f"{unit}.unreduced") for unit in self.chunk)
+
+    # ---- forward -------------------------------------------------------------------------------
+
+    def enter(self, unit: str) -> None:
+        """Before a forward."""
+        if unit in self.present:
+            return
+        if unit not in self.filled:  # a unit that runs again in a backward may be
+            self._fill(unit)
+        self._copy_out(unit)
+        self._drop_held()  # wait_for_unshard still names it while it copies
+        self.held = self.buffers.pop(unit)
+
+    def leave(self, unit: str) -> None:
+        """After a forward; the root is left last and lets the last buffer go."""
+        ahead = unit if self.latest is None else self.latest
+        its = self.before.setdefault(unit, [])
+        if its and its[-1].value == ahead:
+            its[-1].number += 1
+        else:
+            its.append(Count(ahead))
+        self.latest = unit
+        if unit in self.sharding.kept or not self.sharding.reshard_after_forward:
+            return
+        self._free(unit)
+        if self.sharding.ranks_after_forward:
+            sizes = self.sizes[unit]
+            with self.heap.passing("gathered_weight", sizes.narrowing):
+                self.heap.take(f"{unit}.narrow", "gathered_weight", sizes.narrow)
+            self.narrow.add(unit)
+
+    def finish(self) -> None:
+        """After the root's forward."""
+        self._drop_held()
+
+    # ---- backward ------------------------------------------------------------------------------
+
+    def enter_backward(self, unit: str) -> None:
+        """Before a backward; the unit of the forward before is gathered ahead."""
+        self.left.discard(unit)
+        if unit not in self.present:
+            if unit not in self.filled:
+                self._fill(unit)
+            self._copy_out(unit)
+            self.heap.free(self.buffers.pop(unit))
+        ahead = self._meet(unit)
+        if ahead not in self.present | self.filled:
+            self._fill(ahead)
+
+    def arrive(self, unit: str, dtype: str, nbytes: int) -> None:
+        """Gradients are reduced when their unit's backward is over."""
+
+    def leave_backward(self, unit: str) -> None:
+        """After a backward: reduce the gradients, or keep them whole for the next microbatch."""
+        self.left.add(unit)
+        reduces = self.sharding.reduces
+        if reduces == "each" or (reduces == "last" and self.last):
+            self._reduce(unit)
+            return
+        if reduces == "last":
+            self._free(unit)
+        if not self._has_gradients(unit):
+            return
+        if not self.heap.holds(f"{unit}.accumulated"):
+            self._accumulate(unit)
+        elif not self.adding:
+            self.heap.free(f"{unit}.unreduced")
+
+    def finish_backward(self) -> None:
+        """After the whole backward: units whose inputs have no gradient follow now, and where
+        gradients are reduced at the end of the step, all of the chunk."""
+        for unit in self.chunk:
+            if unit not in self.left:
+                self.leave_backward(unit)
+        self.left.clear()
+        at_end = self.sharding.reduces == "end"
+        if at_end and not self.last:
+            return
+        for unit in self.chunk if at_end else ():
+            self._reduce(unit)
+        self._drop_reduced(down_to=0)
+        self.summed = None
+        for unit in self.chunk:
+            self.heap.free(f"{unit}.scattered")
+        for unit in self.filled:
+            self.heap.free(self.buffers.pop(unit))
+        self.filled.clear()
+        self.latest = None
+        self.before.clear()
+
+    def zero_grad(self) -> None:
+        """Gradients go."""
+        for unit in self.sizes:
+            self.heap.free(f"{unit}.gradient")
+
+    # ---- what they are made of -----------------------------------------------------------------
+
+    def _meet(self, unit: str) -> str:
+        """The unit before the last forward of this one that no backward has met; else itself."""
+        its = self.before.get(unit)
+        if not its:
+            return unit
+        its[-1].number -= 1
+        return its[-1].value if its[-1].number else its.pop().value
+
+    def _accumulate(self, unit: str) -> None:
+        """Keep a microbatch's gradient whole, in the dtype it will be reduced in."""
+        sizes = self.sizes[unit]
+        if not sizes.accumulated:
+            return
+        self.heap.free(f"{unit}.unreduced")
+        with self.heap.passing(STAYING, sizes.accumulating):
+            self.heap.take(f"{unit}.accumulated", STAYING, sizes.accumulated)
+
+    def _has_gradients(self, unit: str) -> bool:
+        """Whether any are there: of a unit that is called several times autograd hands its sums
+        over in the backward of the first call, which comes last."""
+        return any(self.heap.holds(f"{unit}.{name}") for name in ("unreduced", "accumulated"))
+
+    def _reduce(self, unit: str) -> None:
+        sizes = self.sizes[unit]
+        self._free(unit)
+        if self.heap.holds(f"{unit}.accumulated"):
+            self.heap.free(f"{unit}.unreduced")  # added to what is accumulated
+        self._drop_reduced(down_to=self.sharding.reduce_scatter_inputs - 1)
+        if not sizes.reduced or not self._has_gradients(unit):
+            return
+        with self.heap.passing(STAYING, sizes.turned):
+            self.heap.take(f"{unit}.reduce_scatter", "reduce_scatter", sizes.reduced)
+        kept = min(sizes.last, self.heap.free(f"{unit}.unreduced"))
+        kept = kept or min(sizes.last_accumulated, self.heap.free(f"{unit}.accumulated"))
+        with self.heap.passing(STAYING, kept):
+            self._take_share(unit)
+        self.reducing.append(unit)
+
+    def _take_share(self, unit: str) -> None:
+        """The share of the sum, in the reduce dtype and then in that of the parameters."""
+        sizes = self.sizes[unit]
+        passing = sizes.gradient
+        # copied to the host, or added to that of an earlier microbatch
+        moved = self.sharding.offload or self.heap.holds(f"{unit}.gradient")
+        if sizes.scattered:
+            self.heap.take(f"{unit}.scattered", "reduce_scatter", sizes.scattered)
+        elif moved and self.sharding.replicas > 1:  # the sum itself is what is moved, and stays
+            self.heap.take(f"{unit}.scattered", "reduce_scatter", sizes.gradient)
+            passing = 0
+        if moved:
+            with self.heap.passing("gradient", passing):
+                pass
+        else:
+            self.heap.take(f"{unit}.gradient", "gradient", sizes.gradient)
+        if self.sharding.replicas == 1:
+            self.heap.free(f"{unit}.scattered")
+        elif not self.sharding.holds_all_reduced:  # else it stays until the backward ends
+            if self.summed is not None:
+                self.heap.free(f"{self.summed}.scattered")
+            self.summed = unit
+
+    def _fill(self, unit: str) -> None:
+        sizes = self.sizes[unit]
+        cast = sizes.cast
+        if unit in self.narrow and cast:
+            cast = sizes.narrow
+        with self.heap.passing("all_gather", cast):
+            # a unit that runs twice in a row has two for a moment
+            again = self.held == f"{unit}.all_gather"
+            self.buffers[unit] = f"{unit}{'.again' if again else ''}.all_gather"
+            self.heap.take(self.buffers[unit], "all_gather", sizes.gathered)
+        self.filled.add(unit)
+
+    def _copy_out(self, unit: str) -> None:
+        sizes = self.sizes[unit]
+        with self.heap.passing("all_gather", sizes.copied):
+            self.heap.take(f"{unit}.full", "gathered_weight", sizes.unsharded)
+        self.heap.free(f"{unit}.narrow")
+        self.narrow.discard(unit)
+        self.filled.discard(unit)
+        self.present.add(unit)
+
+    def _free(self, unit: str) -> None:
+        if unit in self.present:
+            self.heap.free(f"{unit}.full")
+            self.present.discard(unit)
+
+    def _drop_held(self) -> None:
+        if self.held is not None:
+            self.heap.free(self.held)
+            self.held = None
+
+    def _drop_reduced(self, down_to: int) -> None:
+        while len(self.reducing) > down_to:
+            self.heap.free(f"{self.reducing.pop(0)}.reduce_scatter")

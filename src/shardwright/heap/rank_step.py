@@ -1,0 +1,333 @@
+"""One step of one rank: its passes in order, with what its runtime takes and frees around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shardwright.core.optimizers import OPTIMIZERS, Optimizer
+from shardwright.core.pipelining.orders import Pass, PassKind, Run
+from shardwright.core.recording import Blocks, Moment, Point, Recording, Unfolded
+from shardwright.core.schedule import Merged
+from shardwright.core.slots import Slots
+from shardwright.core.tensor import TensorSpec
+from shardwright.core.timeline import Kind, Phase
+from shardwright.heap import route
+from shardwright.heap.ledger import GradientRule, Ledger, Scene
+from shardwright.heap.machine import Machine, Mark, Sharding
+from shardwright.heap.optimizers import Place, state_bytes, step_temporaries
+from shardwright.heap.pieces import STAYING, Summaries
+from shardwright.heap.tape import Asked, Asking, Asks, Tape
+from shardwright.heap.traffic import Traffic
+
+# Moments of the exchange with tables, and the phase of what is recorded there.
+EXCHANGES: dict[str, Phase] = {"lookup": "exchange_rows", "row_gradients": "reduce"}
+EXCHANGES_AND_AFTER = (*EXCHANGES, "rows")
+ENDING: tuple[PassKind, ...] = ("backward", "weight_backward")  # with them a microbatch goes
+ONE_PASS = Run((Pass("forward", 0, 0), Pass("backward", 0, 0)))
+# A runtime on a heap, with the tensors of every unit and the names of those that are not trained.
+MakeMachine = Callable[[Ledger, dict[str, tuple[TensorSpec, ...]], frozenset[str]], Machine]
+
+
+@dataclass
+class Chunk:
+    """A piece of the model on a rank: its recording, unfolded once. ``sent`` are bytes of the
+    gradient that goes to the stage before: torch's schedules name it until the next backward;
+    ``named`` those of a result that a step names until its backward is over."""
+
+    recording: Recording
+    sent: int = 0
+    named: int = 0
+
+    @cached_property
+    def step(self) -> Unfolded:
+        """It at its full depth."""
+        return Unfolded(self.recording)
+
+    @property
+    def blocks(self) -> Blocks:
+        """Names of its repeated blocks."""
+        return self.step.blocks
+
+    @cached_property
+    def units(self) -> dict[str, tuple[TensorSpec, ...]]:
+        """Parameters of every unit."""
+        return {name: unit.tensors for name, unit in self.step.units.items()}
+
+    @property
+    def forward(self) -> list[Moment]:
+        """Up to the loss."""
+        return self.step.forward
+
+    @property
+    def backward(self) -> list[Moment]:
+        """From the loss on."""
+        return self.step.backward
+
+    @cached_property
+    def slots(self) -> Slots:
+        """Names for its storages."""
+        return Slots(self.recording, self.blocks)
+
+    @cached_property
+    def asks(self) -> Asks:
+        """What its pieces ask an allocator for."""
+        return Asks(self.slots)
+
+    @cached_property
+    def summaries(self) -> dict[GradientRule, Summaries]:
+        """Sums of its pieces, by what becomes of gradients."""
+        rules: tuple[GradientRule, ...] = ("stays", "added")
+        return {rule: Summaries(self.recording, rule) for rule in rules}
+
+
+@dataclass
+class RankStep:
+    """What a rank does in a step: its passes in ``runs``. ``receives`` are bytes of buffers that a
+    pipeline holds for what its neighbours send, for each microbatch that is in flight. ``merged``
+    are units of several recorded ones, ``tables`` a rank's share of what modules of tables
+    exchange, by path.
+    ``resident`` is what is there between steps, by kind, where it is known better than by the
+    recording."""
+
+    chunks: Sequence[Chunk]
+    runs: Sequence[Run] = (ONE_PASS,)
+    optimizer: Optimizer = OPTIMIZERS["adam"]
+    receives: int = 0
+    merged: Merged = field(default_factory=Merged)
+    tables: Mapping[str, Traffic] = field(default_factory=dict)
+    resident: Mapping[Kind, int] | None = None
+
+    @cached_property
+    def units(self) -> dict[str, tuple[TensorSpec, ...]]:
+        """Parameters of every unit, chunk after chunk."""
+        found: dict[str, tuple[TensorSpec, ...]] = {}
+        for chunk in self.chunks:
+            for unit, tensors in chunk.units.items():
+                name = self.merged.name(unit)
+                found[name] = (*found.get(name, ()), *tensors)
+        return found
+
+    def run(self, heap: Ledger, make: MakeMachine) -> Machine:
+        """A steady step on ``heap``; the machine that it was run with."""
+        units = (unit for chunk in self.chunks for unit in chunk.step.units.values())
+        frozen = frozenset(name for unit in units for name in unit.frozen)
+        machine = make(heap, self.units, frozen)
+        self._settle(heap, machine)
+        ahead = [tables for tables in self.tables.values() if tables.ahead]
+        inputs = sum(chunk.recording.inputs for chunk in self.chunks)
+        if ahead:  # came in the step before
+            heap.take("inputs of before", "input", inputs)
+            for tables in ahead:
+                route.ask(heap, tables)
+                route.advance(heap, tables)
+        with heap.during("load"):
+            heap.take("inputs", "input", 0 if ahead else inputs)
+        last = {
+            p.chunk: (number, place)
+            for number, run in enumerate(self.runs)
+            for place, p in enumerate(run.passes)
+            if p.kind in ENDING
+        }
+        for number, run in enumerate(self.runs):
+            self._repeat(heap, machine, run, [place for n, place in last.values() if n == number])
+        with heap.during("backward"):
+            for chunk in range(len(self.chunks)):
+                heap.free(f"sent.{chunk}")
+        heap.unit = ""
+        with heap.during("step"):
+            returned = [path for chunk in self.chunks for path in chunk.step.returned]
+            for path in filter(self.tables.__contains__, returned):
+                if self.tables[path].late:
+                    with heap.during("reduce"):
+                        route.receive_gradients(heap, self.tables[path])
+                route.update(heap, self.tables[path])
+            for change in step_temporaries(self.optimizer, machine.updated()):
+                if change.bytes > 0:
+                    heap.take(f"step.{change.storage}", "temporary", change.bytes)
+                else:
+                    heap.free(f"step.{change.storage}")
+            machine.zero_grad()
+        heap.peaks.pop("setup", None)  # what is there before a step is no phase of it
+        return machine
+
+    def _repeat(self, heap: Ledger, machine: Machine, run: Run, last: Collection[int]) -> None:
+        """Passes over and over; at the last repetition those at places in ``last`` are the last
+        backwards of their chunks.
+
+        Where a repetition leaves all as it was but for more or fewer bytes, those after it do the
+        same, so that the first or the last of them has the highest peak: what lies between is
+        skipped on a heap that keeps peaks alone.
+        """
+        done = 0
+        while done < run.times:
+            left = run.times - done - 2  # between this one and the last
+            before = Mark(heap, machine) if left > 0 and not heap.keeps_events else None
+            done += 1
+            for place, each in enumerate(run.repeated(done - 1)):
+                self._pass(heap, machine, each, done == run.times and place in last)
+            if before is not None:
+                done += before.skip(left)
+
+    def _pass(self, heap: Ledger, machine: Machine, each: Pass, last: bool) -> None:
+        forward, backward = self._entered[each.chunk]
+        machine.begin(forward, backward, last)
+        if each.kind == "forward":
+            with heap.during("forward"):
+                for path in self.chunks[each.chunk].step.lookups:
+                    if path in self.tables and self.tables[path].early:
+                        self._look_up(heap, self.tables[path])
+                self._walk(heap, machine, each, self.chunks[each.chunk].forward)
+                self._look_ahead(heap)
+        elif each.kind in ENDING:
+            with heap.during("backward"):
+                with heap.passing("activation", self.chunks[each.chunk].named):
+                    self._walk(heap, machine, each, self.chunks[each.chunk].backward)
+                    machine.finish_backward()
+                self._send(heap, each.chunk)
+
+    def _send(self, heap: Ledger, chunk: int) -> None:
+        """The gradient of the stream is on its way; that of the microbatch before is forgotten."""
+        heap.free(f"sent.{chunk}")
+        heap.take(f"sent.{chunk}", "communication", self.chunks[chunk].sent)
+
+    def taped(self, make: MakeMachine) -> Tape:
+        """A steady step with every event written down."""
+        tape = Tape([chunk.slots for chunk in self.chunks])
+        self.run(tape, make)
+        return tape
+
+    def asked(self, make: MakeMachine) -> list[Asked]:
+        """What an allocator is asked for before a steady step and in two of them."""
+        heap = Asking([chunk.asks for chunk in self.chunks])
+        self.run(heap, make)
+        return heap.requests()
+
+    def parameters(self, sharding: Sharding) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes of parameters on this rank by module, with a star for the number of a block, and
+        how many blocks a star stands for."""
+        nbytes: dict[str, int] = {}
+        counts: dict[str, int] = {}
+        for chunk in self.chunks:
+            for series in chunk.recording.series:
+                prefix = f"{series.recorded[0].rpartition('.')[0]}."
+                counts[prefix] = counts.get(prefix, 0) + len(series.names)
+            for name, unit in chunk.blocks.unfolded():
+                for tensor in unit.tensors:
+                    size = sharding.parameter_bytes(self.merged.name(name), tensor)
+                    parts = chunk.slots.folded(tensor.fqn).split(".")
+                    for length in range(len(parts)):
+                        path = ".".join(parts[:length])
+                        nbytes[path] = nbytes.get(path, 0) + size
+        return nbytes, counts
+
+    def _settle(self, heap: Ledger, machine: Machine) -> None:
+        """What is there before the step."""
+        known = self.resident
+        for kind, nbytes in (machine.resident() if known is None else known).items():
+            heap.take(f"resident.{kind}", kind, nbytes)
+        if known is None:
+            self._settle_states(heap, machine)
+        heap.take("buffers", "buffer", max((c.recording.buffers for c in self.chunks), default=0))
+        heap.take("received", "communication", self.receives)
+
+    def _settle_states(self, heap: Ledger, machine: Machine) -> None:
+        places: tuple[Place, ...] = ("device",)
+        if not machine.sharding.on_gpu:
+            places = ("device", "host")  # the host is the device
+        states = sum(
+            state_bytes(self.optimizer, tensor, place)
+            for tensor in machine.updated()
+            for place in places
+        )
+        heap.take("states", "optimizer_state", states + self.optimizer.shared_bytes)
+
+    @cached_property
+    def _entered(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Units as forwards and backwards of every chunk enter them."""
+        return [self.merged.entered(chunk.step) for chunk in self.chunks]
+
+    def _walk(self, heap: Ledger, machine: Machine, each: Pass, where: list[Moment]) -> None:
+        chunk = self.chunks[each.chunk]
+        rule = machine.rule()
+        summaries = chunk.summaries[rule]
+        acts: dict[Point, Callable[[str], None]] = {
+            "enter": machine.enter,
+            "leave": machine.leave,
+            "enter_backward": machine.enter_backward,
+            "leave_backward": machine.leave_backward,
+            "finish": lambda unit: machine.finish(),
+        }
+        if where is chunk.backward:
+            del acts["leave"]  # a unit that ran again for a backward stays until that is over
+        for moment in where:
+            heap.unit = moment.unit
+            point = moment.piece.point
+            act = acts.get(point)
+            if act is not None:
+                name = self.merged.at(point, moment.unit)
+                if name is not None:
+                    act(name)
+            elif point in EXCHANGES_AND_AFTER and moment.unit in self.tables:
+                self._exchange(heap, point, self.tables[moment.unit])
+            summary = summaries.of(moment.piece)
+            gradients = [
+                (self.merged.name(chunk.blocks.beside(unit, moment)), dtype, nbytes)
+                for (unit, dtype), nbytes in summary.gradients.items()
+            ]
+            for name, dtype, nbytes in gradients:
+                machine.arrive(name, dtype, nbytes)
+            scene = Scene(moment.piece, moment.unit, moment.block, each.chunk, each.microbatch)
+            if point in EXCHANGES:
+                with heap.during(EXCHANGES[point]):
+                    heap.run(summary, scene, rule)
+            else:
+                heap.run(summary, scene, rule)
+            for name, _, nbytes in gradients:
+                if nbytes:
+                    heap.hold(f"{name}.unreduced", STAYING, nbytes)
+
+    def _exchange(self, heap: Ledger, point: str, tables: Traffic) -> None:
+        """What is between modules and tables when a forward or a backward gets there."""
+        if point == "lookup" and tables.early:
+            with heap.during("exchange_rows"):
+                route.arrive(heap, tables)
+        elif point == "lookup":
+            self._look_up(heap, tables)
+        elif point == "rows":
+            with heap.during("exchange_rows"):
+                route.assemble(heap, tables)
+        else:
+            if tables.ahead:
+                with heap.during("exchange_ids"):
+                    route.advance(heap, route.next_batch(tables))
+            with heap.during("reduce"):
+                route.return_gradients(heap, tables)
+                route.reduce_replicas(heap, tables)
+                route.forget_trip(heap, tables)
+
+    def _look_ahead(self, heap: Ledger) -> None:
+        """The next batch is loaded, and its ids go out."""
+        ahead = [tables for tables in self.tables.values() if tables.ahead]
+        if ahead:
+            with heap.during("load"):
+                inputs = sum(chunk.recording.inputs for chunk in self.chunks)
+                heap.take("inputs of the next batch", "input", inputs)
+        for tables in ahead:
+            with heap.during("exchange_ids"):
+                route.ask(heap, route.next_batch(tables))
+
+    def _look_up(self, heap: Ledger, tables: Traffic) -> None:
+        """Ids go out, or are under way, rows are looked up and sent."""
+        if tables.asked:
+            with heap.during("exchange_ids"):
+                if tables.ahead:
+                    route.hear(heap, tables)
+                else:
+                    route.exchange_ids(heap, tables)
+        with heap.during("lookup"):
+            route.look_up(heap, tables)
+        if tables.asked:
+            with heap.during("exchange_rows"):
+                route.exchange_rows(heap, tables)

@@ -1,0 +1,254 @@
+"""Heaps that keep every change: for timelines, for the tensors that are alive at the peak and for
+what each module takes, or for an allocator to replay."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+
+from shardwright.core.footprint import Alive
+from shardwright.core.recording import Moment
+from shardwright.core.slots import Slots
+from shardwright.core.timeline import Change, Kind
+from shardwright.heap.ledger import GradientRule, Ledger, Scene, Summary
+from shardwright.heap.pieces import STAYING
+
+# Which stream FSDP allocates a kind of buffer on: gathers and reduces have their own.
+STREAMS: dict[Kind, int] = {"all_gather": 1, "gradient": 2}
+Asked = tuple[int, int, int, int]  # a request of an allocator, whose name is a number
+PASS, AGAIN = 2**40, 2**60  # between numbers of storages in passes and in steps
+
+
+class _Followed(Ledger):
+    """A ledger that is told of every storage that comes, under a key, and goes."""
+
+    keeps_events = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed = 0
+        self._parts: dict[str, list[tuple[Hashable, int]]] = {}
+        self._fresh: list[tuple[Hashable, int]] = []
+
+    def take(self, name: str, kind: Kind, nbytes: int) -> None:
+        """Allocate."""
+        super().take(name, kind, nbytes)
+        self._come(name, kind, nbytes)
+
+    def hold(self, name: str, kind: Kind, nbytes: int) -> None:
+        """Gradients that have just been counted belong to ``name``."""
+        super().hold(name, kind, nbytes)
+        parts = self._parts.setdefault(name, [])
+        wanted = nbytes
+        while wanted > 0 and self._fresh:
+            key, size = self._fresh.pop(0)
+            parts.append((key, size))
+            wanted -= size
+
+    def free(self, name: str) -> int:
+        """Free, part by part where it was counted so."""
+        nbytes = super().free(name)
+        for key, size in self._parts.pop(name, [(name, nbytes)]):
+            self._gone(key, size)
+        return nbytes
+
+    def become(self, name: str, to: str, kind: Kind) -> None:
+        """Every part is another kind, in its storage."""
+        if name in self._parts:
+            self._parts[to] = self._parts.pop(name)
+        super().become(name, to, kind)
+        for key, _ in self._parts.get(to, []):
+            self._turn(key, kind)
+
+    @contextmanager
+    def passing(self, kind: Kind, nbytes: int) -> Iterator[None]:
+        """Bytes that live as long as the block."""
+        self._passed += 1
+        key = ("passing", self._passed)
+        with super().passing(kind, nbytes):
+            self._come(key, kind, nbytes)
+            yield
+            self._gone(key, nbytes)
+
+    @abstractmethod
+    def _come(self, key: Hashable, kind: Kind, nbytes: int) -> None:
+        """A storage of the runtime's comes."""
+
+    @abstractmethod
+    def _gone(self, key: Hashable, nbytes: int) -> None:
+        """It goes; one that never came is nothing."""
+
+    def _turn(self, key: Hashable, kind: Kind) -> None:
+        """It is another kind of bytes from here on, where it was."""
+
+
+class Asks:
+    """What the pieces of a recording ask an allocator for, found once however often they run."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._found: dict[tuple[int, int, GradientRule], tuple[list[Asked], list[Asked]]] = {}
+
+    def of(self, moment: Moment, rule: GradientRule) -> tuple[list[Asked], list[Asked]]:
+        """Requests of a moment, and gradients that stay where they are: nobody is asked."""
+        place = id(moment.piece), moment.block, rule
+        if place not in self._found:
+            asked, fresh = self._found[place] = list[Asked](), list[Asked]()
+            for number, touch, _ in self._slots.touched(moment):
+                stays = touch.what == "gradient" and rule == "stays"
+                nbytes = touch.nbytes if touch.what == "take" else -touch.nbytes
+                (fresh if stays else asked).append(
+                    (number, abs(nbytes) if stays else nbytes, STREAMS.get(touch.kind, 0), 0)
+                )
+        return self._found[place]
+
+
+class Asking(_Followed):
+    """A ledger that writes down what an allocator is asked for. ``asks`` are those of a rank's
+    chunks."""
+
+    def __init__(self, asks: Sequence[Asks]) -> None:
+        super().__init__()
+        self._asks = asks
+        self._before: list[Asked] = []
+        self._step: list[Asked] = []
+        self._numbers: dict[Hashable, int] = {}  # below 0, of what no piece takes
+        self._passes: dict[tuple[int, int], int] = {}
+
+    def requests(self) -> list[Asked]:
+        """What was there before, then the step twice, in which every storage has another number."""
+        there: set[int] = set()
+        before, step = _happening(self._before, there), _happening(self._step, there)
+        return [*before, *step, *((AGAIN + k, nbytes, stream, 0) for k, nbytes, stream, _ in step)]
+
+    def run(self, summary: Summary, scene: Scene, rule: GradientRule) -> None:
+        """Every touch of the piece."""
+        super().run(summary, scene, rule)
+        moment = Moment(scene.piece, scene.unit, scene.block)
+        asked, fresh = self._asks[scene.chunk].of(moment, rule)
+        here = scene.chunk, scene.microbatch
+        if first := PASS * self._passes.setdefault(here, len(self._passes)):
+            asked, fresh = (
+                [(first + k, nbytes, stream, 0) for k, nbytes, stream, _ in each]
+                for each in (asked, fresh)
+            )
+        self._list().extend(asked)
+        self._fresh.extend((number, nbytes) for number, nbytes, _, _ in fresh)
+
+    def _list(self) -> list[Asked]:
+        return self._before if self.phase == "setup" else self._step
+
+    def _come(self, key: Hashable, kind: Kind, nbytes: int) -> None:
+        number = self._numbers.setdefault(key, -1 - len(self._numbers))
+        self._list().append((number, nbytes, STREAMS.get(kind, 0), 0))
+
+    def _gone(self, key: Hashable, nbytes: int) -> None:
+        number = key if isinstance(key, int) else self._numbers.get(key)
+        if number is not None:
+            self._list().append((number, -nbytes, 0, 0))
+
+
+def _happening(asked: Sequence[Asked], there: set[int]) -> list[Asked]:
+    """What comes, and goes of what is there; but not what goes and at once is there again."""
+    found: list[Asked] = []
+    for each in asked:
+        number, nbytes = each[:2]
+        if nbytes > 0:
+            there.add(number)
+            if found and found[-1][0] == number and found[-1][1] == -nbytes:
+                found.pop()
+                continue
+        elif number in there:
+            there.remove(number)
+        else:
+            continue
+        found.append(each)
+    return found
+
+
+class Tape(_Followed):
+    """A ledger that writes down every change. ``slots`` are those of a rank's chunks."""
+
+    def __init__(self, slots: Sequence[Slots]) -> None:
+        super().__init__()
+        self.changes: list[Change] = []
+        self._slots = slots
+        self._units = {name: folded for its in slots for name, folded in its.units()}
+        self._microbatch = 0
+        self._alive: dict[Hashable, Change] = {}
+
+    def run(self, summary: Summary, scene: Scene, rule: GradientRule) -> None:
+        """Every touch of the piece."""
+        super().run(summary, scene, rule)
+        chunk, self._microbatch = scene.chunk, scene.microbatch
+        moment = Moment(scene.piece, scene.unit, scene.block)
+        for number, touch, module in self._slots[chunk].touched(moment):
+            key = (chunk, scene.microbatch, number)
+            if touch.what == "take":
+                self._note(key, touch.nbytes, touch.kind, touch.name, module)
+            elif touch.what == "gradient" and rule == "stays":
+                path, _, what = module.rpartition(".")
+                self._turn(key, STAYING, f"gradient of {what}", path)
+                self._fresh.append((key, touch.nbytes))
+            else:
+                self._gone(key, touch.nbytes)
+
+    def alive_at_peak(self) -> list[Alive]:
+        """What is alive when most is, largest first; equal tensors of a name together."""
+        live: dict[Hashable, Change] = {}
+        for change in self.changes[: self.peak()]:
+            if change.bytes > 0:
+                live[change.storage] = change
+            else:
+                live.pop(change.storage, None)
+        found: dict[tuple[str, str, Kind, int], int] = {}
+        for change in live.values():
+            name = (change.name, change.module, change.kind, change.bytes)
+            found[name] = found.get(name, 0) + 1
+        ordered = sorted(found.items(), key=lambda item: -item[0][3] * item[1])
+        return [
+            Alive(label, module, kind, nbytes * count, count)
+            for (label, module, kind, nbytes), count in ordered
+        ]
+
+    def peak(self) -> int:
+        """How many changes there were when the total is highest."""
+        total = highest = where = 0
+        for index, change in enumerate(self.changes):
+            total += change.bytes
+            if total > highest:
+                highest, where = total, index + 1
+        return where
+
+    def _come(self, key: Hashable, kind: Kind, nbytes: int) -> None:
+        if not isinstance(key, str):
+            self._note(key, nbytes, kind, kind, self._units.get(self.unit, ""))
+            return
+        unit, _, what = key.rpartition(".")
+        if what.isdigit():  # one of several of a name
+            what = unit.rpartition(".")[2]
+        self._note(key, nbytes, kind, what, self._units.get(unit, ""))
+
+    def _note(self, key: Hashable, nbytes: int, kind: Kind, label: str, module: str) -> None:
+        if nbytes:
+            change = Change(
+                key, nbytes, kind, label, module, self.phase, self.unit, self._microbatch
+            )
+            self._alive[key] = change
+            self.changes.append(change)
+
+    def _gone(self, key: Hashable, nbytes: int) -> None:
+        taken = self._alive.pop(key, None)
+        if taken is not None:
+            _, size, kind, _, module, _, _, microbatch = taken
+            where = module, self.phase, self.unit, microbatch
+            self.changes.append(Change(key, -size, kind, "", *where))
+
+    def _turn(self, key: Hashable, kind: Kind, label: str = "", module: str = "") -> None:
+        """A storage is another kind of bytes from here on, with another name where one is given."""
+        old = self._alive.get(key)
+        if old is not None:
+            self._gone(key, old.bytes)
+            label, module = (label, module) if label else (old.name, old.module)
+            self._note(key, old.bytes, kind, label, module)

@@ -1,0 +1,500 @@
+"""A job: the TOML file a person writes. Sizes are per rank unless a name says global."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from shardwright.core.cluster import (
+    CAPACITIES,
+    MAX_PLANNED,
+    Calibration,
+    Device,
+    Ranks,
+    read_calibration,
+)
+from shardwright.core.document import convert, parse_toml, read_bytes
+from shardwright.core.errors import InputError, check_type, expected
+from shardwright.core.kinds import EmbeddingsSection, members_of
+from shardwright.core.model import TableSpec
+from shardwright.core.quantities import LEAST_BARE, check_unit, parse_bytes
+from shardwright.job.checkpoint import CheckpointSection, every
+from shardwright.job.data import READ_BY, Count, DataSection, check_data
+from shardwright.job.defined import check_defined
+from shardwright.job.memory import (
+    HAVE_BLOCKS,
+    ComputeDtype,
+    MemorySection,
+    check_memory,
+    check_planned,
+    check_policy,
+)
+from shardwright.job.model import (
+    ESTIMATED,
+    WITHOUT_TABLES,
+    ModelSection,
+    check_function,
+    completed,
+    with_kind,
+)
+from shardwright.job.overrides import set_key
+from shardwright.job.parallel import (
+    MAX_WORLD,
+    Degrees,
+    ParallelSection,
+    check_divides,
+    check_parallel,
+    degrees,
+    fixed_world,
+)
+from shardwright.job.planner import ESTIMATOR_UNREAD, PlannerSection
+from shardwright.job.study import StudySection, check_study
+from shardwright.job.tables import check_constraints, check_tables, read_tables, with_kinds
+from shardwright.job.train import Overlap, TrainSection, check_schedule
+
+ManyRanks = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
+MAX_TABLES = 100_000
+Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+Multiplier = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+# Filled in here, never by a file.
+A_JOB = "read_job reads a file, parse_job a mapping."  # what to do without one
+HIDDEN = ("TableSpec.fqn", "ClusterSection.measured", "ModelSection.shape")
+
+
+class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A preset or a cluster file, and what this job's machine has instead; capacities are per rank.
+
+    ``measured`` is what the file said when the job was read. The bandwidths and multipliers are
+    those of TorchRec's topology, in bytes per millisecond.
+    """
+
+    preset: str = ""
+    file: str = ""
+    measured: Calibration | None = None
+    world_size: ManyRanks | None = None
+    local_world_size: Ranks | None = None
+    pod_size: Ranks | None = None
+    compute_device: Literal["cpu", "cuda"] | None = None
+    hbm_cap: int | str | None = None
+    ddr_cap: int | str | None = None
+    ssd_cap: int | str | None = None
+    hbm_mem_bw: Bandwidth | None = None
+    ddr_mem_bw: Bandwidth | None = None
+    ssd_mem_bw: Bandwidth | None = None
+    hbm_to_ddr_mem_bw: Bandwidth | None = None
+    intra_host_bw: Bandwidth | None = None
+    inter_host_bw: Bandwidth | None = None
+    bwd_compute_multiplier: Multiplier | None = None
+    weighted_feature_bwd_compute_multiplier: Multiplier | None = None
+
+
+def with_calibration(
+    section: ClusterSection, where: str = "job", job_path: Path | None = None
+) -> ClusterSection:
+    """The section with its file read; a relative path starts at the working directory, else
+    beside the job."""
+    if section.preset:
+        raise InputError(
+            expected(f"{where}: cluster", "a file or a preset", "both", "Leave one of the two out.")
+        )
+    if "\0" in section.file:
+        raise InputError(
+            expected(f"{where}: cluster.file", "the name of a file", repr(section.file))
+        )
+    measured = read_calibration(_beside(section.file, job_path))
+    return msgspec.structs.replace(section, measured=measured)
+
+
+class BatchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Samples per rank and step, and tokens per sample."""
+
+    size: Count = 128
+    sequence: Count = 1
+
+
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that is asked for; defaults filled in. A section that is ``UNSET`` is not written:
+    documents of jobs without it stay as they were."""
+
+    tables: tuple[TableSpec, ...]
+    model: ModelSection = ModelSection()
+    cluster: ClusterSection = ClusterSection()
+    batch: BatchSection = BatchSection()
+    data: DataSection = DataSection()
+    planner: PlannerSection = PlannerSection()
+    train: TrainSection = TrainSection()
+    parallel: ParallelSection | UnsetType = UNSET
+    memory: MemorySection | UnsetType = UNSET
+    checkpoint: CheckpointSection | UnsetType = UNSET
+    embeddings: EmbeddingsSection | UnsetType = UNSET
+    study: StudySection | UnsetType = UNSET
+
+
+def parallel_of(job: Job) -> ParallelSection:
+    """How a job's model is divided; among data ranks alone where it does not say."""
+    return ParallelSection() if job.parallel is UNSET else job.parallel
+
+
+def degrees_of(job: Job, world_size: int, where: str = "job") -> Degrees:
+    """The degrees of a job on as many ranks as its cluster has; InputError where they do not
+    multiply to them, or do not divide the model."""
+    found = degrees(parallel_of(job), world_size, job.batch.size, where)
+    if job.model.shape is not UNSET:
+        shape, tokens = job.model.shape, job.batch.sequence
+        check_divides(parallel_of(job), found, shape, tokens, where)
+    return found
+
+
+def memory_of(job: Job) -> MemorySection:
+    """How a job's steps are run, with the dtypes of its model where it names none.
+
+    A llama computes in what its configuration says; one of given widths in bf16 on accelerators and
+    in fp32 on a CPU. Its gradients are summed in fp32. A module of the user's own has dtypes of its
+    own, which stay UNSET, and beside a ``param_dtype`` sums in fp32, too. Other models are fp32.
+    """
+    section = MemorySection() if job.memory is UNSET else job.memory
+    param, reduce = section.param_dtype, section.reduce_dtype
+    if job.model.kind != "python":
+        param = param or _said_dtype(job)
+    reduce = reduce or ("fp32" if param else UNSET)
+    return msgspec.structs.replace(section, param_dtype=param, reduce_dtype=reduce)
+
+
+def with_memory(job: Job, **keys: Any) -> Job:
+    """The job with keys of ``[memory]``; what it does not say stays unsaid."""
+    section = MemorySection() if job.memory is UNSET else job.memory
+    return msgspec.structs.replace(job, memory=msgspec.structs.replace(section, **keys))
+
+
+def _said_dtype(job: Job) -> ComputeDtype:
+    if job.model.kind != "llama":
+        return "fp32"
+    said = job.model.shape and job.model.shape.dtype
+    return said or ("fp32" if device_of(job.cluster) == "cpu" else "bf16")
+
+
+CPU_PRESETS = ("", "local", "cpu-host")  # all of them, or a llama there is taken for bf16
+
+
+def device_of(section: ClusterSection) -> Device:
+    """What the ranks of a job compute on."""
+    if section.compute_device:
+        return section.compute_device
+    if section.measured is not None:
+        return section.measured.compute_device
+    return "cpu" if section.preset in CPU_PRESETS else "cuda"
+
+
+def table_optimizer(job: Job) -> str:
+    """How a job's tables are updated that name no optimizer. Empty where it does not say so and no
+    update of rows is like that of its units."""
+    if job.train.table_optimizer is not UNSET:
+        return job.train.table_optimizer
+    if job.train.optimizer == "sgd":
+        return "sgd"
+    return "" if job.model.kind == "python" else "rowwise_adagrad"
+
+
+CHOSEN_FROM = ("none", "selective", "full")  # where a job says nothing of checkpointing
+
+
+def overlap_of(job: Job, ranks: int) -> Overlap:
+    """What of the tables travels while one of ``ranks`` computes."""
+    return job.train.overlap or "none" if ranks > 1 else "none"
+
+
+def checkpointing_of(job: Job) -> tuple[str, ...]:
+    """The checkpointing policies that a plan of the job may have: the first is tried first."""
+    if job.model.kind not in HAVE_BLOCKS:
+        return ("none",)
+    open_, given = job.planner.dense.checkpointing, memory_of(job).checkpointing
+    if open_ is not UNSET:
+        return tuple(dict.fromkeys(open_))
+    return CHOSEN_FROM if given is UNSET else (given,)
+
+
+def with_checkpointing(job: Job, policy: str) -> Job:
+    """The job where it leaves no other choice than ``policy``."""
+    dense = msgspec.structs.replace(job.planner.dense, checkpointing=(policy,))
+    return msgspec.structs.replace(job, planner=msgspec.structs.replace(job.planner, dense=dense))
+
+
+class DataFiles(msgspec.Struct, frozen=True):
+    """Where a job's rows are; ``test`` is empty where nothing is held out, and the same file where
+    its last part is."""
+
+    train: str
+    test: str
+
+
+def data_files(job: Job) -> DataFiles:
+    """The files a run reads: those the job names, or in the run folder those that are made up."""
+    data = job.data
+    if data.kind in ("criteo", "columns", "python"):
+        return DataFiles(data.path, data.test_path)
+    folder = Path(job.train.out) / "data"
+    if data.kind == "text":
+        text = data.path or str(folder / "text.txt")
+        return DataFiles(text, text)
+    if data.days is not UNSET:
+        return DataFiles(str(folder / "train.tsv"), "")
+    test = str(folder / "test.tsv") if data.test_rows else ""
+    return DataFiles(str(folder / "train.tsv"), test)
+
+
+def run_in(job: Job, folder: Path) -> Job:
+    """The job with ``folder`` as its run folder: what is made up lies there."""
+    train = msgspec.structs.replace(job.train, out=str(folder))
+    return msgspec.structs.replace(job, train=train)
+
+
+def checkpoint_folder(job: Job, folder: Path) -> Path:
+    """Where a run in ``folder`` is saved."""
+    named = "" if job.checkpoint is UNSET else job.checkpoint.folder
+    return Path(named) if named else folder / "checkpoints"
+
+
+def table_folder(job: Job, folder: Path) -> Path:
+    """Where a run in ``folder`` has its tables on disk."""
+    named = job.train.table_folder
+    return Path(named) if named else folder / "tables"
+
+
+def named_files(job: Job, path: Path | None = None) -> tuple[Path, ...]:
+    """The files that a job names, of which none is ever written; ``path`` is the job's own."""
+    model = job.model
+    config = model.hf_config if isinstance(model.hf_config, str) else ""
+    beside = [name for name in (job.cluster.file, model.tables, config) if name]
+    found = [_beside(name, path) for name in beside]
+    return (*found, *(Path(name) for name in (job.data.path, job.data.test_path) if name))
+
+
+def _beside(name: str, job_path: Path | None) -> Path:
+    """Where a file is found: from the working directory, else beside the job."""
+    found = Path(name)
+    if not found.exists() and job_path is not None and (job_path.parent / found).exists():
+        return job_path.parent / found
+    return found
+
+
+def read_job(path: Path | str, overrides: Iterable[str] = ()) -> Job:
+    """Read a job file; ``overrides`` are ``section.key=value`` texts that win over the file."""
+    raw = read_bytes(path, "job", "Name a job in TOML, such as examples/demo.toml.")
+    document = parse_toml(raw, str(path), "a job")
+    for override in overrides:
+        set_key(document, override)
+    check_units(document.get("cluster"), str(path))
+    job = parse_job(document, str(path), Path(path))
+    if isinstance(job.data.python, str):  # which only a run imports
+        check_defined(job.data.python, f"{path}: data.python")
+    return job
+
+
+def check_units(cluster: object, where: str, least: int = LEAST_BARE) -> None:
+    """InputError for a capacity of a ``[cluster]`` that has no unit and is below ``least``."""
+    if isinstance(cluster, Mapping):
+        for key in CAPACITIES:
+            check_unit(cluster.get(key), f"{where}: cluster.{key}", least)
+
+
+def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = None) -> Job:
+    """Check a decoded job; every error names the key, what was expected and what was found.
+    ``path`` is the job's own, for files that it names."""
+    check_type(document, dict, where, "read_job reads a file, parse_job what is read of one.")
+    document = _with_kinds(_with_tables(document, where, path), where)
+    document = _with_bytes(document, where)
+    tables = document.get("tables", ())
+    if isinstance(tables, list) and len(tables) > MAX_TABLES:
+        most = f"at most {MAX_TABLES:,}"
+        raise InputError(expected(f"{where}: tables", most, f"{len(tables):,}"))
+    job = convert({"tables": [], **document}, Job, where, hidden=HIDDEN)
+    if "tables" not in document:  # after what is wrong in the sections that there are
+        wanted = "[[tables]], or a [model] that needs none"
+        raise InputError(
+            expected(where, wanted, "neither", "A job to begin with: shardwright init.")
+        )
+    if job.cluster.file:
+        section = with_calibration(job.cluster, where, path)
+        job = msgspec.structs.replace(job, cluster=section)
+    job = msgspec.structs.replace(job, model=completed(job.model, where, path))
+    if job.data.python is not UNSET:
+        check_function(job.data.python, f"{where}: data.python")
+        if job.data.kind != "python":
+            wanted = f"none beside data.kind '{job.data.kind}'"
+            raise InputError(expected(f"{where}: data.python", wanted, repr(job.data.python)))
+    _refuse_unread(job, where)
+    check_data(job.data, where)
+    check_schedule(job.train, where)
+    check_tables(job.tables, where, job.model.kind)
+    tables = with_kinds(job.tables, job.embeddings, job.planner, where, job.model.kind)
+    job = msgspec.structs.replace(job, tables=tables)
+    members = tuple(member for table in tables for member in members_of(table))
+    check_constraints(job.planner.constraints, members, where)
+    if job.memory is not UNSET:
+        if job.model.kind not in ESTIMATED:
+            check_planned(job.memory, job.model.kind, where)
+        check_memory(job.memory, where)
+        if isinstance(job.memory.zero, tuple) and parallel_of(job).data_replicate == 1:
+            wanted = "one stage, or a pair beside parallel.data_replicate of 2 or more"
+            found = repr(list(job.memory.zero))
+            raise InputError(expected(f"{where}: memory.zero", wanted, found))
+    _check_checkpointing(job, where)
+    chosen = {"embeddings": job.embeddings, "planner.kinds": job.planner.kinds}
+    check_study(job.study, {key: value is not UNSET for key, value in chosen.items()}, where)
+    if job.checkpoint is not UNSET:
+        every(job.checkpoint.every, f"{where}: checkpoint.every")
+    return _with_world(job, where)
+
+
+def _check_checkpointing(job: Job, where: str) -> None:
+    """Refuse policies for a plan to choose from that there are not, or beside one that is given."""
+    open_ = job.planner.dense.checkpointing
+    if open_ is UNSET:
+        return
+    key, given = f"{where}: planner.dense.checkpointing", memory_of(job).checkpointing
+    for name in open_:
+        check_policy(name, key)
+    wanted = "at least one policy"
+    if job.model.kind not in HAVE_BLOCKS:
+        wanted = f"none for kind '{job.model.kind}', which has no blocks"
+    elif given is not UNSET and open_ != (given,):
+        wanted = f"none beside memory.checkpointing {given!r}"
+    elif open_:
+        return
+    raise InputError(expected(key, wanted, repr(list(open_))))
+
+
+def _refuse_unread(job: Job, where: str) -> None:
+    """Refuse keys that neither a plan nor a run of the job would read."""
+    kind = job.model.kind
+    unread: list[tuple[str, Any, str, str]] = []
+    has_tables = kind not in WITHOUT_TABLES or kind == "python"
+    if not has_tables or (kind == "python" and not table_optimizer(job)):
+        beside = f"model.kind '{kind}'"
+        if has_tables:
+            beside = f"train.optimizer '{job.train.optimizer}' without train.table_optimizer"
+        for key in ("table_learning_rate", "overlap"):
+            unread.append(("train", job.train, key, beside))
+        unread.append(("planner", job.planner, "dedup", beside))
+    if not has_tables:
+        unread.append(("train", job.train, "table_optimizer", f"model.kind '{kind}'"))
+    if kind != "python":
+        unread.append(("planner", job.planner, "tables", f"model.kind '{kind}'"))
+    if kind == "tables":
+        saves = CheckpointSection() if job.checkpoint is UNSET else job.checkpoint
+        for section, given in (("data", job.data), ("train", job.train), ("checkpoint", saves)):
+            unread += [
+                (section, given, key, "model.kind 'tables'") for key in given.__struct_fields__
+            ]
+        estimator = job.planner.estimator
+        constants = f"planner.constants '{job.planner.constants}'"
+        for key in ESTIMATOR_UNREAD.get(job.planner.constants, ()):
+            unread.append(("planner.estimator", estimator, key, constants))
+        if job.planner.constants != "cluster":
+            unread.append(("planner", job.planner, "dedup", constants))
+        if job.planner.constants == "additive":
+            unread.append(("planner", job.planner, "options", constants))
+    elif job.data.kind in ("text", "python"):
+        for key in ("rows", "test_rows", "skip_bad_rows"):
+            unread.append(("data", job.data, key, f"data.kind '{job.data.kind}'"))
+    if kind != "tables":
+        for key, kinds in READ_BY.items():
+            if job.data.kind not in kinds:
+                unread.append(("data", job.data, key, f"data.kind '{job.data.kind}'"))
+    if kind != "dlrm":
+        for key in ("metrics_every", "forward"):
+            unread.append(("train", job.train, key, f"model.kind '{kind}'"))
+    if job.planner.search != "proposers":
+        for key in ("proposers", "partitioner"):
+            unread.append(("planner", job.planner, key, f"planner.search '{job.planner.search}'"))
+    for section, given, key, beside in unread:
+        value, usual = getattr(given, key), getattr(type(given)(), key)
+        if value != usual:
+            wanted = f"none beside {beside}, which does not read it"
+            found = repr(msgspec.to_builtins(value))
+            of_tables = kind == "tables" and key == "optimizer"
+            remedy = "Each table names its own: optimizer under [[tables]]." if of_tables else ""
+            raise InputError(expected(f"{where}: {section}.{key}", wanted, found, remedy))
+
+
+def _with_world(job: Job, where: str) -> Job:
+    """The job with the number of ranks that its degrees multiply to, where it names none."""
+    world = job.cluster.world_size
+    if job.parallel is UNSET:
+        if world is not None and world > MAX_PLANNED and job.model.kind not in ESTIMATED:
+            raise InputError(
+                expected(f"{where}: cluster.world_size", f"int <= {MAX_PLANNED}", str(world))
+            )
+        return job
+    check_parallel(job.parallel, job.model.kind, where)
+    world = fixed_world(job.parallel) if world is None else world
+    if world is None:
+        return job
+    degrees_of(job, world, where)
+    cluster = msgspec.structs.replace(job.cluster, world_size=world)
+    return msgspec.structs.replace(job, cluster=cluster)
+
+
+def _with_tables(document: dict[str, Any], where: str, path: Path | None) -> dict[str, Any]:
+    """The document with the tables of ``model.tables`` in it, and with the kind of its model."""
+    model = document.get("model", {})
+    if not isinstance(model, dict):
+        return document
+    named = model.get("tables")
+    if isinstance(named, str) and named:
+        if "tables" in document:
+            raise InputError(
+                expected(f"{where}: model.tables", "a file or [[tables]] in the job", "both")
+            )
+        document = {**document, "tables": read_tables(named, path)}
+    model = with_kind(model, where, path)
+    document = {**document, "model": model} if model else document
+    if set(model) <= {"tables"} and not {"data", "train"} & set(document):
+        document = {**document, "model": {**model, "kind": "tables"}}
+    return document
+
+
+def _with_kinds(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """The document with what the kind of its model implies, unless the job says something else.
+
+    A language model has no tables and reads text, a model of the user's own has batches of its own;
+    both learn with AdamW, but for the small built-in one, which computes in fp32 as a DLRM does.
+    """
+    model, memory = document.get("model", {}), document.get("memory")
+    kind = model.get("kind", "dlrm") if isinstance(model, dict) else ""
+    if isinstance(memory, dict) and "optimizer" in memory:
+        named = f"{where}: memory.optimizer", "no such key", repr(memory["optimizer"])
+        raise InputError(expected(*named, "Name the optimizer as train.optimizer."))
+
+    if kind in WITHOUT_TABLES:
+        data = "python" if kind == "python" else "text"
+        document = _with_default({"tables": [], **document}, "data", "kind", data)
+    if kind in ESTIMATED:
+        document = _with_default(document, "train", "optimizer", "adamw")
+    return document
+
+
+def _with_bytes(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """The document with the sizes of its reservation as numbers, where they are texts."""
+    planner = document.get("planner")
+    section = planner.get("reservation") if isinstance(planner, dict) else None
+    if not isinstance(section, dict):
+        return document
+    sizes = {
+        key: parse_bytes(section[key], f"{where}: planner.reservation.{key}")
+        for key in ("nbytes", "dense_bytes")
+        if isinstance(section.get(key), str)
+    }
+    return {**document, "planner": {**document["planner"], "reservation": {**section, **sizes}}}
+
+
+def _with_default(document: dict[str, Any], section: str, key: str, value: str) -> dict[str, Any]:
+    """The document with a key where a section, perhaps none, does not have it."""
+    found = document.get(section, {})
+    if not isinstance(found, dict):
+        return document
+    return {**document, section: {key: value, **found}}

@@ -1,0 +1,210 @@
+"""The ``[memory]`` of a job: how a step is run, as far as that decides what it keeps."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.llama_local import LossKind
+from shardwright.core.optimizers import Implementation
+from shardwright.core.placement import TwoZeros, Zero
+
+Runtime = Literal["shardwright", "fsdp2", "ddp", "megatron"]
+WHOLE: tuple[Runtime, ...] = ("ddp", "megatron")  # every rank has all parameters
+ComputeDtype = Literal["bf16", "fp16", "fp32"]
+ReduceDtype = Literal["fp32", "bf16", "fp16"]
+Offload = Literal["none", "states", "all", "auto"]
+Float8 = Literal["tensorwise", "rowwise"]
+
+# What is kept of a block for its backward. "layers:N" computes every Nth block again as a whole,
+# "save:aten.mm,..." all but the results of these operators.
+CHECKPOINTING = ("none", "full", "selective", "selective_op", "core_attention")
+_PARAMETRIC = re.compile(r"layers:[1-9][0-9]{0,3}|save:[\w.:, ]+")
+
+
+class Fsdp2Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How torch's ``FSDPModule`` is set, and which torch's it is, as far as memory knows of it.
+
+    ``reduce_scatter_max_input_buffers`` is what ``set_reduce_scatter_max_input_buffers`` takes:
+    how many units' inputs of reduce-scatters there are at once. With
+    ``separate_reduce_scatter_group`` there is one more communicator. ``holds_all_reduced`` is
+    whether sums over replicas stay until the backward is over, where they are not the gradients
+    themselves, or only until the next unit's are there; by default what the torch that is installed
+    does.
+    """
+
+    reduce_scatter_max_input_buffers: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 1
+    separate_reduce_scatter_group: bool = False
+    holds_all_reduced: bool | UnsetType = UNSET
+
+
+class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is kept of a forward, on which device, under which runtime, in which dtypes.
+
+    Parameters are cast to ``param_dtype`` for computing where a runtime shards them, and gradients
+    are summed in ``reduce_dtype``; where these are not given, the model says them
+    (``job.job.memory_of``), whatever else the section has. ``zero`` is 3 where a runtime shares
+    parameters, gradients and optimizer states, as all but "ddp" and "megatron" do, which share
+    nothing by themselves and with 1 the states. Ours also keeps parameters whole with 2, and with 1
+    shares the states alone; "auto" leaves it to a plan.
+    A pair, (2, 3), is one for replicas and one for shards.
+    ``offload`` says what lives in host memory, of ours shards, gradients and states of every unit
+    ("all") or of those for which a plan chooses it ("auto").
+    ``checkpointing`` is a policy's name; where it is not given, a plan chooses one.
+    ``lowering`` is the device whose kernels are assumed, by default the cluster's.
+    ``implementation`` is the optimizer's; without one it is PyTorch's choice. ``compile`` takes the
+    blocks and the loss, each on its own, or the blocks alone. With ``fp32_logits`` the logits are a
+    copy in fp32 that the step names until its backward is over.
+    """
+
+    checkpointing: str | UnsetType = UNSET
+    lowering: Literal["cpu", "cuda"] | None = None
+    runtime: Runtime = "shardwright"
+    param_dtype: ComputeDtype | UnsetType = UNSET
+    reduce_dtype: ReduceDtype | UnsetType = UNSET
+    implementation: Implementation | None = None
+    reshard_after_forward: bool | Literal["default"] = "default"
+    zero: Zero | Literal["auto"] | TwoZeros = 3
+    compile: bool | Literal["blocks"] = False
+    float8: bool | Float8 = False
+    offload: Offload = "none"
+    allocator: str = ""
+    loss: LossKind = "gathered"
+    fp32_logits: bool = False
+    fsdp2: Fsdp2Section = Fsdp2Section()
+
+    @property
+    def policy(self) -> str:
+        """The checkpointing of a step that no plan decides."""
+        return "none" if self.checkpointing is UNSET else self.checkpointing
+
+    @property
+    def stage(self) -> Zero:
+        """The stage of ZeRO that our own runtime runs with, 3 of runtimes with other ways;
+        InputError where it is left to a plan that there is not."""
+        if self.runtime != "shardwright":
+            return 3
+        if self.zero == "auto":
+            wanted = "1, 2 or 3 where no plan chooses it"
+            raise InputError(expected("memory.zero", wanted, "'auto'", "Name one."))
+        return 3 if isinstance(self.zero, tuple) else self.zero
+
+    @property
+    def twice(self) -> bool:
+        """Whether gradients and states are cut over replicas as well as over shards."""
+        return isinstance(self.zero, tuple)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether every parameter's share, gradient and states live in host memory; InputError
+        where that is left to a plan that there is not."""
+        if self.offload == "auto":
+            wanted = "'none' or 'all' where no plan chooses it"
+            raise InputError(expected("memory.offload", wanted, "'auto'", "Name one."))
+        return self.offload == "all"
+
+
+def float8_scaling(section: MemorySection) -> Float8 | None:
+    """How products are scaled to 8 bits: one scale per tensor unless the job says otherwise."""
+    if isinstance(section.float8, bool):
+        return "tensorwise" if section.float8 else None
+    return section.float8
+
+
+# The steps of a model that is planned and trained: a plan says the rest.
+PLANNED = MemorySection(param_dtype="fp32", reduce_dtype="fp32")
+HAVE_BLOCKS = ("transformer", "llama", "python")  # kinds with parts that may be checkpointed
+
+
+def check_planned(section: MemorySection, kind: str, where: str) -> None:
+    """Refuse what steps of a model that is planned and trained are not run with."""
+    for field in msgspec.structs.fields(section):
+        value, run = getattr(section, field.name), getattr(PLANNED, field.name)
+        if field.name in ("zero", "offload") and kind != "tables":
+            continue
+        if field.name == "checkpointing":
+            if kind in HAVE_BLOCKS:
+                continue
+            value, run = section.policy, PLANNED.policy
+        if value not in (run, UNSET):
+            wanted = f"{run!r}, as steps of kind '{kind}' are planned and run"
+            raise InputError(expected(f"{where}: memory.{field.name}", wanted, repr(value)))
+
+
+# What a job says as ``zero`` that its runtime does not do, and what does it or comes near.
+NO_ZERO = {
+    1: (
+        "1",
+        "Optimizer states alone are shared by memory.runtime = 'shardwright', or 'ddp' with "
+        "torch.distributed.optim.ZeroRedundancyOptimizer.",
+    ),
+    2: (
+        "2",
+        "memory.runtime = 'shardwright' shares gradients and states and has whole parameters "
+        "between steps; 'fsdp2' with memory.reshard_after_forward = false has them whole from "
+        "forward to backward, which FSDP calls SHARD_GRAD_OP.",
+    ),
+}
+
+
+# What each runtime can have in host memory, and what to do for something else.
+_WHOLE_ON_DEVICE = (
+    "It keeps parameters and gradients on the device; memory.runtime = 'shardwright' can have them "
+    "on the host."
+)
+OFFLOADS: dict[Runtime, tuple[tuple[Offload, ...], str]] = {
+    "shardwright": (
+        ("none", "all", "auto"),
+        "Its shards, gradients and states are in one memory, unit by unit.",
+    ),
+    "fsdp2": (("none", "states", "all"), "Plans are those of memory.runtime = 'shardwright'."),
+    "ddp": (("none", "states"), _WHOLE_ON_DEVICE),
+    "megatron": (("none", "states"), _WHOLE_ON_DEVICE),
+}
+
+
+def check_memory(section: MemorySection, where: str) -> None:
+    """Refuse what no runtime does; InputError names the key."""
+    check_policy(section.policy, f"{where}: memory.checkpointing")
+    runtime, zero = section.runtime, section.zero
+    if zero == "auto" or isinstance(zero, tuple):
+        if runtime != "shardwright":
+            remedy = "Plans are those of memory.runtime = 'shardwright'."
+            wanted = f"a stage, or nothing, beside runtime = '{runtime}'"
+            found = repr(zero) if zero == "auto" else repr(list(zero))
+            raise InputError(expected(f"{where}: memory.zero", wanted, found, remedy))
+    elif zero < 3 and runtime == "shardwright":
+        if section.reshard_after_forward is True:
+            wanted = f"false or nothing beside zero = {zero}, which keeps parameters whole"
+            raise InputError(expected(f"{where}: memory.reshard_after_forward", wanted, "true"))
+    elif zero == 2 or (zero == 1 and runtime not in WHOLE):
+        wanted = "1 or nothing beside" if runtime in WHOLE else "nothing beside"
+        raise InputError(
+            expected(f"{where}: memory.zero", f"{wanted} runtime = '{runtime}'", *NO_ZERO[zero])
+        )
+    if section.fsdp2 != Fsdp2Section() and runtime != "fsdp2":
+        wanted = f"nothing beside runtime = '{runtime}'"
+        remedy = "These are settings of memory.runtime = 'fsdp2'."
+        raise InputError(expected(f"{where}: memory.fsdp2", wanted, "a table", remedy))
+    if section.fp32_logits and section.loss == "chunked":
+        wanted = "false or nothing beside loss = 'chunked'"
+        remedy = "Its logits are never there as a whole; those of a chunk are in fp32 anyway."
+        raise InputError(expected(f"{where}: memory.fp32_logits", wanted, "true", remedy))
+    ways, remedy = OFFLOADS[runtime]
+    if section.offload not in ways:
+        wanted = " or ".join(map(repr, ways))
+        wanted = f"{wanted} beside runtime = '{runtime}'"
+        raise InputError(
+            expected(f"{where}: memory.offload", wanted, repr(section.offload), remedy)
+        )
+
+
+def check_policy(name: str, where: str) -> None:
+    """InputError unless it has the form of a checkpointing policy's name."""
+    if name not in CHECKPOINTING and not _PARAMETRIC.fullmatch(name):
+        known = f"one of {', '.join(CHECKPOINTING)}, layers:N, save:OPERATOR,..."
+        raise InputError(expected(where, known, repr(name)))

@@ -1,0 +1,267 @@
+"""The ``[model]`` of a job: which kind of model, and its widths.
+
+Keys that came with a later kind are ``UNSET`` where a job does not have them, and are not written:
+documents of jobs without them stay as they were.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from shardwright.core.errors import InputError, expected
+from shardwright.core.llama import LATENT, LlamaShape, check_shape
+from shardwright.core.t5 import T5Shape
+from shardwright.job.hf_config import read_hf_config
+
+Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+Depth = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+Words = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+
+ModelKind = Literal["dlrm", "transformer", "tables", "llama", "python"]
+WITHOUT_TABLES: tuple[ModelKind, ...] = ("transformer", "llama", "python")
+OURS = "shardwright.models."  # functions of our own that a configuration stands for
+ESTIMATED: tuple[ModelKind, ...] = ("llama", "python")  # also where no plan follows [memory]
+
+
+class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The built-in model and the widths of its layers, or tables alone, perhaps from a file.
+
+    A job that names neither layers nor ``[data]`` nor ``[train]`` is of tables alone. ``ffn_dim``
+    is 4 times ``dim`` where it is not given. Of a llama, ``kv_heads`` are as many as ``heads``,
+    ``head_dim`` is ``dim`` over ``heads``, experts are as wide as ``ffn_dim`` and in every layer
+    where nothing else is said; ``shape`` is what its widths or its ``hf_config`` come to.
+    """
+
+    kind: ModelKind = "dlrm"
+    tables: str = ""
+    dense_features: Width = 13
+    bottom: tuple[Width, ...] = (64, 16)
+    top: tuple[Width, ...] = (64, 1)
+    interaction: Literal["dot", "cat", "dcn"] = "dot"
+    layers: Depth = 4
+    dim: Width = 128
+    heads: Width = 4
+    ffn_dim: Width | None = None
+    vocab: Words = 256
+    cross_layers: Depth | UnsetType = UNSET
+    cross_rank: Width | UnsetType = UNSET
+    kv_heads: Width | UnsetType = UNSET
+    head_dim: Width | UnsetType = UNSET
+    tied_embeddings: bool | UnsetType = UNSET
+    qk_norm: bool | UnsetType = UNSET
+    attention_bias: bool | UnsetType = UNSET
+    experts: Width | UnsetType = UNSET
+    experts_per_token: Width | UnsetType = UNSET
+    expert_ffn_dim: Width | UnsetType = UNSET
+    shared_ffn_dim: Width | UnsetType = UNSET
+    moe_layers: tuple[int, ...] | UnsetType = UNSET
+    q_lora_rank: Width | UnsetType = UNSET
+    kv_lora_rank: Width | UnsetType = UNSET
+    qk_rope_head_dim: Width | UnsetType = UNSET
+    v_head_dim: Width | UnsetType = UNSET
+    hf_config: str | UnsetType = UNSET
+    python: str | UnsetType = UNSET
+    arguments: dict[str, Any] | UnsetType = UNSET
+    shape: LlamaShape | UnsetType = UNSET
+
+    @property
+    def name(self) -> str:
+        """What people call the model: its function, its Hugging Face config, else its kind."""
+        if self.python is not UNSET:
+            own = self.python.removeprefix(OURS)
+            mine = own == self.python
+            return own.replace(":", ".") if mine else own.partition(":")[0]
+        if self.hf_config is not UNSET:
+            path = Path(self.hf_config)
+            return (path.parent.name if path.stem == "config" else path.stem) or self.kind
+        return self.kind
+
+
+_STREAM = ("layers", "dim", "heads", "ffn_dim", "vocab")
+_LLAMA = (
+    "kv_heads",
+    "head_dim",
+    "tied_embeddings",
+    "qk_norm",
+    "attention_bias",
+    "experts",
+    "experts_per_token",
+    "expert_ffn_dim",
+    "shared_ffn_dim",
+    "moe_layers",
+    *LATENT,
+)
+KEYS_OF_KIND: dict[ModelKind, tuple[str, ...]] = {
+    "dlrm": ("dense_features", "bottom", "top", "interaction", "cross_layers", "cross_rank"),
+    "transformer": _STREAM,
+    "llama": (*_STREAM, *_LLAMA, "hf_config"),
+    "python": ("python", "arguments"),
+    "tables": ("python", "arguments"),  # the dense part, to be traced
+}
+
+
+def with_kind(
+    model: dict[str, Any], where: str = "job", job_path: Path | None = None
+) -> dict[str, Any]:
+    """A decoded section with the kind that a key of one kind alone implies; a configuration of a
+    model that is built by a function of ours becomes a call of it."""
+    if "kind" not in model and isinstance(model.get("hf_config"), str) and len(model) == 1:
+        found = read_hf_config(_found(model["hf_config"], where, job_path))
+        if isinstance(found, T5Shape):
+            return {"kind": "python", "python": f"{OURS}t5:build", "arguments": _changed(found)}
+    if "kind" not in model and "hf_config" in model:
+        return {**model, "kind": "llama"}
+    if "kind" not in model and "python" in model:
+        return {**model, "kind": "python"}
+    return model
+
+
+def refuse_foreign_keys(model: ModelSection, where: str) -> None:
+    """Widths of another kind of model would be ignored without a word."""
+    for name, (kinds, usual) in _kinds_of_keys().items():
+        value = getattr(model, name)
+        if model.kind not in kinds and value != usual:
+            raise InputError(
+                expected(
+                    f"{where}: model.{name}",
+                    f"no such key for kind '{model.kind}'",
+                    _shown(value),
+                    f"It belongs to kind '{kinds[0]}'.",
+                )
+            )
+
+
+@cache
+def _kinds_of_keys() -> dict[str, tuple[list[ModelKind], Any]]:
+    """The kinds that a key of some belongs to, and what it is by default."""
+    found: dict[str, tuple[list[ModelKind], Any]] = {}
+    for field in msgspec.structs.fields(ModelSection):
+        kinds = [kind for kind, keys in KEYS_OF_KIND.items() if field.name in keys]
+        if kinds:
+            found[field.name] = kinds, field.default
+    return found
+
+
+def completed(model: ModelSection, where: str, job_path: Path | None) -> ModelSection:
+    """The section with the shape of its llama; InputError where keys contradict one another."""
+    refuse_foreign_keys(model, where)
+    if model.kind == "python" or model.python is not UNSET:
+        check_function(model.python, f"{where}: model.python", "a module")
+    if model.interaction != "dcn":
+        for name in ("cross_layers", "cross_rank"):
+            if (value := getattr(model, name)) is not UNSET:
+                remedy = 'Set model.interaction to "dcn", or leave it out.'
+                wanted = "no such key but for a cross network"
+                raise InputError(expected(f"{where}: model.{name}", wanted, str(value), remedy))
+    if model.kind != "llama":
+        return model
+    if model.hf_config is UNSET:
+        shape = _llama_shape(model, where)
+        check_shape(shape, f"{where}: model")
+    else:
+        _refuse_widths(model, where)
+        path = _found(model.hf_config, where, job_path)
+        found = read_hf_config(path)
+        if isinstance(found, T5Shape):
+            wanted = "no other key of [model] beside a configuration of a T5"
+            raise InputError(expected(f"{where}: model", wanted, "one"))
+        shape = found
+    return msgspec.structs.replace(model, shape=shape)
+
+
+def _llama_shape(model: ModelSection, where: str) -> LlamaShape:
+    if model.head_dim is UNSET and model.dim % model.heads:
+        raise InputError(
+            expected(
+                f"{where}: model.heads",
+                f"a divisor of dim {model.dim}, or model.head_dim beside it",
+                str(model.heads),
+            )
+        )
+    wide = model.ffn_dim or 4 * model.dim
+    experts = _given(model.experts, 0)
+    if not experts:
+        for name in ("experts_per_token", "expert_ffn_dim", "shared_ffn_dim", "moe_layers"):
+            if getattr(model, name) is not UNSET:
+                raise InputError(
+                    expected(f"{where}: model.experts", f"at least 1 beside {name}", "none")
+                )
+    layers = tuple(range(model.layers)) if experts else ()
+    return LlamaShape(
+        layers=model.layers,
+        dim=model.dim,
+        heads=model.heads,
+        kv_heads=_given(model.kv_heads, model.heads),
+        head_dim=_given(model.head_dim, model.dim // model.heads),
+        ffn_dim=wide,
+        vocab=model.vocab,
+        tied_embeddings=_given(model.tied_embeddings, False),
+        qk_norm=_given(model.qk_norm, False),
+        attention_bias=_given(model.attention_bias, False),
+        experts=experts,
+        experts_per_token=_given(model.experts_per_token, min(2, experts)),
+        expert_ffn_dim=_given(model.expert_ffn_dim, wide) if experts else 0,
+        shared_ffn_dim=_given(model.shared_ffn_dim, 0),
+        moe_layers=_given(model.moe_layers, layers),
+        **{key: _given(getattr(model, key), 0) for key in LATENT},
+    )
+
+
+def cross_of(model: ModelSection) -> tuple[int, int]:
+    """Layers and rank of a DCN v2's cross network."""
+    return _given(model.cross_layers, 3), _given(model.cross_rank, 512)
+
+
+def _given(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is UNSET else value
+
+
+def _changed(shape: T5Shape) -> dict[str, Any]:
+    """What is not by default."""
+    usual = msgspec.to_builtins(T5Shape())
+    return {k: v for k, v in msgspec.to_builtins(shape).items() if v != usual[k]}
+
+
+def _refuse_widths(model: ModelSection, where: str) -> None:
+    defaults = {field.name: field.default for field in msgspec.structs.fields(model)}
+    for name in (*_STREAM, *_LLAMA):
+        if getattr(model, name) != defaults[name]:
+            raise InputError(
+                expected(
+                    f"{where}: model.{name}",
+                    "no widths beside hf_config, which has them all",
+                    _shown(getattr(model, name)),
+                )
+            )
+
+
+def check_function(name: str | UnsetType, where: str, returns: str = "batches") -> None:
+    """InputError unless ``name`` has the form of a function of the user's own."""
+    if name is UNSET or not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name):
+        raise InputError(
+            expected(
+                where,
+                f"'package.module:function' of a function that returns {returns}",
+                "none" if name is UNSET else repr(name),
+            )
+        )
+
+
+def _found(name: str, where: str, job_path: Path | None) -> Path:
+    """A file from the working directory, else beside the job."""
+    if "\0" in name or not name:
+        raise InputError(expected(f"{where}: model.hf_config", "the name of a file", repr(name)))
+    path = Path(name)
+    if not path.exists() and job_path is not None and (job_path.parent / path).exists():
+        path = job_path.parent / path
+    return path
+
+
+def _shown(value: Any) -> str:
+    return repr(list(value) if isinstance(value, tuple) else value)

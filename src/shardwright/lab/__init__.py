@@ -1,1 +1,0 @@
-"""What runs on this machine: recordings, estimates, training, comparison, calibration."""

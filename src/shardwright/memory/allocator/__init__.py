@@ -1,8 +1,0 @@
-"""PyTorch's caching allocator for CUDA, without a device: what it reserves for given requests."""
-
-from __future__ import annotations
-
-from shardwright.memory.allocator.replay import ASSUMPTION, PoolBytes, Replay, Request, replay
-from shardwright.memory.allocator.settings import AllocatorSettings
-
-__all__ = ["ASSUMPTION", "AllocatorSettings", "PoolBytes", "Replay", "Request", "replay"]

@@ -1,0 +1,329 @@
+"""Click logs for a DLRM: a Criteo file, one of named columns, or rows from a known click model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from msgspec import UNSET
+from numpy.typing import NDArray
+
+from shardwright.core.batch import MADE_UP_ZIPF
+from shardwright.core.errors import InputError, expected
+from shardwright.core.measurement import Quality
+from shardwright.data.days import PARTS
+from shardwright.job.job import DataSection, Job, data_files
+from shardwright.job.model_of_job import reads_bags, tables_of_bags
+from shardwright.planner.problem import batch_of
+from shardwright.train.sources.made_up import DIGEST, make_up, read_facts
+
+if TYPE_CHECKING:
+    from shardwright.data.days import Part
+    from shardwright.data.reading import ClickLog
+    from shardwright.data.synthetic import ClickModel
+
+TABLES_OF_CRITEO = 26
+DENSE_OF_CRITEO = 13
+CHUNK = 8192  # rows that are made at a time
+LONG = 256 * 2**20  # bytes of a log that take about a second to count
+
+
+def check(job: Job) -> None:
+    """Raise InputError unless the model fits click logs and the log is one."""
+    if job.data.kind not in ("criteo", "columns", "synthetic"):
+        wanted = "'criteo', 'columns' or 'synthetic' for a dlrm"
+        raise InputError(expected("data.kind", wanted, f"'{job.data.kind}'"))
+    if job.data.kind == "criteo" and not _is_criteo(job):
+        _refuse_criteo(job)
+    _check_names(job)
+    if job.data.cache is not UNSET and Path(job.data.cache).is_file():
+        raise InputError(expected("data.cache", "a folder", f"the file '{job.data.cache}'"))
+    if job.data.kind == "synthetic":
+        _refuse_paths(job)
+        return
+    if not job.data.path:
+        raise InputError(expected("data.path", "a click log", "none", "Use --set data.path=FILE."))
+    if is_folder(job) and job.data.test_path:
+        wanted = "none beside a folder of days, of which the last is held out"
+        raise InputError(expected("data.test_path", wanted, f"'{job.data.test_path}'"))
+    for path in (*files_of(job), *filter(None, (job.data.test_path,))):
+        log_of(job, str(path)).check()
+
+
+def log_of(job: Job, path: str) -> ClickLog:
+    """The rows of a file as the tables of ``job`` are given them; InputError if it is no log."""
+    from shardwright.data.columns import ColumnLog, Feature
+    from shardwright.data.criteo import CriteoLog
+    from shardwright.data.synthetic import LABEL, dense_names
+
+    if _is_criteo(job) and job.data.kind != "columns":
+        return CriteoLog(path, [table.rows for table in job.tables])
+    hashed = job.data.ids == "modulo"
+    features = [
+        Feature(name, table.rows, table.weighted, hashed)
+        for table in job.tables
+        for name in table.feature_names
+    ]
+    label = LABEL if job.data.label is UNSET else job.data.label
+    dense = dense_names(job.model.dense_features) if job.data.dense is UNSET else job.data.dense
+    return ColumnLog(path, label, dense, features, bags=reads_bags(job))
+
+
+def _is_criteo(job: Job) -> bool:
+    """Whether the model takes a row of Criteo's logs."""
+    shape = (len(job.tables), job.model.dense_features)
+    return shape == (TABLES_OF_CRITEO, DENSE_OF_CRITEO) and not any(tables_of_bags(job))
+
+
+def _refuse_criteo(job: Job) -> None:
+    """Say what of the model is not as Criteo's rows are."""
+    wanted, found = (
+        f"{TABLES_OF_CRITEO} tables and model.dense_features = {DENSE_OF_CRITEO}",
+        f"{len(job.tables)} tables and {job.model.dense_features}",
+    )
+    for name in tables_of_bags(job):
+        wanted, found = "tables of one dim with one unweighted id each", f"'{name}'"
+    raise InputError(
+        expected(
+            "data.kind 'criteo'",
+            wanted,
+            found,
+            "Rows of a Criteo log have 13 integer and 26 categorical columns: "
+            "use kind columns or synthetic for others.",
+        )
+    )
+
+
+def _check_names(job: Job) -> None:
+    """InputError unless there are as many named columns as the model takes."""
+    data, dense = job.data, job.model.dense_features
+    if data.dense is not UNSET and len(data.dense) != dense:
+        wanted = f"{dense} columns, as model.dense_features"
+        raise InputError(expected("data.dense", wanted, str(len(data.dense))))
+    if data.kind == "synthetic" and any(table.weighted for table in job.tables):
+        wanted = "tables without weights, of which none are made up"
+        raise InputError(expected("data.kind 'synthetic'", wanted, "a weighted one"))
+
+
+def _refuse_paths(job: Job) -> None:
+    """Made-up rows go into the run folder: a path would be one to read or one to write over."""
+    for name in ("path", "test_path"):
+        if named := getattr(job.data, name):
+            raise InputError(
+                expected(
+                    f"data.{name}",
+                    "none for data.kind 'synthetic', whose rows go into train.out",
+                    f"'{named}'",
+                    "To train on a file, set data.kind=criteo, or columns.",
+                )
+            )
+
+
+def is_folder(job: Job) -> bool:
+    """Whether the log is a folder of days."""
+    return bool(job.data.path) and Path(job.data.path).is_dir()
+
+
+def files_of(job: Job) -> list[Path]:
+    """The files of what is trained on."""
+    from shardwright.data.days import day_files
+
+    path = Path(data_files(job).train)
+    return day_files(path) if is_folder(job) else [path]
+
+
+def rows_of(job: Job, part: Part) -> ClickLog | None:
+    """The rows of a part of the log; None where it has no such part."""
+    from shardwright.data.days import Days, Stretch, stretches_of
+
+    files, data = data_files(job), job.data
+    if data.days is UNSET and not is_folder(job):
+        path = {"train": files.train, "test": files.test}.get(part)
+        stretches = (Stretch(log_of(job, path)),) if path else ()
+        if not stretches or not data.drop_negatives:
+            return stretches[0].log if stretches else None
+    else:
+        days = None if data.days is UNSET else data.days
+        stretches = stretches_of(Path(files.train), days, partial(log_of, job))[part]
+    return Days(stretches, data.drop_negatives or 0.0, data.seed)
+
+
+def cache_of(job: Job, part: Part) -> Path | None:
+    """The folder of a part's rows in binary, named by everything they depend on; None without."""
+    from shardwright.data.cache import SCHEMA
+
+    data, files = job.data, data_files(job)
+    if data.cache is UNSET:
+        return None
+    held_out = [Path(files.test)] if files.test and part == "test" else files_of(job)
+    tables = [(table.rows, table.weighted, table.feature_names) for table in job.tables]
+    columns = (data.label, data.dense, data.ids, job.model.dense_features)
+    chosen = (data.days, data.drop_negatives, data.seed, data.skip_bad_rows)
+    bags, logs = reads_bags(job), list(map(_identity, held_out))
+    given = (SCHEMA, data.kind, part, tables, bags, columns, chosen, logs)
+    digest = hashlib.sha256(repr(given).encode()).hexdigest()
+    return Path(data.cache) / f"{part}-{digest[:32]}"
+
+
+def _identity(path: Path) -> tuple[Any, ...]:
+    """What a file is told by: made-up rows by their digest, others by place, size and date."""
+    if digest := read_facts(path).get(DIGEST):
+        return (digest,)
+    found = path.stat()
+    return str(path.resolve()), found.st_size, found.st_mtime_ns
+
+
+def prepare(job: Job, say: Callable[[str], None] = lambda text: None) -> None:
+    """Make the rows up if they are synthetic, and write the cache where there is none yet."""
+    if job.data.kind == "synthetic":
+        _make_up(job, say)
+    if job.data.cache is UNSET:
+        return
+    from shardwright.data.cache import write_cache
+
+    for part in PARTS:
+        folder = cache_of(job, part)
+        if folder is None or folder.exists() or (log := rows_of(job, part)) is None:
+            continue
+        say(f"writing the rows of {part} into {folder}")
+        narrow = all(table.rows <= 2**31 for table in job.tables)
+        skip = job.data.skip_bad_rows
+        found = write_cache(log, folder, narrow=narrow, skip_bad_rows=skip, say=say)
+        bad = f", {found.bad_rows:,} bad ones left out" if found.bad_rows else ""
+        say(f"{found.rows:,} rows{bad}")
+
+
+def _make_up(job: Job, say: Callable[[str], None]) -> None:
+    model, files, data = model_of_clicks(job), data_files(job), job.data
+    if data.days is not UNSET:
+        make_up(Path(files.train), partial(_write_days, model, data.rows, data.days))
+    for path, count, start in (
+        (files.train if data.days is UNSET else "", data.rows, 0),
+        (files.test, data.test_rows, data.rows),
+    ):
+        if path:
+            make_up(Path(path), partial(model.write, rows=count, start=start))
+    if best := _best(job, "test"):
+        say(
+            f"{data.rows:,} rows made up; the best possible on held-out ones: AUC "
+            f"{best['bayes_auc']:.4f}, log loss {best['bayes_log_loss']:.4f}, accuracy "
+            f"{best['bayes_accuracy']:.4f}"
+        )
+
+
+def model_of_clicks(job: Job) -> ClickModel:
+    """The law that rows for the job's tables are made up from."""
+    from shardwright.data.synthetic import ClickModel
+
+    data = job.data
+    law: dict[str, Any] = {
+        "seed": data.seed,
+        "zipf": MADE_UP_ZIPF if data.zipf is UNSET else data.zipf,
+        "days": data.days or 1,
+        "drift": data.drift or 0.0,
+        "total": data.rows,
+    }
+    if _is_criteo(job):
+        return ClickModel(cardinalities=tuple(t.rows for t in job.tables), **law)
+    columns = [
+        (name, table.rows, length)
+        for table in job.tables
+        for name, length in zip(table.feature_names, table.pooling_factors, strict=True)
+    ]
+    names, rows, lengths = zip(*columns, strict=True)
+    return ClickModel.named(names, rows, lengths, job.model.dense_features, **law)
+
+
+def as_log(job: Job) -> DataSection:
+    """What reads the rows that were made up for ``job`` from where they lie."""
+    files, data = data_files(job), job.data
+    return msgspec.structs.replace(
+        data,
+        kind="criteo" if _is_criteo(job) else "columns",
+        path=files.train,
+        test_path=files.test,
+        zipf=batch_of(job).zipf,
+        drift=UNSET,
+    )
+
+
+def chances(job: Job, numbers: NDArray[np.int64]) -> NDArray[np.float64] | None:
+    """The chance of a click of held-out rows of the test, ascending ``numbers`` [n], with which
+    they were made up; None of rows that were not."""
+    from shardwright.data.days import bounds
+
+    if job.data.kind != "synthetic":
+        return None
+    days, rows = job.data.days, job.data.rows
+    first = rows if days is UNSET else bounds(rows, days)[1]
+    model, most = model_of_clicks(job), int(numbers[-1]) + 1 if len(numbers) else 0
+    parts = [
+        model.rows(first + begin, first + min(begin + CHUNK, most)).probabilities
+        for begin in range(0, most, CHUNK)
+    ]
+    return np.concatenate(parts)[numbers] if parts else np.empty(0)
+
+
+def _write_days(model: ClickModel, rows: int, days: int, path: Path) -> dict[str, Any]:
+    """Write all days; what is known of them, and of what is held out."""
+    from shardwright.data.days import bounds
+
+    first, middle = bounds(rows, days)
+    known: dict[str, Any] = msgspec.to_builtins(model.write(path, rows=rows))
+    for part, start, stop in (("validation", first, middle), ("test", middle, rows)):
+        if stop - start > 1:
+            known[part] = msgspec.to_builtins(model.facts(start, stop))
+    return known
+
+
+def _best(job: Job, part: str) -> dict[str, Any]:
+    """What the best predictor reaches on rows that were made up; else nothing."""
+    files = data_files(job)
+    if files.test:
+        return read_facts(Path(files.test)) if part == "test" else {}
+    found = read_facts(Path(files.train)).get(part, {})
+    return found if isinstance(found, dict) else {}
+
+
+def samples(job: Job) -> int | None:
+    """Rows of the log; None of one that would take long to count."""
+    if folder := cache_of(job, "train"):
+        from shardwright.data.cache import CachedRows
+
+        return len(CachedRows(folder))
+    size = sum(path.stat().st_size for path in files_of(job))
+    log = rows_of(job, "train") if size <= LONG else None
+    return log.count() if log else None
+
+
+def quality(job: Job, scores: NDArray[np.float64], part: str = "test") -> Quality | None:
+    """Figures of rows (number, label, logit), beside the best that there is."""
+    return quality_of(scores, _best(job, part))
+
+
+def quality_of(scores: NDArray[np.float64], best: dict[str, Any]) -> Quality | None:
+    """Figures of rows (number, label, logit), beside what is known of the best predictor."""
+    from shardwright.data import quality as of
+
+    _, labels, logits = scores.T
+    if not len(labels):
+        return None
+    clicks = 1.0 / (1.0 + np.exp(-logits))
+    is_mixed = 0 < labels.sum() < len(labels)
+    return Quality(
+        rows=len(labels),
+        auc=of.auc(labels, logits) if is_mixed else None,
+        log_loss=of.log_loss(labels, clicks),
+        best_auc=best.get("bayes_auc"),
+        best_log_loss=best.get("bayes_log_loss"),
+        accuracy=of.accuracy(labels, clicks),
+        best_accuracy=best.get("bayes_accuracy"),
+        majority=of.majority(labels),
+        normalized_entropy=of.normalized_entropy(labels, clicks) if is_mixed else None,
+        calibration=of.calibration(labels, clicks) if labels.any() else None,
+    )

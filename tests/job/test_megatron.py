@@ -1,0 +1,153 @@
+"""Arguments of Megatron-LM become the job that takes the same memory, or are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwright.core.errors import InputError, ShardwrightError, UnsupportedError
+from shardwright.core.llama import LlamaShape
+from shardwright.job.job import parse_job
+from shardwright.job.megatron import arguments, job_of
+
+LLAMA_3_8B = """
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --vocab-size 128256 --seq-length 8192
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 --bf16
+"""
+SCRIPT = f"""#!/bin/bash
+# one node
+TP=${{TP:-2}}
+export PP="4"
+MODEL_ARGS=({LLAMA_3_8B})
+TRAINING="
+    --micro-batch-size 2 \\
+    --use-distributed-optimizer
+"
+torchrun --nproc_per_node 8 pretrain_gpt.py ${{MODEL_ARGS[@]}} $TRAINING \\
+    --tensor-model-parallel-size $TP --pipeline-model-parallel-size ${{PP}} --sequence-parallel
+"""
+
+
+def document(more: str = "", ranks: int | None = None) -> dict[str, dict[str, Any]]:
+    return job_of(f"{LLAMA_3_8B} {more}", ranks).document
+
+
+def test_widths_are_those_of_the_model() -> None:
+    shape = parse_job(document()).model.shape
+    assert isinstance(shape, LlamaShape)
+    assert shape.parameter_count == 8_030_261_248
+
+
+def test_a_script_is_read_with_its_lists_quotes_and_variables() -> None:
+    found = job_of(SCRIPT, 64).document
+    parallel = found["parallel"]
+    assert (parallel["tensor"], parallel["pipeline"], parallel["data_shard"]) == (2, 4, 8)
+    assert parallel["sequence"] is True
+    assert found["memory"]["zero"] == 1
+    assert found["batch"] == {"size": 2, "sequence": 8192}
+
+
+def test_several_commands_may_stand_on_one_line() -> None:
+    first = f"TP=8; export PP=2;\nrun {LLAMA_3_8B} --tensor-model-parallel-size $TP; wait"
+    script = f"{first}\nrun --pipeline-model-parallel-size ${{PP}};"
+    parallel = job_of(script, 16).document["parallel"]
+    assert (parallel["tensor"], parallel["pipeline"]) == (8, 2)
+
+
+def test_a_switch_is_true_and_several_values_are_the_first() -> None:
+    found = arguments("--bf16 --split 99 1 --a_b=3 # --fp16")
+    assert found == {"bf16": True, "split": 99, "a-b": 3}
+
+
+@pytest.mark.parametrize(
+    ("more", "section", "key", "wanted"),
+    [
+        ("--recompute-granularity full", "memory", "checkpointing", "full"),
+        ("--recompute-activations", "memory", "checkpointing", "core_attention"),
+        ("--recompute-granularity selective", "memory", "checkpointing", "core_attention"),
+        ("--grad-reduce-in-bf16", "memory", "reduce_dtype", "bf16"),
+        ("--use-torch-fsdp2", "memory", "runtime", "fsdp2"),
+        ("--optimizer-cpu-offload", "memory", "offload", "states"),
+        ("--optimizer sgd", "train", "optimizer", "sgd_momentum"),
+        ("--qk-layernorm", "model", "qk_norm", True),
+        ("--num-experts 8 --moe-layer-freq [0]*2+[1]*30", "model", "moe_layers", [*range(2, 32)]),
+        ("--num-experts 8 --moe-layer-freq 16", "model", "moe_layers", [0, 16]),
+        ("--context-parallel-size 2", "parallel", "context", 2),
+        ("--tensor-model-parallel-size 2", "parallel", "sequence", False),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "parallel", "sequence", True),
+        ("--global-batch-size 12 --micro-batch-size 4", "parallel", "microbatches", 3),
+        (
+            "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2",
+            "parallel",
+            "chunks",
+            4,
+        ),
+    ],
+)
+def test_what_changes_memory_is_followed(more: str, section: str, key: str, wanted: Any) -> None:
+    found = document(more)
+    assert found[section][key] == wanted
+    parse_job(found)
+
+
+def test_latent_attention_has_its_widths() -> None:
+    widths = "--kv-lora-rank 512 --q-lora-rank 1536 --qk-head-dim 96"
+    shape = parse_job(document(f"--multi-latent-attention --qk-layernorm {widths}")).model.shape
+    assert isinstance(shape, LlamaShape)
+    assert (shape.kv_lora_rank, shape.q_lora_rank, shape.value_dim) == (512, 1536, 128)
+    assert (shape.head_dim, shape.turned_dim) == (160, 64)
+
+
+def test_words_are_rounded_up_for_every_tensor_rank() -> None:
+    found = document("--tensor-model-parallel-size 4 --vocab-size 50257")
+    assert found["model"]["vocab"] == 50688
+
+
+def test_what_changes_nothing_and_what_is_not_read_are_said_apart() -> None:
+    found = job_of(f"{LLAMA_3_8B} --lr 1e-4 --log-interval 1 --cross-entropy-loss-fusion", None)
+    assert found.harmless == ("--lr", "--log-interval")
+    assert found.unread == ("--cross-entropy-loss-fusion",)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "error", "words"),
+    [
+        ("--num-layers 2", None, UnsupportedError, "--swiglu: expected the switch"),
+        (f"{LLAMA_3_8B} --num-layers two", None, InputError, "--num-layers: expected a number"),
+        (f"{LLAMA_3_8B} --hidden-dropout 0.1", None, UnsupportedError, "--hidden-dropout"),
+        (f"{LLAMA_3_8B} --normalization LayerNorm", None, UnsupportedError, "--normalization"),
+        (f"{LLAMA_3_8B} --fp8-format hybrid", None, UnsupportedError, "--fp8-format"),
+        (f"{LLAMA_3_8B} --mtp-num-layers 1", None, UnsupportedError, "heads for further tokens"),
+        (
+            f"{LLAMA_3_8B} --recompute-granularity full --recompute-num-layers 4",
+            None,
+            UnsupportedError,
+            "--recompute-num-layers",
+        ),
+        (
+            f"{LLAMA_3_8B} --use-megatron-fsdp",
+            None,
+            UnsupportedError,
+            "--data-parallel-sharding-strategy: expected optim_grads_params, got no_shard",
+        ),
+        (
+            f"{LLAMA_3_8B} --num-experts 8 --expert-model-parallel-size 4 "
+            "--tensor-model-parallel-size 2",
+            None,
+            UnsupportedError,
+            "--expert-tensor-parallel-size: expected 1 beside",
+        ),
+        (f"{LLAMA_3_8B} --tensor-model-parallel-size 8", 12, InputError, "-n: expected a multiple"),
+        (f"{LLAMA_3_8B} --global-batch-size 3", 2, InputError, "--global-batch-size"),
+        (f"{LLAMA_3_8B} 'open", None, InputError, "words of a shell"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_its_name(
+    text: str, ranks: int | None, error: type[ShardwrightError], words: str
+) -> None:
+    with pytest.raises(error) as caught:
+        job_of(text, ranks)
+    assert words in str(caught.value)
