@@ -85,8 +85,7 @@ CLAIMS = {
         "estimate/fit/test_search.py::test_every_policy_has_its_own_largest_batch"
     ),
     "`FSDPMemTracker` on 120 random configurations": (
-        "estimate/test_estimate.py::"
-        "test_fsdp2_takes_what_was_estimated_as_torchs_tracker_sees_it"
+        "estimate/test_estimate.py::test_fsdp2_takes_what_was_estimated_as_torchs_tracker_sees_it"
     ),
     "Beside memory that others measured and published": (
         "published/test_megatron_estimate.py::test_peaks_that_were_measured_are_met_to_one_percent"

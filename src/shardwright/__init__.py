@@ -118,6 +118,9 @@ _HOMES = {
 _RENAMED = {
     "estimate_memory": ("estimate.footprint", "footprint"),
     "explain": ("planner.explain", "explain_tensor"),
+    # what a document that is printed asks for: the floor of values cannot import the report
+    "first_screen": ("report.first_screen", "as_text"),
+    "first_screen_as_html": ("report.first_screen", "as_html"),
 }
 
 __all__ = [

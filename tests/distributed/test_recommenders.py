@@ -14,9 +14,9 @@ from combinations import rare, slow
 from pool import Pool
 
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks
+from shardwright.estimate import recordings
 from shardwright.job.job import Job
 from shardwright.job.plan import Plan
-from shardwright.train import recordings
 
 TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise", "dense")
 TABLES = ("users", "seen", "shown.items", "shown.tags", "shops")

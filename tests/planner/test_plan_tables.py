@@ -20,6 +20,7 @@ from shardwright.core.block import check_tiling
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import NoPlanError, ShardwrightError
 from shardwright.core.timeline import decode, phase_seconds
+from shardwright.estimate import recordings
 from shardwright.estimate.recordings import described
 from shardwright.job.job import Job, parse_job
 from shardwright.job.plan import Plan
@@ -30,7 +31,6 @@ from shardwright.planner.search.watch import Watch
 from shardwright.planner.strategy import bound_of
 from shardwright.planner.strategy.tables import search_tables
 from shardwright.planner.tally import Placed
-from shardwright.train import recordings
 
 MakeJob = Callable[..., Job]
 GIB = 2**30

@@ -16,6 +16,7 @@ from shardwright.core.errors import UnsupportedError
 from shardwright.core.placement import Flat, Replicate
 from shardwright.core.sharding import FREE
 from shardwright.core.timeline import decode, exact_bytes, phase_peaks, phase_seconds
+from shardwright.estimate import recordings
 from shardwright.estimate.recordings import described
 from shardwright.job.job import Job
 from shardwright.job.plan import Plan
@@ -28,7 +29,6 @@ from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.steps import search_steps, step_bound
 from shardwright.planner.tally import Placed
-from shardwright.train import recordings
 
 MakeJob = Callable[..., Job]
 Planned = Callable[[int], Plan]

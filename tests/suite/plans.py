@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from shardwright.estimate import recordings
 from shardwright.job.job import Job
 from shardwright.job.plan import Plan
-from shardwright.train import recordings
 
 MADE: dict[bytes, Plan] = {}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+import shardwright
 from shardwright.core.errors import InputError, expected, likeliest
 
 MAX_DOCUMENT_BYTES = 256 * 2**20
@@ -38,15 +38,10 @@ class Shown:
     __slots__ = ()
 
     def __str__(self) -> str:
-        return str(_first_screen().as_text(self))
+        return str(shardwright.first_screen(self))
 
     def _repr_html_(self) -> str:
-        return str(_first_screen().as_html(self))
-
-
-def _first_screen() -> Any:
-    """By name, for the report is built on documents: nothing here can import it."""
-    return importlib.import_module("shardwright.report.first_screen")
+        return str(shardwright.first_screen_as_html(self))
 
 
 def read_bytes(path: Path | str, what: str, remedy: str = "") -> bytes:
