@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu.rows import Row, Setting, group_of_one
-from gpu.runtime_units import Trained, apart, flat_adamw, ours, plain, size_of, step, whole
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwright as sw
+from gpu.rows import Row, Setting, group_of_one
+from gpu.runtime_units import Trained, apart, flat_adamw, ours, plain, size_of, step, whole
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import Operations
 

@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 from fsdp_contestants import SIZES, Contestant, batch_of, contestants, model_of
-from gpu.rows import Row, Setting, fake_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from gpu.rows import Row, Setting, fake_group
 from shardwright.models.transformer import next_token_loss
 
 RANKS = 8

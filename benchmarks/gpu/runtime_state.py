@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardwright as sw
 from gpu.rows import Row, Setting, group_of_one, timed
 from gpu.runtime_units import (
     Optimizers,
@@ -24,10 +28,6 @@ from gpu.runtime_units import (
     usual_adamw,
     whole,
 )
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-import shardwright as sw
 
 
 def fsdp2_offloaded(setting: Setting, model: nn.Module, mesh: DeviceMesh) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu.rows import Row, Setting, group_of_one, timed
-from gpu.runtime_units import apart, memory, whole
 from peer_tables import build
 from side_by_side import Given, Shape
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwright as sw
+from gpu.rows import Row, Setting, group_of_one, timed
+from gpu.runtime_units import apart, memory, whole
 from shardwright.core.job import parse_job
 from shardwright.lab.recordings import plan
 from shardwright.models.dlrm import DLRM

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from fsdp_contestants import GPT2, adamw
-from gpu.rows import Row, Setting, group_of_one, timed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
+from gpu.rows import Row, Setting, group_of_one, timed
 from shardwright.models.transformer import next_token_loss
 
 STEPS = 4  # of training, each with a batch of its own
