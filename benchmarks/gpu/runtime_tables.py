@@ -130,7 +130,7 @@ def compared(setting: Setting, optimizer: str, kind: str) -> dict[str, Any]:
             losses.append((tables.passes(mine, given).item(), wanted.item()))
         found = {name: whole(value) for name, value in sw.full_state_dict(mine).items()}
         figures: dict[str, Any] = {
-            "loss_apart": max(abs(a - b) / abs(b) for a, b in losses),
+            "loss_apart": max(abs(a - b) / max(abs(b), 1e-30) for a, b in losses),
             "weight_apart": apart(found, tables.weights_of(true)),
         }
         given = tables.asked(setting, 3)
@@ -215,7 +215,7 @@ def dlrm(setting: Setting, overlap: str) -> dict[str, Any]:
         (batch,) = batches(setting, 1)
         own, plain = partial(_step, mine, optimizer, batch), partial(_step, true, usual, batch)
         return {
-            "loss_apart": max(abs(a - b) / abs(b) for a, b in losses),
+            "loss_apart": max(abs(a - b) / max(abs(b), 1e-30) for a, b in losses),
             "weight_apart": apart({name: found[name] for name in wanted}, wanted),
             "ours": {**timed(setting, own), **memory(setting, own)},
             "plain": {**timed(setting, plain), **memory(setting, plain)},

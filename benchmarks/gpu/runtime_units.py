@@ -70,7 +70,7 @@ class Trained:
         largest element of their tensor, of weights as they are, where a step is 0.001."""
         pairs = zip(self.losses, other.losses, strict=True)
         return {
-            "loss_apart": max(abs(a - b) / abs(b) for a, b in pairs),
+            "loss_apart": max(abs(a - b) / max(abs(b), 1e-30) for a, b in pairs),
             "gradient_apart": apart(self.gradients, other.gradients),
             "weight_apart": max(
                 (self.weights[name] - value).abs().max().item()
@@ -204,7 +204,7 @@ def clipped(setting: Setting) -> dict[str, Any]:
             found = sw.clip_grad_norm_(model, 0.1)
             mine = {name: whole(p.grad) for name, p in model.named_parameters()}
         figures[strategy] = {
-            "norm_apart": abs(found.item() / wanted.item() - 1),
+            "norm_apart": abs(found.item() - wanted.item()) / max(wanted.item(), 1e-30),
             "gradient_apart": apart(mine, gradients),
         }
     return figures

@@ -13,7 +13,8 @@ from xml.etree import ElementTree
 from gpu.rows import Row, Setting
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 60.0  # after which they are stopped; what has ended by then is told
+MARK = "mark.gpu"  # in files that have such tests: of others none is collected
+SECONDS = 45.0  # after which they are stopped; what has ended by then is told
 MESSAGE = 500  # characters of what a test says
 OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 
@@ -37,17 +38,18 @@ def outcomes(path: Path) -> dict[str, Any]:
 
 def measured(setting: Setting, folder: Path = ROOT / "tests") -> dict[str, Any]:
     """pytest in a process of its own; what it said last where it gave no file."""
+    files = sorted(str(path) for path in folder.rglob("test_*.py") if MARK in path.read_text())
     with tempfile.TemporaryDirectory() as own:
         path = Path(own) / "cases.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "-n", "0"]
-        command += ["-p", "no:cacheprovider", f"--junitxml={path}", str(folder)]
+        command += ["-p", "no:cacheprovider", f"--junitxml={path}", *files]
         try:
             ended = subprocess.run(
                 command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
             )
             said, code = ended.stdout + ended.stderr, ended.returncode
         except subprocess.TimeoutExpired as error:
-            said, code = str(error.stdout or b""), -1
+            said, code = f"{error}: {error.stdout or b''!r}", -1
         if not path.exists():
             return {"error": f"pytest ended with {code}: {said[-MESSAGE:]}"}
         return {**outcomes(path), "code": code}

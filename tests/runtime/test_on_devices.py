@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
+from tracker_tasks import fake_world
 
 import shardwright as sw
 from shardwright.core.block import Block
@@ -198,6 +200,16 @@ def test_offloaded_shards_are_pinned_and_what_computes_is_not(
     shards = [unit.buffers.shard for unit in storages_in(model)]
     assert all(shard.device.type == "cpu" for shard in shards)
     assert all(shard.is_pinned() for shard in shards) == (device == "cuda")
+
+
+def test_buffers_of_another_device_come_to_that_of_the_ranks() -> None:
+    with fake_world(0, 2) as mesh, FakeTensorMode():
+        model = nn.BatchNorm1d(8)
+        model.running_mean = torch.zeros(8, device="cuda")
+        model.running_var = model.running_mean
+        sw.fully_shard_flat(model, mesh)
+        assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
+        assert model.running_var is model.running_mean
 
 
 def test_buffers_are_where_the_ranks_compute(device: str, mesh: DeviceMesh) -> None:
