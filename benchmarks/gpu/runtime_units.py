@@ -3,6 +3,7 @@ precision it stands beside FSDP2."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -213,10 +214,10 @@ def clipped(setting: Setting) -> dict[str, Any]:
 def taken(
     setting: Setting, wrap: Wrap | None, make: Optimizers, size: Size | None = None
 ) -> dict[str, Any]:
-    """Seconds of a forward and backward, and of an update; the most memory of a step, of which
-    ``resting`` is there before it."""
+    """Seconds of a forward and backward, and of an update; the most memory of both passes, of which
+    ``resting`` is there before them, and ``begun`` before anything was made."""
     with group_of_one(setting):
-        size = size or large(setting)
+        size, begun = size or large(setting), _allocated(setting)
         model = size.model(setting)
         if wrap is not None:
             wrap(model, init_device_mesh(setting.device, (1,)))
@@ -230,10 +231,15 @@ def taken(
         pass_through()
         optimizer.step()
         optimizer.zero_grad()
-        figures = {**memory(setting, pass_through), "parameters": _elements(model)}
+        figures = {**begun, **memory(setting, pass_through), "parameters": _elements(model)}
         figures["passes"] = timed(setting, pass_through)
         figures["update"] = timed(setting, optimizer.step)
     return figures
+
+
+def _allocated(setting: Setting) -> dict[str, int]:
+    gc.collect()  # what earlier rows left in cycles
+    return {"begun": torch.cuda.memory_allocated()} if setting.device == "cuda" else {}
 
 
 def memory(setting: Setting, run: Callable[[], Any]) -> dict[str, Any]:

@@ -28,11 +28,12 @@ def outcomes(path: Path) -> dict[str, Any]:
         outcome = "passed" if ill is None else OUTCOMES[ill.tag]
         counts[outcome] += 1
         if ill is not None:
-            said = f"{ill.get('message') or ''}\n{ill.text or ''}".strip()
+            said = (ill.get("message") or "")[: MESSAGE // 2]
+            said += "\n" + (ill.text or "").strip()[len(said) + 1 - MESSAGE :]  # its end tells most
             name = f"{case.get('classname')}::{case.get('name')}"
             seconds = float(case.get("time") or 0)
             cases.append({"name": name, "outcome": outcome, "seconds": seconds})
-            cases[-1]["message"] = said[:MESSAGE]
+            cases[-1]["message"] = said
     return {**counts, "cases": cases}
 
 
