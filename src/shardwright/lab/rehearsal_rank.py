@@ -113,9 +113,25 @@ def _built(job: Job) -> tuple[nn.Module, Any, Loss]:
     assert isinstance(shape, LlamaShape)
     section = memory_of(job)
     local = LocalShape(loss=section.loss, fp32_logits=section.fp32_logits)
-    model = Llama(shape, local, sequence=job.batch.sequence)
+    if torch.get_default_device().type == "cpu":
+        model = Llama(shape, local, sequence=job.batch.sequence)
+    else:
+        model = _drawn_there(Llama(shape, local, sequence=job.batch.sequence, device="meta"))
     tokens, targets = (torch.randint(shape.vocab, size) for _ in range(2))
     return model, (tokens, targets), lambda: model.loss(model(tokens), targets)
+
+
+@torch.no_grad()
+def _drawn_there(model: Llama) -> Llama:
+    """A model on the meta device, on the default one with values that mean nothing: those of a run
+    are drawn on the CPU, a billion in ten seconds."""
+    model.to_empty(device=torch.get_default_device())
+    if model.shape.tied_embeddings:
+        model.output.weight = model.tok_embeddings.weight
+    model.set_positions(None)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.02)
+    return model
 
 
 def _shard(model: nn.Module, units: Sequence[RecordedUnit], job: Job, mesh: DeviceMesh) -> None:
