@@ -158,10 +158,13 @@ def _shard(model: nn.Module, units: Sequence[RecordedUnit], job: Job, mesh: Devi
                 precision=precision,
                 block_size=optimizer_of(job).block,
             )
+    rootless = all(unit.name for unit in units)
     if section.runtime == "fsdp2":
-        if all(unit.name for unit in units):
+        if rootless:
             fully_shard(model, mesh=mesh, mp_policy=precision)
         _set_fsdp2(model, section.fsdp2)
+    elif rootless:  # which has its units follow one another, as those of a plan do
+        fully_shard_flat(model, mesh, precision=precision)
 
 
 def _set_fsdp2(model: nn.Module, its: Fsdp2Section) -> None:
