@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -174,6 +173,8 @@ def _ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def _redundancy(model: nn.Module) -> torch.optim.Optimizer:
     """Torch's ZeRO-1: each rank updates parameters of its own and broadcasts them."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns where it is imported
+
     options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
 

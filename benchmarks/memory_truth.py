@@ -161,7 +161,9 @@ class Truth:
 
 
 def fsdp_mem_tracker(job: Job) -> Truth:
-    """A step as ``FSDPMemTracker`` sees it."""
+    """A step as ``FSDPMemTracker`` sees it; that of torch 2.11 counts what FSDP2 freed."""
+    if torch.__version__ < "2.12":
+        raise SystemExit(f"FSDPMemTracker: expected torch 2.12 or later, got {torch.__version__}")
     begun = time.perf_counter()
     with training(job) as run:
         built = time.perf_counter()

@@ -66,7 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that mostly wait for processes alternate with those that compute, so that no processor
     is idle, and the dearest ones come first, so that no worker is left alone with them. Of tests
     that are dear not every combination of parameters runs daily, nor of these every one in ``make
-    test``."""
+    test``. What is marked ``gpu`` is skipped without one."""
+    _skip_without_gpu([item for item in items if item.get_closest_marker("gpu")])
     files: dict[Path, list[pytest.Item]] = {}
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -81,6 +82,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for cases in tests.values():
         if is_dear(cases[0]):
             choose(cases)
+
+
+def _skip_without_gpu(items: Sequence[pytest.Item]) -> None:
+    if not items:
+        return
+    import torch  # not for tests of floors that have none
+
+    if not torch.cuda.is_available():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 def _reevaluate(steps: Sequence[Step]) -> None:

@@ -50,6 +50,7 @@ MEASURED = re.compile(
 # Numbers of README.md that no file of validation/ has, as patterns, and why.
 ALLOWED = {
     r"Python 3\.11": "a version",
+    r"PyTorch is 2\.13; with 2\.11": "versions",
     r"about a minute, 1\.1 GB of disk": "of an installation, by the net and the package index",
     r"a quarter of a minute": "of a machine that does nothing else",
     r"writes 40 MB": "a folder's size, looked at",

@@ -87,6 +87,7 @@ def running(setting: Setting, configuration: Configuration, known: Prediction) -
         made = rehearsed(job, setting.device, data, units=known.units if known else (), before=cut)
         found = inside.enter_context(made)
         inside.enter_context(found.treatment.around())
+        clear(setting)  # the whole model was there, of which a rank has a part
         yield Run(found, optimizer_for(job, found.model))
         found.model.zero_grad(set_to_none=True)
     clear(setting)

@@ -165,7 +165,7 @@ def main() -> int:
 
 def _summary(stage: str, rows: list[dict[str, Any]]) -> str:
     failed = [row for row in rows if "error" in row]
-    skipped = sum("skipped" in row for row in rows)
+    skipped = sum(isinstance(row.get("skipped"), str) for row in rows)
     said = f"{stage}: {len(rows) - len(failed) - skipped} rows, {len(failed)} failed"
     said += f", {skipped} skipped" if skipped else ""
     return "\n  ".join([said, *(f"{row['name']}: {json.dumps(row['error'])}" for row in failed)])

@@ -11,6 +11,8 @@ import torch
 from habit_tasks import HABITS, several
 from pool import Pool
 
+from shardwright.runtime.torch_private import HEARS_OF_OPERATORS
+
 WAYS = ("flat", "per_param", "param_boundary", "owned", "offloaded")
 REFUSED = {  # and how
     "a_backward_of_weights_before_a_step": "modified by an inplace operation",  # as on one process
@@ -51,6 +53,8 @@ REFUSED_BY_RANGES = {  # which are no slices of a tensor, and cut numbers too
     "a_number_used_by_another_method": "scale: expected a use that a sharded tensor has",
     "full_state_from_one_rank": "weight: expected a part that is a slice of the whole tensor",
 }
+if not HEARS_OF_OPERATORS:  # torch 2.11 asks no tensor about operators of a backward
+    REFUSED_BY_RANGES["a_number_copied_alone"] = "expected torch 2.13 or later"
 
 REFUSED_OF_REPLICAS = {  # what a flat buffer cuts, others have whole
     "a_counter_that_acts_with_a_temperature_in_the_loss": "scale of unit '_Scaled': expected hooks "

@@ -14,6 +14,7 @@ import torch
 from memory_truth import DTYPES, Training, fake_group, fsdp_mem_tracker, mesh_of, our_tracker
 from tiny_configs import FAMILIES
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 
 from shardwright.core.footprint import RankMemory
 from shardwright.core.llama import LlamaShape
@@ -39,6 +40,7 @@ MODEL = {
     "vocab": 500,
 }
 VALIDATION = Path(__file__).parents[2] / "validation" / "cpu-2-cores"
+HAS_BUFFERS = hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers")
 LOSS_BYTES = 8  # the loss and its gradient: a program's own names say when they go
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "three inputs of reduce-scatters, logits in fp32": {
@@ -103,11 +105,20 @@ def estimated(job: Job) -> RankMemory:
     return rank
 
 
+def seen(job: Job) -> int:
+    """The peak as torch's tracker sees it; ours with torch 2.11, whose counts what FSDP2 freed."""
+    if torch.__version__ >= "2.12":
+        return fsdp_mem_tracker(job).peak
+    return our_tracker(job, one_module=True).result().peak.bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_fsdp2_takes_what_was_estimated_as_torchs_tracker_sees_it(case: str) -> None:
     job = job_of(CASES[case])
-    truth = fsdp_mem_tracker(job).peak
+    if memory_of(job).fsdp2.reduce_scatter_max_input_buffers > 1 and not HAS_BUFFERS:
+        pytest.skip(f"FSDP2 of torch {torch.__version__} keeps one input of reduce-scatters")
+    truth = seen(job)
     assert abs(estimated(job).peak_bytes - truth) <= LOSS_BYTES
 
 
@@ -119,7 +130,7 @@ def test_fsdp2_takes_what_was_estimated_of_a_hugging_face_config(
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": family, **FAMILIES[family]}))
     job = job_of(model={"hf_config": str(config)})
-    truth = fsdp_mem_tracker(job).peak
+    truth = seen(job)
     assert abs(estimated(job).peak_bytes - truth) <= LOSS_BYTES
 
 

@@ -119,6 +119,10 @@ def test_the_backward_of_flash_attention_takes_an_fp32_sum_and_gradients_of_ever
     assert inner(seen(run)) == [4 * 256 * (64 + 1) * 4 + 2 * 4 * 256 * 64 * 2]
 
 
+def test_the_backward_of_a_softmax_takes_the_product_of_gradient_and_result() -> None:
+    assert inner(seen(lambda: half(8, 64).softmax(-1))) == [8 * 64 * 2]
+
+
 def test_the_backward_of_an_embedding_sorts_and_sums_in_fp32() -> None:
     count, rows, width = 4096, 100, 64
 

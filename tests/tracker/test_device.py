@@ -39,7 +39,7 @@ def test_retries_of_the_allocator_count_from_the_making_of_a_meter(
     assert (found.before, found.retries, found.out_of_memory) == (7, 2, 0)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_the_tracked_peak_is_what_the_allocator_says() -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).cuda()
     optimizer = torch.optim.AdamW(model.parameters())

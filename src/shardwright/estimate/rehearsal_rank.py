@@ -113,9 +113,25 @@ def _built(job: Job) -> tuple[nn.Module, Any, Loss]:
     assert isinstance(shape, LlamaShape)
     section = memory_of(job)
     local = LocalShape(loss=section.loss, fp32_logits=section.fp32_logits)
-    model = Llama(shape, local, sequence=job.batch.sequence)
+    if torch.get_default_device().type == "cpu":
+        model = Llama(shape, local, sequence=job.batch.sequence)
+    else:
+        model = _drawn_there(Llama(shape, local, sequence=job.batch.sequence, device="meta"))
     tokens, targets = (torch.randint(shape.vocab, size) for _ in range(2))
     return model, (tokens, targets), lambda: model.loss(model(tokens), targets)
+
+
+@torch.no_grad()
+def _drawn_there(model: Llama) -> Llama:
+    """A model on the meta device, on the default one with values that mean nothing: those of a run
+    are drawn on the CPU, a billion in ten seconds."""
+    model.to_empty(device=torch.get_default_device())
+    if model.shape.tied_embeddings:
+        model.output.weight = model.tok_embeddings.weight
+    model.set_positions(None)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.02)
+    return model
 
 
 def _shard(model: nn.Module, units: Sequence[RecordedUnit], job: Job, mesh: DeviceMesh) -> None:
@@ -142,10 +158,13 @@ def _shard(model: nn.Module, units: Sequence[RecordedUnit], job: Job, mesh: Devi
                 precision=precision,
                 block_size=optimizer_of(job).block,
             )
+    rootless = all(unit.name for unit in units)
     if section.runtime == "fsdp2":
-        if all(unit.name for unit in units):
+        if rootless:
             fully_shard(model, mesh=mesh, mp_policy=precision)
         _set_fsdp2(model, section.fsdp2)
+    elif rootless:  # which has its units follow one another, as those of a plan do
+        fully_shard_flat(model, mesh, precision=precision)
 
 
 def _set_fsdp2(model: nn.Module, its: Fsdp2Section) -> None:

@@ -212,12 +212,12 @@ class DLRM(Started):
         shape = self.shapes[fqn]
         least, most = self.starts[fqn]
         (row, column), (rows, columns) = offsets, sizes
-        found = torch.empty(rows, columns)
+        found = torch.empty(rows, columns, device="cpu")
         first = row // ROWS_PER_GENERATOR
         for index in range(first, -(-(row + rows) // ROWS_PER_GENERATOR)):
             low = index * ROWS_PER_GENERATOR
             count = min(ROWS_PER_GENERATOR, shape[0] - low)
-            values = torch.empty(count, shape[1])
+            values = torch.empty(count, shape[1], device="cpu")
             values.uniform_(least, most, generator=self._generator(fqn, index))
             begin, end = max(row, low), min(row + rows, low + count)
             found[begin - row : end - row] = values[

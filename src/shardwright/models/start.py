@@ -23,7 +23,8 @@ class Started(nn.Module):
         self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> torch.Tensor:
         """Starting values of the rectangle ``sizes`` at ``offsets`` of parameter ``fqn``."""
-        values = self._start(fqn)
+        with torch.device("cpu"):  # where generators draw alike, whatever device is the default
+            values = self._start(fqn)
         return values[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
     @abstractmethod

@@ -52,6 +52,7 @@ from shardwright.runtime.fully_shard import (
 )
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.probe import Probe
+from shardwright.runtime.sharded_module import move_buffers
 from shardwright.runtime.units import replicas
 from shardwright.runtime.units.dstorage import storages_in
 from shardwright.runtime.units.flow import Flow
@@ -134,6 +135,7 @@ def apply(
     if plan.job.train.overlap not in (UNSET, "none"):
         look_ahead(model)
     vars(model).pop("initial_block", None)  # of one model only: what it keeps is needed no more
+    move_buffers(model, torch.device(mesh.device_type))
     _agree_on_replicas(comm, model)
     return model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate as TorchReplicate
@@ -16,7 +17,7 @@ from shardwright.core.layout import balanced_owners
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard, Zero
 from shardwright.runtime.comm import Comm, CutTwice, check_mesh
 from shardwright.runtime.flat_tensors import TAKEN, follow_optimizers
-from shardwright.runtime.sharded_module import as_sharded, class_name
+from shardwright.runtime.sharded_module import as_sharded, class_name, move_buffers
 from shardwright.runtime.state import follow_state_dict
 from shardwright.runtime.units import replicas
 from shardwright.runtime.units.dstorage import (
@@ -138,9 +139,11 @@ def _agree(
 
 
 def _settle(modules: Sequence[nn.Module], names: Sequence[str]) -> None:
-    """Let replicas begin with the values of one of them, and inner units have their paths."""
+    """Let replicas begin with the values of one of them, inner units have their paths, and buffers
+    be where parameters are."""
     for module, name in zip(modules, names, strict=True):
         _name_inner(module, name)
+        move_buffers(module, torch.device(storages_of(module)[0].mesh.device_type))
     for storage in storages_of(modules[0]):
         if replicas.differ(storage.name, storage.buffers, storage.comm):
             replicas.level(storage.name, storage.buffers, storage.comm)

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Final
-from weakref import WeakKeyDictionary
+from typing import Any, Final
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ class _Channel:
 
     __slots__ = (
         *("__weakref__", "absence", "history", "last", "limit", "meetings"),
-        *("narrowed", "paths", "sequence", "step", "told"),
+        *("narrowed", "paths", "reducing", "sequence", "step", "told"),
     )
 
     def __init__(self) -> None:
@@ -66,6 +66,7 @@ class _Channel:
         self.history = 0
         self.last: deque[str] = deque(maxlen=_REMEMBERED)
         self.step: int | None = None
+        self.reducing: ref[Any] | None = None
         self.told: set[str] = set()
         self.paths: Paths | None = None
         self.limit: timedelta | None = None
@@ -152,6 +153,16 @@ class Peers:
     @step.setter
     def step(self, step: int | None) -> None:
         self._channel.step = step
+
+    @property
+    def reducing(self) -> Any:
+        """Who has the last reduce that began in this group under way: one for all who use it."""
+        found = self._channel.reducing
+        return None if found is None else found()
+
+    @reducing.setter
+    def reducing(self, who: object) -> None:
+        self._channel.reducing = None if who is None else ref(who)
 
     def remember(self, label: str) -> int:
         """A number for all labels that were remembered so far: 32 bits, which are the same on ranks

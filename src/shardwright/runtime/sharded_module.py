@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
@@ -18,6 +19,7 @@ from shardwright.runtime.units.dstorage import (
     storages_in,
     storages_of,
 )
+from shardwright.tracker.private import own_buffers
 
 
 class ShardedModule:
@@ -161,6 +163,18 @@ class UnshardHandle:
         """Until the unit is there."""
         for storage in self._storages:
             storage.finish_gather()
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Let buffers be where the ranks compute, as parameters are; those on the meta device stay."""
+    moved: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        for name, buffer in own_buffers(part).items():
+            if buffer is None or buffer.device.type in (device.type, "meta"):
+                continue
+            if id(buffer) not in moved:
+                moved[id(buffer)] = buffer.to(device)
+            own_buffers(part)[name] = moved[id(buffer)]
 
 
 def as_sharded(module: nn.Module) -> None:

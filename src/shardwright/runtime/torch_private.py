@@ -422,6 +422,24 @@ def listen(
     return found
 
 
+def hear_of_collectives(kind: type[torch.Tensor], dispatch: Callable[..., Any]) -> None:
+    """Give collectives on a class of tensors to ``dispatch`` where torch asks no subclass: those of
+    ``torch.distributed`` are no functions that ``listen`` hears of. Other DTensors are refused as
+    torch does."""
+
+    def handle(func: Any, args: Any, kwargs: Any) -> Any:
+        if any(isinstance(leaf, kind) for leaf in tree_flatten((args, kwargs))[0]):
+            return dispatch(func, args, kwargs or {})
+        raise NotImplementedError(f"Operator {func} does not have a sharding strategy registered.")
+
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, operator = name.partition("::")
+        packet, _, overload = operator.partition(".")
+        if space == "c10d":
+            func = getattr(getattr(torch.ops.c10d, packet), overload or "default")
+            DTensor._op_dispatcher._custom_op_handlers[func] = handle
+
+
 def _refuse_backward(_: torch.Tensor) -> None:
     raise UnsupportedError(
         expected(

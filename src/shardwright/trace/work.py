@@ -80,14 +80,14 @@ def _of_every_head(query: torch.Size, *shapes: torch.Size) -> Iterator[tuple[int
 
 # Torch's own counter knows none of a CPU's attention, and torch 2.11's no shared keys.
 _ATTENTION = {
-    getattr(aten, f"_scaled_dot_product_{kind}{direction}"): count
-    for kind in (
-        "cudnn_attention",
-        "efficient_attention",
-        "flash_attention",
-        "flash_attention_for_cpu",
-    )
-    for direction, count in (("", _attention), ("_backward", _attention_backward))
+    aten._scaled_dot_product_cudnn_attention: _attention,
+    aten._scaled_dot_product_efficient_attention: _attention,
+    aten._scaled_dot_product_flash_attention: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
+    aten._scaled_dot_product_flash_attention_backward: _attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 
 

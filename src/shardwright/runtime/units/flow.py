@@ -317,6 +317,12 @@ class Flow(UnitFlow):
             return
         for name in reversed(unit.module_names):
             unit.comm.probe.did(Action("compute", name, "backward", "backward"))
+        # Units that were sharded one by one, and no root with them, have a flow each. One reduce of
+        # a group is under way at a time all the same: else every unit's buffer would be there until
+        # the backward is over.
+        other = unit.comm.reducing
+        if other is not None and other is not self:
+            other._do(other.collect())
         self._do(
             self.reduce(
                 unit.key,
@@ -326,6 +332,7 @@ class Flow(UnitFlow):
                 holds=unit.holds,
             )
         )
+        unit.comm.reducing = self if self.pending else None
 
     def end_backward(self) -> None:
         """Reduce what no input announced, in the order of need, and finish everything."""

@@ -391,9 +391,13 @@ def _refuse_collective(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _refuse_memory(func: Any, args: Any, kwargs: Any) -> Any:
     shard = next(leaf for leaf in tree_flatten((args, kwargs))[0] if hasattr(leaf, "cut"))
-    name = operator_name(func).partition("::")[2]
+    raise refused_memory(shard.cut, operator_name(func).partition("::")[2])
+
+
+def refused_memory(cut: Cut, what: str) -> UnsupportedError:
+    """It would lie elsewhere than its unit's others."""
     remedy = "Copy values with copy_(); its memory is a part of its unit's."
-    raise refused(shard.cut, f"{name}, which gives it other memory", remedy)
+    return refused(cut, f"{what}, which gives it other memory", remedy)
 
 
 def _refuse_training(shards: Sequence[Any], func: Any, found: Any) -> None:

@@ -129,9 +129,8 @@ WHOLE: dict[Any, Reduction] = {
     aten.linalg_vector_norm: norm,
 }
 WITH_INDICES = {aten.max.dim, aten.min.dim, aten.max.other, aten.min.other}
-OF_LISTS = {  # of every element of a list, without a rule of their own
-    getattr(aten, name) for name in ("_foreach_max", "_foreach_powsum") if hasattr(aten, name)
-}
+# Of every element of a list, without a rule of their own.
+OF_LISTS = {aten._foreach_max, aten._foreach_powsum}
 
 
 def norms(tensors: Sequence[tuple[torch.Tensor, Comm | None]], order: float) -> list[torch.Tensor]:

@@ -18,12 +18,13 @@ from shardwright.runtime.torch_private import (
     C_DATA,
     C_GRAD,
     HEARS_OF_OPERATORS,
+    hear_of_collectives,
     listen,
     no_torch_function,
 )
 from shardwright.runtime.units.cut import Cut, restored_cut
 from shardwright.runtime.units.linked import Home
-from shardwright.runtime.units.operators import Operators, View, refused
+from shardwright.runtime.units.operators import Operators, View, refused, refused_memory
 
 OF_THE_PART = "Ask to_local(), this rank's part, or full_tensor(), the whole."
 
@@ -208,6 +209,10 @@ class ShardTensor(DTensor):
         self._local_tensor.share_memory_()
         return self
 
+    def set_(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused, here because torch asks neither mode nor function for it."""
+        raise refused_memory(self.cut, "set_")
+
     def untyped_storage(self) -> NoReturn:
         """Refused."""
         raise refused(self.cut, "its storage, which only the part has", OF_THE_PART)
@@ -273,6 +278,8 @@ class ShardTensor(DTensor):
 
 
 OPERATORS = Operators(ShardTensor)
+if not HEARS_OF_OPERATORS:
+    hear_of_collectives(ShardTensor, OPERATORS.dispatch)
 
 
 def restored(local: torch.Tensor, cut: Cut, requires_grad: bool, is_parameter: bool) -> ShardTensor:

@@ -55,6 +55,11 @@ def efficient_backward(arguments: Sequence[Any]) -> int:
     return int((sums if query.element_size() < FLOAT else 0) + batch * heads * rows * FLOAT)
 
 
+def softmax_backward(arguments: Sequence[Any]) -> int:
+    """The product of gradient and result, aten/src/ATen/native/cuda/SoftMax.cu."""
+    return int(arguments[0].nbytes)
+
+
 def embedding_backward(arguments: Sequence[Any]) -> int:
     """Sorted indices with where they came from, then a partial sum in fp32 for every ten rows and
     every distinct row; how many are distinct is not known before, so the kernel takes the most."""
@@ -106,6 +111,7 @@ RULES: dict[str, Rule] = {
     "aten::_scaled_dot_product_flash_attention_backward": flash_backward,
     "aten::_scaled_dot_product_cudnn_attention_backward": flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "aten::_softmax_backward_data": softmax_backward,
     "aten::embedding_dense_backward": embedding_backward,
     "aten::native_layer_norm_backward": layer_norm_backward,
     "shardwright::_fused_rms_norm_backward": norm_backward,

@@ -1,0 +1,46 @@
+"""Units that were sharded one by one, with no root, have a flow each and one group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwright as sw
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("root", [False, True])
+def test_one_reduce_of_a_group_is_under_way_whichever_flow_began_it(
+    mesh: DeviceMesh, root: bool
+) -> None:
+    """Else the buffers of all units would be there until the backward is over."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    storages = [sw.fully_shard_flat(layer, mesh, prefetch=1) for layer in model]
+    if root:
+        sw.fully_shard_flat(model, mesh, prefetch=1)
+    most = 0
+
+    def look(*_: object) -> None:
+        nonlocal most
+        most = max(most, sum(bool(each.gradients.under_way) for each in storages))
+
+    x = torch.ones(2, 8, requires_grad=True)
+    for layer in model:
+        x = layer(x)
+        x.register_hook(look)
+    x.sum().backward()
+    assert most == 1
+    assert not any(each.gradients.under_way for each in storages)
+    assert all(p.grad is not None for p in model.parameters())
