@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardwright as sw
 from gpu.rows import Row, Setting, group_of_one, timed
 from gpu.runtime_units import apart, memory, whole
-from shardwright.core.job import parse_job
-from shardwright.lab.recordings import plan
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import parse_job
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 
