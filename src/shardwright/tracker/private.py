@@ -35,6 +35,8 @@ __all__ = [
     "Wrapped",
     "accumulated_hooks",
     "after_backward",
+    "any_accumulated_hooks",
+    "any_gradient_hooks",
     "counting_nodes",
     "fake_mode_of",
     "following_resizes",
@@ -118,12 +120,33 @@ def hook_counts(module: nn.Module) -> tuple[int, ...]:
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     """What was given to ``register_hook``."""
-    return list((tensor._backward_hooks or {}).values())
+    hooks = tensor._backward_hooks
+    return list(hooks.values()) if hooks else []
+
+
+def any_gradient_hooks(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether any of ``tensors`` has some; asked of all at once in every step."""
+    for tensor in tensors:  # noqa: SIM110 (a generator takes twice the time)
+        if tensor._backward_hooks:
+            return True
+    return False
 
 
 def accumulated_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
     """What was given to ``register_post_accumulate_grad_hook``."""
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def any_accumulated_hooks(parameters: Sequence[torch.Tensor], beside: type) -> bool:
+    """Whether any of ``parameters`` has some that are not of type ``beside``; asked of all at once
+    in every step."""
+    for parameter in parameters:
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if hooks:
+            for hook in hooks.values():
+                if type(hook) is not beside:
+                    return True
+    return False
 
 
 def in_backward() -> bool:

@@ -15,10 +15,15 @@ from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import set_local, set_version
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import Cut, part_of
-from shardwright.runtime.units.linked import Replica, call_accumulated, call_gradient_hooks
+from shardwright.runtime.units.linked import (
+    OfStrays,
+    Replica,
+    call_accumulated,
+    call_gradient_hooks,
+)
 from shardwright.runtime.units.shard_tensor import ShardTensor, as_parameter
 from shardwright.runtime.units.tensor_parallel import Joint
-from shardwright.tracker.private import gradient_hooks
+from shardwright.tracker.private import any_accumulated_hooks, any_gradient_hooks
 
 _NO_JOINTS: Mapping[str, Joint] = {}
 
@@ -96,7 +101,7 @@ class ShardedParameters:
 
     def hooked(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
         """Let the hooks on the parameters of a segment change their parts of its mean gradient."""
-        if not any(gradient_hooks(self.all[place]) for place in self.places[index]):
+        if not any_gradient_hooks(self._of_segment(index)):
             return
         for place in self._with_gradient(index, present):
             call_gradient_hooks(self.all[place], self._part(place, share))
@@ -105,6 +110,7 @@ class ShardedParameters:
         """Take a segment's share of the mean gradient: set or add to ``.grad`` of every parameter
         that requires it, unless an optimizer's flat tensor has it, and call the hooks that wait
         for it."""
+        has_hooks = any_accumulated_hooks(self._of_segment(index), OfStrays)
         for place in self._with_gradient(index, present):
             parameter = self.all[place]
             if getattr(parameter, "home", None) is None:
@@ -113,7 +119,13 @@ class ShardedParameters:
                     parameter.grad = self._part(place, share)
                 else:
                     held.add_(self._part(place, share))
-            call_accumulated(parameter)
+            if has_hooks:
+                call_accumulated(parameter)
+
+    def _of_segment(self, index: int) -> list[nn.Parameter]:
+        """The parameters of a segment, which follow one another."""
+        places = self.places[index]
+        return self.all[places[0] : places[-1] + 1] if places else []
 
     def _with_gradient(self, index: int, present: Sequence[bool]) -> list[int]:
         """The places of a segment's parameters that get a gradient."""
