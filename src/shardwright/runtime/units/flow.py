@@ -169,7 +169,9 @@ class Flow(UnitFlow):
                 unit.finish_reduce()
 
     def _report(self, unit: Unit, action: Action) -> None:
-        unit.comm.probe.did(Action(action.verb, unit.name, action.phase, action.direction))
+        probe = unit.comm.probe
+        if probe.listens:
+            probe.did(Action(action.verb, unit.name, action.phase, action.direction))
 
     # ---- a forward ------------------------------------------------------------------------------
 
@@ -315,8 +317,10 @@ class Flow(UnitFlow):
         """Every gradient of ``unit`` is there: free its parameters, and sum it over ranks."""
         if unit.key not in self.touched:
             return
-        for name in reversed(unit.module_names):
-            unit.comm.probe.did(Action("compute", name, "backward", "backward"))
+        probe = unit.comm.probe
+        if probe.listens:
+            for name in reversed(unit.module_names):
+                probe.did(Action("compute", name, "backward", "backward"))
         # Units that were sharded one by one, and no root with them, have a flow each. One reduce of
         # a group is under way at a time all the same: else every unit's buffer would be there until
         # the backward is over.

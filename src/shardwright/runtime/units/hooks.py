@@ -289,7 +289,9 @@ class _After:
         output = self._marked(output, module, counts)
         if counts:
             self.hooks.mark_stashed(module)
-        storage.comm.probe.did(Action("compute", self.name, "forward"))
+        probe = storage.comm.probe
+        if probe.listens:
+            probe.did(Action("compute", self.name, "forward"))
         if not self.last or recomputed:
             return output
         for each in self.hooks.storages:
