@@ -43,6 +43,7 @@ __all__ = [
     "fsdp2_holds_all_reduced",
     "fsdp_groups",
     "gradient_hooks",
+    "has_still",
     "hook_counts",
     "in_backward",
     "is_compiled",
@@ -112,6 +113,15 @@ def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def has_still(module: nn.Module, children: list[int] | None, parameters: int) -> bool:
+    """Whether it has those children, by their ``id``, and as many parameters; no children at all
+    are what anything may become. Asked of every module in every forward, so in one call."""
+    own = module._modules
+    if own and [*map(id, own.values())] != children:
+        return False
+    return len(module._parameters) == parameters
+
+
 def hook_counts(module: nn.Module) -> tuple[int, ...]:
     """How many hooks its forward and backward have."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
@@ -141,7 +151,7 @@ def any_accumulated_hooks(parameters: Sequence[torch.Tensor], beside: type) -> b
     """Whether any of ``parameters`` has some that are not of type ``beside``; asked of all at once
     in every step."""
     for parameter in parameters:
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
         if hooks:
             for hook in hooks.values():
                 if type(hook) is not beside:
