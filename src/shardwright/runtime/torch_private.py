@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -99,6 +99,11 @@ outside_of_transforms = torch._C._DisableFuncTorch
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Let autograd take ``tensor`` and its views for what they were at ``version``."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def count_write(tensor: torch.Tensor) -> None:
+    """Let autograd take ``tensor`` and its views for others than they were."""
+    torch._C._increment_version((tensor,))
 
 
 def outside_graphs(function: _Function) -> _Function:
@@ -376,6 +381,20 @@ def set_local(parameter: nn.Parameter, local: torch.Tensor) -> None:
         parameter._local_tensor = local
     else:
         C_DATA.__set__(parameter, local)
+
+
+def unrecorded(function: _Function) -> _Function:
+    """``function`` under ``torch.no_grad``, which is not entered where nothing is recorded anyway:
+    in a backward, unless that has a graph."""
+
+    @wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*arguments, **keywords)
+        with torch.no_grad():
+            return function(*arguments, **keywords)
+
+    return cast(_Function, call)
 
 
 def chunk_cat(tensors: list[torch.Tensor], rows: torch.Tensor) -> None:
