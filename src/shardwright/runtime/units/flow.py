@@ -135,9 +135,11 @@ class Flow(UnitFlow):
         return found.reshard_after_forward is not False
 
     def left(self) -> Iterator[str]:
-        """All but those that are to stay, driven by hand, or in a forward, inside of which
-        there was a torch.autograd.grad."""
+        """All that are there but those that are to stay, driven by hand, or in a forward,
+        inside of which there was a torch.autograd.grad."""
         for unit in self.units():
+            if not unit.is_present:
+                continue
             is_running = unit.writes.watched is not None
             if unit.reshard_after_backward and not unit.driven_by_hand and not is_running:
                 yield unit.key

@@ -14,6 +14,7 @@ from shardwright.core.schedule import Action
 from shardwright.runtime.torch_private import (
     in_transform,
     outside_graphs,
+    storage_of,
     trains,
     unwrapped,
     will_accumulate,
@@ -307,9 +308,11 @@ class _After:
         def mark(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal found
             found += 1
-            inner = unwrapped(tensor)
-            if any(each.shares_full_buffer(inner) for each in self.hooks.storages):
-                tensor = tensor.clone()
+            place = storage_of(unwrapped(tensor))
+            for each in self.hooks.storages:
+                if place == each.buffers.whole.place:  # it would point to freed memory
+                    tensor = tensor.clone()
+                    break
             tensor = _cast(tensor, dtype)
             if not (counts and trains(tensor)):
                 return tensor

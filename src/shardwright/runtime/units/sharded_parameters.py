@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from shardwright.core.errors import InputError, expected
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.torch_private import set_local, set_version
+from shardwright.runtime.torch_private import count_write, set_local, set_version
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import Cut, part_of
 from shardwright.runtime.units.linked import (
@@ -173,14 +172,18 @@ class Writes:
     @property
     def whole_is_written(self) -> bool:
         """Whether someone wrote a whole parameter since it was gathered."""
-        return self.versions != (self._whole, self._replica)
+        buffers = self.buffers
+        return (
+            buffers.whole.tensor._version != self._whole
+            or buffers.replica._version != self._replica
+        )
 
     def gather(self) -> None:
         """The shards are gathered, and are others than last time."""
         self._gathered = self.buffers.shard._version
-        increment_version(self.buffers.whole.tensor)
+        count_write(self.buffers.whole.tensor)
         self._whole = self.buffers.whole.tensor._version
-        increment_version(self.buffers.replica)
+        count_write(self.buffers.replica)
 
     def forget(self) -> None:
         """Let what was written to whole parameters go with them."""
@@ -191,7 +194,7 @@ class Writes:
         """Whatever a graph has saved of the unit is refused by autograd until the unit is there
         again: reading it would end the process."""
         self._whole = self.buffers.whole.tensor._version
-        increment_version(self.buffers.whole.tensor)
+        count_write(self.buffers.whole.tensor)
 
     @torch.no_grad()
     def keep(self, unit: str) -> None:

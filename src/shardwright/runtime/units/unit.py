@@ -27,7 +27,7 @@ from shardwright.core.placement import Placement, Zero
 from shardwright.core.timeline import Kind
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.guard import Guard
-from shardwright.runtime.torch_private import local_of, storage_of
+from shardwright.runtime.torch_private import local_of
 from shardwright.runtime.units import replicas
 from shardwright.runtime.units.arrivals import Arrivals
 from shardwright.runtime.units.buffers import Awaited, Buffers
@@ -406,6 +406,10 @@ class Unit:
 
     def recover(self, *, failed: bool) -> None:
         """Be SHARDED; after a failed backward also without what it left of a gradient."""
+        if self.state is SHARDED and self._gathering is None and not failed:  # as most are
+            self._narrow = None
+            self.gradients.check()
+            return
         self._narrow = None if self._gathering is None else self._narrow
         if failed:
             self.gradients.drop()
@@ -419,11 +423,11 @@ class Unit:
     def settle(self) -> None:
         """After a backward: reduce what came later than its unit's reduce, or was held back by an
         earlier backward and not touched by this one."""
-        left = self.gradients.is_left(self._sums_all)
-        if left and not self.holds and not self.driven_by_hand:
+        if self.gradients.is_left(self._sums_all) and not self.holds and not self.driven_by_hand:
             self.start_reduce()
             self.finish_reduce()
-        self.land()
+        if self.gradients.landing:
+            self.land()
         self.buffers.let_change()
 
     # ---- forwards and backwards ------------------------------------------------------------------
@@ -479,10 +483,6 @@ class Unit:
                 return index
         names = ", ".join(self.param_infos)
         raise InputError(expected(f"unit '{self.name}'", f"one of {names}", f"'{fqn}'"))
-
-    def shares_full_buffer(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` would point to freed memory once the unit is resharded."""
-        return storage_of(tensor) == storage_of(self.buffers.whole.tensor)
 
     def on_meta(self) -> InputError:
         """What to say where memory is asked of a unit without any."""
