@@ -107,7 +107,7 @@ class FlatTensor:
     def __init__(self, runs: Sequence[Run], name: str) -> None:
         unit = runs[0].unit
         views = unit.buffers.segments[runs[0].segment]
-        length = sum(run.length for run in runs)
+        length = self.length = sum(run.length for run in runs)
         memory = torch.as_strided(
             views.share.detach(), (length,), (1,), views.share.storage_offset() + runs[0].begin
         )
@@ -261,12 +261,13 @@ class Stretch(NamedTuple):
         here = present[first : first + len(run.places)]
         if not flat.parameter.requires_grad or not any(here):
             return
-        part = share[run.begin : run.begin + run.length]
+        length = run.length
+        part = share[run.begin : run.begin + length]
         self._call_hooks(part)
-        if flat.local_gradient is None and len(part) == len(local_of(flat.parameter)):
+        if length == flat.length and flat.local_gradient is None:
             flat.set_gradient(part)
         else:
-            flat.gradient_to_write()[self.offset : self.offset + run.length].add_(part)
+            flat.gradient_to_write()[self.offset : self.offset + length].add_(part)
         if flat.cleared:  # else no home is
             for home, has_one in zip(self.homes, here, strict=True):
                 home.is_cleared = home.is_cleared and not has_one
@@ -278,7 +279,7 @@ class Stretch(NamedTuple):
         flat = self.flat
         if not gradient_hooks(flat.parameter):
             return
-        if self.run.length != len(local_of(flat.parameter)):
+        if self.run.length != flat.length:
             raise InputError(
                 expected(
                     f"a hook on {self.homes[0].where} and others",

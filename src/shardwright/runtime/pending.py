@@ -65,7 +65,7 @@ class Pending:
         self._label = label
         self._sequence = sequence
         self._what = kind, nbytes
-        self._arrived = time.perf_counter()
+        self._arrived = time.perf_counter()  # a probe may listen only when it is waited for
         self._works: list[dist.Work] = []
         self._tensors: tuple[torch.Tensor, ...] = ()
         self._after: Callable[[], object] | None = None

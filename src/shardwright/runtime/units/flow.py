@@ -165,7 +165,7 @@ class Flow(UnitFlow):
             else:
                 unit.gradients.keep()
                 continue
-            if reports:
+            if reports and unit.comm.probe.listens:
                 self._report(unit, action)
             if verb == "reduce" and self.pending != action.target:
                 unit.finish_reduce()

@@ -134,17 +134,15 @@ class SegmentGradient:
 
     def _taken(self) -> list[torch.Tensor | None]:
         """What autograd left, taken off the whole parameters."""
-        get, put = C_GRAD.__get__, C_GRAD.__set__
-        taken: list[torch.Tensor | None] = []
-        for whole in self.wholes:
-            gradient = get(whole)
+        put = C_GRAD.__set__
+        taken: list[torch.Tensor | None] = [*map(C_GRAD.__get__, self.wholes)]
+        for place, gradient in enumerate(taken):
             if gradient is not None:
-                put(whole, None)
+                put(self.wholes[place], None)
                 if gradient.requires_grad:
-                    gradient = gradient.detach()
+                    taken[place] = gradient = gradient.detach()
                 if gradient.layout is not torch.strided:
-                    gradient = _dense(gradient)
-            taken.append(gradient)
+                    taken[place] = _dense(gradient)
         return taken
 
     def start(self, unit: str, before: float, after: float | None, guard: Guard | None) -> Sum:

@@ -14,7 +14,6 @@ from shardwright.core.schedule import Action
 from shardwright.runtime.torch_private import (
     in_transform,
     outside_graphs,
-    storage_of,
     trains,
     unwrapped,
     will_accumulate,
@@ -308,9 +307,9 @@ class _After:
         def mark(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal found
             found += 1
-            place = storage_of(unwrapped(tensor))
+            inner = unwrapped(tensor)
             for each in self.hooks.storages:
-                if place == each.buffers.whole.place:  # it would point to freed memory
+                if each.shares_full_buffer(inner):
                     tensor = tensor.clone()
                     break
             tensor = _cast(tensor, dtype)

@@ -16,6 +16,7 @@ import torch
 from shardwright.core.errors import MismatchError, expected
 from shardwright.core.layout import CHECK_BITS
 from shardwright.runtime.comm import Comm
+from shardwright.runtime.torch_private import of_bits
 
 assert CHECK_BITS == 16, "a note has the bits of two bytes"
 _BITS_OF = [tuple(byte >> place & 1 for place in range(8)) for byte in range(256)]
@@ -42,10 +43,7 @@ class Note:
 
     def rows(self, ranks: int, length: int, like: torch.Tensor) -> torch.Tensor:
         """The note for every rank [ranks, length], in dtype and on device of ``like``."""
-        numbers = [*self.own, *self.present]
-        numbers.extend([0] * (length - len(numbers)))
-        row = torch.tensor(numbers, dtype=like.dtype, device=like.device)
-        return row.expand(ranks, length)
+        return of_bits((*self.own, *self.present), length, like).expand(ranks, length)
 
     def read(self, row: torch.Tensor) -> Sequence[bool]:
         """Which tensors have a gradient on any rank, from the sum of all notes [n].

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -65,16 +66,16 @@ def _ranges(slot: Slot, shares: torch.Tensor) -> Strips:
     found = list(_rows(shares, slot.start, slot.start + numel))
     if len(found) == 1 and found[0].dim() == 1:
         return Strips([found[0].view(shape)], None)
-    sizes = [view.numel() for view in found]
-    deep = [(place, view.shape) for place, view in enumerate(found) if view.dim() > 1]
+    begins = itertools.accumulate((view.numel() for view in found), initial=0)
+    places = [  # one call each makes a strip: flattening, splitting and shaping are three
+        (view.shape, (width, 1) if view.dim() > 1 else (1,), begin)
+        for view, begin, width in zip(found, begins, itertools.repeat(shares.shape[1]))
+    ]
 
     def parts(whole: torch.Tensor) -> Sequence[torch.Tensor]:
-        taken: Sequence[torch.Tensor] = torch.split_with_sizes(whole.reshape(-1), sizes)
-        if deep:
-            taken = list(taken)
-            for place, shape in deep:
-                taken[place] = taken[place].view(shape)
-        return taken
+        whole = whole.contiguous()
+        first = whole.storage_offset()
+        return [whole.as_strided(size, stride, first + begin) for size, stride, begin in places]
 
     return Strips(found, parts)
 

@@ -27,7 +27,7 @@ from shardwright.core.placement import Placement, Zero
 from shardwright.core.timeline import Kind
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.guard import Guard
-from shardwright.runtime.torch_private import local_of
+from shardwright.runtime.torch_private import local_of, storage_of
 from shardwright.runtime.units import replicas
 from shardwright.runtime.units.arrivals import Arrivals
 from shardwright.runtime.units.buffers import Awaited, Buffers
@@ -406,10 +406,6 @@ class Unit:
 
     def recover(self, *, failed: bool) -> None:
         """Be SHARDED; after a failed backward also without what it left of a gradient."""
-        if self.state is SHARDED and self._gathering is None and not failed:  # as most are
-            self._narrow = None
-            self.gradients.check()
-            return
         self._narrow = None if self._gathering is None else self._narrow
         if failed:
             self.gradients.drop()
@@ -483,6 +479,10 @@ class Unit:
                 return index
         names = ", ".join(self.param_infos)
         raise InputError(expected(f"unit '{self.name}'", f"one of {names}", f"'{fqn}'"))
+
+    def shares_full_buffer(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` would point to freed memory once the unit is resharded."""
+        return storage_of(tensor) == self.buffers.whole.place
 
     def on_meta(self) -> InputError:
         """What to say where memory is asked of a unit without any."""
