@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.core.layout import CHECK_BITS
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.guard import Guard
-from shardwright.runtime.torch_private import C_GRAD, unrecorded
+from shardwright.runtime.torch_private import C_GRAD, no_subclass_functions, unrecorded
 from shardwright.runtime.units.buffers import Buffers, Cached, Elastic, SegmentViews
 from shardwright.runtime.units.host_memory import copy_stream
 from shardwright.runtime.units.note import Note
@@ -108,9 +108,10 @@ class SegmentGradient:
     def is_here(self) -> bool:
         """Whether a gradient is here that no reduce has taken."""
         get = C_GRAD.__get__
-        for held, whole in zip(self.held, self.wholes, strict=True):
-            if held is not None or get(whole) is not None:  # of every tensor and step
-                return True
+        with no_subclass_functions():
+            for held, whole in zip(self.held, self.wholes, strict=True):
+                if held is not None or get(whole) is not None:  # of every tensor and step
+                    return True
         return False
 
     def keep(self) -> None:
@@ -135,7 +136,8 @@ class SegmentGradient:
     def _taken(self) -> list[torch.Tensor | None]:
         """What autograd left, taken off the whole parameters."""
         put = C_GRAD.__set__
-        taken: list[torch.Tensor | None] = [*map(C_GRAD.__get__, self.wholes)]
+        with no_subclass_functions():  # which torch looks for at every attribute otherwise
+            taken: list[torch.Tensor | None] = [*map(C_GRAD.__get__, self.wholes)]
         for place, gradient in enumerate(taken):
             if gradient is not None:
                 put(self.wholes[place], None)

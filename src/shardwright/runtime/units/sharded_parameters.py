@@ -11,7 +11,12 @@ from torch import nn
 
 from shardwright.core.errors import InputError, expected
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.torch_private import count_write, set_local, set_version
+from shardwright.runtime.torch_private import (
+    count_write,
+    no_subclass_functions,
+    set_local,
+    set_version,
+)
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import Cut, part_of
 from shardwright.runtime.units.linked import (
@@ -73,8 +78,9 @@ class ShardedParameters:
     def follow_freezing(self, wholes: Sequence[nn.Parameter]) -> bool:
         """Whoever changed since both were alike, the sharded or the whole parameter, is followed by
         the other; whether any did."""
-        shown = [sharded.requires_grad for sharded in self.all]
-        hidden = [whole.requires_grad for whole in wholes]
+        with no_subclass_functions():  # which torch looks for at every attribute otherwise
+            shown = [sharded.requires_grad for sharded in self.all]
+            hidden = [whole.requires_grad for whole in wholes]
         if shown == hidden:
             self.trainable = shown
             return False
@@ -100,8 +106,9 @@ class ShardedParameters:
 
     def hooked(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
         """Let the hooks on the parameters of a segment change their parts of its mean gradient."""
-        if not any_gradient_hooks(self._of_segment(index)):
-            return
+        with no_subclass_functions():
+            if not any_gradient_hooks(self._of_segment(index)):
+                return
         for place in self._with_gradient(index, present):
             call_gradient_hooks(self.all[place], self._part(place, share))
 
@@ -109,7 +116,8 @@ class ShardedParameters:
         """Take a segment's share of the mean gradient: set or add to ``.grad`` of every parameter
         that requires it, unless an optimizer's flat tensor has it, and call the hooks that wait
         for it."""
-        has_hooks = any_accumulated_hooks(self._of_segment(index), OfStrays)
+        with no_subclass_functions():
+            has_hooks = any_accumulated_hooks(self._of_segment(index), OfStrays)
         for place in self._with_gradient(index, present):
             parameter = self.all[place]
             if getattr(parameter, "home", None) is None:
@@ -128,10 +136,9 @@ class ShardedParameters:
 
     def _with_gradient(self, index: int, present: Sequence[bool]) -> list[int]:
         """The places of a segment's parameters that get a gradient."""
-        places = self.places[index]
-        return [
-            p for p, here in zip(places, present, strict=True) if here and self.all[p].requires_grad
-        ]
+        rows = zip(self.places[index], present, strict=True)
+        with no_subclass_functions():
+            return [place for place, here in rows if here and self.all[place].requires_grad]
 
     def _part(self, place: int, share: torch.Tensor) -> torch.Tensor:
         """A parameter's part of a share of its segment."""
