@@ -119,11 +119,6 @@ def of_bits(bits: Iterable[object], length: int, like: torch.Tensor) -> torch.Te
     return made if like.is_cpu else made.to(like.device)
 
 
-def count_write(tensor: torch.Tensor) -> None:
-    """Let autograd take ``tensor`` and its views for others than they were."""
-    torch._C._increment_version((tensor,))
-
-
 def outside_graphs(function: _Function) -> _Function:
     """``function``, which torch.compile calls instead of tracing; torch._dynamo is imported by the
     first call, as by the first optimizer."""

@@ -8,15 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from shardwright.core.errors import InputError, expected
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.torch_private import (
-    count_write,
-    no_subclass_functions,
-    set_local,
-    set_version,
-)
+from shardwright.runtime.torch_private import no_subclass_functions, set_local, set_version
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import Cut, part_of
 from shardwright.runtime.units.linked import (
@@ -188,9 +184,9 @@ class Writes:
     def gather(self) -> None:
         """The shards are gathered, and are others than last time."""
         self._gathered = self.buffers.shard._version
-        count_write(self.buffers.whole.tensor)
+        increment_version(self.buffers.whole.tensor)
         self._whole = self.buffers.whole.tensor._version
-        count_write(self.buffers.replica)
+        increment_version(self.buffers.replica)
 
     def forget(self) -> None:
         """Let what was written to whole parameters go with them."""
@@ -201,7 +197,7 @@ class Writes:
         """Whatever a graph has saved of the unit is refused by autograd until the unit is there
         again: reading it would end the process."""
         self._whole = self.buffers.whole.tensor._version
-        count_write(self.buffers.whole.tensor)
+        increment_version(self.buffers.whole.tensor)
 
     @torch.no_grad()
     def keep(self, unit: str) -> None:
