@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from shardwright.runtime.units.dstorage import DStorage
 from shardwright.runtime.units.linked import (
     FlatReplica,
     Home,
+    OfStrays,
     call_accumulated,
     call_gradient_hooks,
     trainable,
@@ -106,7 +107,7 @@ class FlatTensor:
     def __init__(self, runs: Sequence[Run], name: str) -> None:
         unit = runs[0].unit
         views = unit.buffers.segments[runs[0].segment]
-        length = sum(run.length for run in runs)
+        length = self.length = sum(run.length for run in runs)
         memory = torch.as_strided(
             views.share.detach(), (length,), (1,), views.share.storage_offset() + runs[0].begin
         )
@@ -256,19 +257,21 @@ class Stretch(NamedTuple):
         """Take the mean gradient of the run out of that of its segment, whose tensors have one
         where ``present``."""
         flat, run = self.flat, self.run
-        first = run.unit.sharded.places[run.segment][0]
-        here = [present[place - first] for place in run.places]
+        first = run.places.start - run.unit.sharded.places[run.segment][0]
+        here = present[first : first + len(run.places)]
         if not flat.parameter.requires_grad or not any(here):
             return
-        part = share[run.begin : run.begin + run.length]
+        length = run.length
+        part = share[run.begin : run.begin + length]
         self._call_hooks(part)
-        if flat.local_gradient is None and len(part) == len(local_of(flat.parameter)):
+        if length == flat.length and flat.local_gradient is None:
             flat.set_gradient(part)
         else:
-            flat.gradient_to_write()[self.offset : self.offset + run.length].add_(part)
-        for home, has_one in zip(self.homes, here, strict=True):
-            home.is_cleared = home.is_cleared and not has_one
-        flat.cleared = sum(home.is_cleared for home in flat.homes)
+            flat.gradient_to_write()[self.offset : self.offset + length].add_(part)
+        if flat.cleared:  # else no home is
+            for home, has_one in zip(self.homes, here, strict=True):
+                home.is_cleared = home.is_cleared and not has_one
+            flat.cleared = sum(home.is_cleared for home in flat.homes)
         call_accumulated(flat.parameter)
 
     def _call_hooks(self, part: torch.Tensor) -> None:
@@ -276,7 +279,7 @@ class Stretch(NamedTuple):
         flat = self.flat
         if not gradient_hooks(flat.parameter):
             return
-        if self.run.length != len(local_of(flat.parameter)):
+        if self.run.length != flat.length:
             raise InputError(
                 expected(
                     f"a hook on {self.homes[0].where} and others",
@@ -348,7 +351,7 @@ class FlatHome(Home):
         kept where no garbage collector looks: it must not lead back to the parameter, or neither
         is ever freed."""
         with trainable(self.parameter):
-            hook = partial(_take_stray, weakref.ref(self))
+            hook = OfStrays(_take_stray, weakref.ref(self))
             self.parameter.register_post_accumulate_grad_hook(hook)
 
     def take_stray(self, parameter: torch.Tensor) -> None:

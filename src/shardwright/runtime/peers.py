@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.profile import Meeting
 from shardwright.runtime import desync
 from shardwright.runtime.capabilities import (
     ALL_TO_ALL,
@@ -402,7 +401,8 @@ class Peers:
 
     def _begin(self, label: str, kind: str, nbytes: int, alike: bool = True) -> Pending:
         """Count and announce a collective; ``alike``: all ranks name the same bytes."""
-        self.probe.collective(label, nbytes)
+        if self.probe.listens:
+            self.probe.collective(label, nbytes)
         channel = self._channel
         channel.sequence = sequence = channel.sequence + 1
         pending = Pending(self, label, sequence, kind, nbytes)
@@ -431,14 +431,14 @@ class Peers:
         """How the whole job counts ``rank`` of this group, which is what messages name."""
         return self.ranks[rank]
 
-    def settle(self, meeting: Meeting) -> None:
-        """Let the backend's thread let go of the tensors, and the probe know.
+    def settle(self) -> None:
+        """Let the backend's thread let go of the tensors.
 
         gloo wakes the caller first and drops its hold after; where cores are few, the caller would
-        compute on with buffers alive that nobody needs. A yield costs about a microsecond.
+        compute on with buffers alive that nobody needs. A yield costs about a microsecond. A fake
+        group has no thread.
         """
-        self.probe.met(meeting)
-        if self._cpu:
+        if self._cpu and not self.is_fake:
             os.sched_yield()
 
     def explain(self, error: RuntimeError, label: str, sequence: int) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.core.profile import Meeting
+from shardwright.runtime.probe import Probe
 
 
 class Ranks(Protocol):
@@ -29,8 +30,13 @@ class Ranks(Protocol):
         """Of their group."""
         ...
 
-    def settle(self, meeting: Meeting) -> None:
-        """One of their collectives is done, as ``meeting`` says."""
+    @property
+    def probe(self) -> Probe:
+        """Who is told of collectives."""
+        ...
+
+    def settle(self) -> None:
+        """One of their collectives is done."""
         ...
 
     def explain(self, error: RuntimeError, label: str, sequence: int) -> None:
@@ -59,7 +65,7 @@ class Pending:
         self._label = label
         self._sequence = sequence
         self._what = kind, nbytes
-        self._arrived = time.perf_counter()
+        self._arrived = time.perf_counter()  # a probe may listen only when it is waited for
         self._works: list[dist.Work] = []
         self._tensors: tuple[torch.Tensor, ...] = ()
         self._after: Callable[[], object] | None = None
@@ -80,8 +86,10 @@ class Pending:
             self.blame(error)
         del tensors, after
         peers = self._peers
-        place = (peers.name, self._sequence, self._what[0], self._label, self._what[1])
-        peers.settle(Meeting(*place, self._arrived, began, ended))
+        if peers.probe.listens:
+            place = (peers.name, self._sequence, self._what[0], self._label, self._what[1])
+            peers.probe.met(Meeting(*place, self._arrived, began, ended))
+        peers.settle()
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -8,6 +8,7 @@ who is listening.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 import torch
 
@@ -20,7 +21,16 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Probe:
-    """Listens to nothing; subclass and override what is of interest."""
+    """Listens to nothing; subclass and override what is of interest.
+
+    ``listens`` tells the runtime whether anybody does: what it would only make to report, several
+    objects for every unit of every step, it does not make for nobody.
+    """
+
+    listens: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        cls.listens = True
 
     def phase(self, phase: Phase) -> AbstractContextManager[None]:
         """Everything inside belongs to ``phase``; phases nest, the inner one counts."""

@@ -4,10 +4,10 @@ it is looked at."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -99,6 +99,24 @@ outside_of_transforms = torch._C._DisableFuncTorch
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Let autograd take ``tensor`` and its views for what they were at ``version``."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+@cache
+def _zero_and_one(dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """Their bytes in ``dtype``."""
+    both = [torch.tensor([number], dtype=dtype).view(torch.uint8).tolist() for number in (0, 1)]
+    return bytes(both[0]), bytes(both[1])
+
+
+def of_bits(bits: Iterable[object], length: int, like: torch.Tensor) -> torch.Tensor:
+    """A one for every true one of ``bits`` and zeros up to ``length``, in dtype and on device of
+    ``like``: what ``torch.tensor`` would make, which looks at every number by itself and takes
+    eight times as long."""
+    zero, one = _zero_and_one(like.dtype)
+    row = b"".join([one if bit else zero for bit in bits]).ljust(length * len(zero), b"\0")
+    made = torch.frombuffer(bytearray(row), dtype=like.dtype)
+    made = torch.ops.aten.lift_fresh.default(made)  # so modes hear of it, as of any new tensor
+    return made if like.is_cpu else made.to(like.device)
 
 
 def outside_graphs(function: _Function) -> _Function:
@@ -376,6 +394,20 @@ def set_local(parameter: nn.Parameter, local: torch.Tensor) -> None:
         parameter._local_tensor = local
     else:
         C_DATA.__set__(parameter, local)
+
+
+def unrecorded(function: _Function) -> _Function:
+    """``function`` under ``torch.no_grad``, which is not entered where nothing is recorded anyway:
+    in a backward, unless that has a graph."""
+
+    @wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*arguments, **keywords)
+        with torch.no_grad():
+            return function(*arguments, **keywords)
+
+    return cast(_Function, call)
 
 
 def chunk_cat(tensors: list[torch.Tensor], rows: torch.Tensor) -> None:

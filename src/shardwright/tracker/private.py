@@ -35,12 +35,15 @@ __all__ = [
     "Wrapped",
     "accumulated_hooks",
     "after_backward",
+    "any_accumulated_hooks",
+    "any_gradient_hooks",
     "counting_nodes",
     "fake_mode_of",
     "following_resizes",
     "fsdp2_holds_all_reduced",
     "fsdp_groups",
     "gradient_hooks",
+    "has_still",
     "hook_counts",
     "in_backward",
     "is_compiled",
@@ -110,6 +113,15 @@ def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def has_still(module: nn.Module, children: list[int] | None, parameters: int) -> bool:
+    """Whether it has those children, by their ``id``, and as many parameters; no children at all
+    are what anything may become. Asked of every module in every forward, so in one call."""
+    own = module._modules
+    if own and [*map(id, own.values())] != children:
+        return False
+    return len(module._parameters) == parameters
+
+
 def hook_counts(module: nn.Module) -> tuple[int, ...]:
     """How many hooks its forward and backward have."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
@@ -118,12 +130,33 @@ def hook_counts(module: nn.Module) -> tuple[int, ...]:
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     """What was given to ``register_hook``."""
-    return list((tensor._backward_hooks or {}).values())
+    hooks = tensor._backward_hooks
+    return list(hooks.values()) if hooks else []
+
+
+def any_gradient_hooks(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether any of ``tensors`` has some; asked of all at once in every step."""
+    for tensor in tensors:  # noqa: SIM110 (a generator takes twice the time)
+        if tensor._backward_hooks:
+            return True
+    return False
 
 
 def accumulated_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
     """What was given to ``register_post_accumulate_grad_hook``."""
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def any_accumulated_hooks(parameters: Sequence[torch.Tensor], beside: type) -> bool:
+    """Whether any of ``parameters`` has some that are not of type ``beside``; asked of all at once
+    in every step."""
+    for parameter in parameters:
+        hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if hooks:
+            for hook in hooks.values():
+                if type(hook) is not beside:
+                    return True
+    return False
 
 
 def in_backward() -> bool:

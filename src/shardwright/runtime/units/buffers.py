@@ -68,12 +68,13 @@ class Elastic:
     there is memory: at first there is.
     """
 
-    __slots__ = ("alias", "nbytes", "storage", "tensor")
+    __slots__ = ("alias", "nbytes", "place", "storage", "tensor")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.alias = self.tensor.data
         self.storage = self.tensor.untyped_storage()
+        self.place = storage_of(self.tensor)  # which never changes
         self.nbytes = nbytes
 
     @property
@@ -83,7 +84,7 @@ class Elastic:
 
     def take(self) -> None:
         """Have memory, of any content."""
-        if not self.is_present:
+        if self.storage.nbytes() != self.nbytes:
             self.storage.resize_(self.nbytes)
 
     def give(self) -> None:
@@ -280,19 +281,22 @@ class Buffers:
             if views.segment.kept > 1 and not views.segment.stays:
                 self.comm.gather_kept(label, views.kept, views.share)
         self.whole.take()
+        if self.copies is IN_ORDER:
+            return self._fill(label)
         with self.copies.beside_computing():
-            pending = list(self._fill(label))
+            pending = self._fill(label)
             self._copied = self.copies.event()
         return pending if self._copied is None else [*pending, self._copied]
 
-    def _fill(self, label: str) -> Iterator[Pending]:
+    def _fill(self, label: str) -> list[Awaited]:
         """Begin to fill the whole unit (collective); what is under way."""
+        under_way: list[Awaited] = []
         for views, target, source in self.direct:
             if self.offloaded or views.computed != views.dtype:
                 source = self._sent(views)
             pending = self.comm.shards.all_gather(label, target, source, wait=False)
             if pending is not None:
-                yield pending
+                under_way.append(pending)
         if self.chunked:
             self.stage.take()
             self.comm.probe.holds(self.stage.tensor, "all_gather")
@@ -302,9 +306,10 @@ class Buffers:
                 source = torch.cat(parts, 1).view(-1)
             pending = self.comm.shards.all_gather(label, self.stage.alias, source, wait=False)
             if pending is not None:
-                yield pending
+                under_way.append(pending)
         for views in self.cast:
             views.refill.copy_(views.share, non_blocking=True)
+        return under_way
 
     def _sent(self, views: SegmentViews) -> torch.Tensor:
         """A copy of what a rank gives to a gather, in the dtype and the memory of computing."""

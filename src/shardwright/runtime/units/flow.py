@@ -135,9 +135,11 @@ class Flow(UnitFlow):
         return found.reshard_after_forward is not False
 
     def left(self) -> Iterator[str]:
-        """All but those that are to stay, driven by hand, or in a forward, inside of which
-        there was a torch.autograd.grad."""
+        """All that are there but those that are to stay, driven by hand, or in a forward,
+        inside of which there was a torch.autograd.grad."""
         for unit in self.units():
+            if not unit.is_present:
+                continue
             is_running = unit.writes.watched is not None
             if unit.reshard_after_backward and not unit.driven_by_hand and not is_running:
                 yield unit.key
@@ -163,13 +165,15 @@ class Flow(UnitFlow):
             else:
                 unit.gradients.keep()
                 continue
-            if reports:
+            if reports and unit.comm.probe.listens:
                 self._report(unit, action)
             if verb == "reduce" and self.pending != action.target:
                 unit.finish_reduce()
 
     def _report(self, unit: Unit, action: Action) -> None:
-        unit.comm.probe.did(Action(action.verb, unit.name, action.phase, action.direction))
+        probe = unit.comm.probe
+        if probe.listens:
+            probe.did(Action(action.verb, unit.name, action.phase, action.direction))
 
     # ---- a forward ------------------------------------------------------------------------------
 
@@ -315,8 +319,10 @@ class Flow(UnitFlow):
         """Every gradient of ``unit`` is there: free its parameters, and sum it over ranks."""
         if unit.key not in self.touched:
             return
-        for name in reversed(unit.module_names):
-            unit.comm.probe.did(Action("compute", name, "backward", "backward"))
+        probe = unit.comm.probe
+        if probe.listens:
+            for name in reversed(unit.module_names):
+                probe.did(Action("compute", name, "backward", "backward"))
         # Units that were sharded one by one, and no root with them, have a flow each. One reduce of
         # a group is under way at a time all the same: else every unit's buffer would be there until
         # the backward is over.

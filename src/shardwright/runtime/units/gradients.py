@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.core.layout import CHECK_BITS
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.guard import Guard
-from shardwright.runtime.torch_private import C_GRAD
+from shardwright.runtime.torch_private import C_GRAD, no_subclass_functions, unrecorded
 from shardwright.runtime.units.buffers import Buffers, Cached, Elastic, SegmentViews
 from shardwright.runtime.units.host_memory import copy_stream
 from shardwright.runtime.units.note import Note
@@ -91,7 +91,7 @@ class SegmentGradient:
         self.names = names[::-1]  # as a backward comes to them
         self.is_replicated = views.segment.cut == "replicated"
         ranks = 1 if self.is_replicated else comm.size
-        sent = views.segment.sent
+        sent = self.sent = views.segment.sent
         device = views.whole.device
         self.send = Elastic(ranks * sent * views.reduced.itemsize, device)
         self.apart = Apart(views.segment, self.send.tensor.view(views.reduced).view(ranks, sent))
@@ -107,9 +107,12 @@ class SegmentGradient:
     @property
     def is_here(self) -> bool:
         """Whether a gradient is here that no reduce has taken."""
-        return any(held is not None for held in self.held) or any(
-            C_GRAD.__get__(whole) is not None for whole in self.wholes
-        )
+        get = C_GRAD.__get__
+        with no_subclass_functions():
+            for held, whole in zip(self.held, self.wholes, strict=True):
+                if held is not None or get(whole) is not None:  # of every tensor and step
+                    return True
+        return False
 
     def keep(self) -> None:
         """Hold what this backward left, in the dtype it will be summed in. Where that is the dtype
@@ -132,20 +135,21 @@ class SegmentGradient:
 
     def _taken(self) -> list[torch.Tensor | None]:
         """What autograd left, taken off the whole parameters."""
-        taken = []
-        for whole in self.wholes:
-            gradient = C_GRAD.__get__(whole)
+        put = C_GRAD.__set__
+        with no_subclass_functions():  # which torch looks for at every attribute otherwise
+            taken: list[torch.Tensor | None] = [*map(C_GRAD.__get__, self.wholes)]
+        for place, gradient in enumerate(taken):
             if gradient is not None:
-                C_GRAD.__set__(whole, None)
+                put(self.wholes[place], None)
                 if gradient.requires_grad:
-                    gradient = gradient.detach()
-                gradient = _dense(gradient)
-            taken.append(gradient)
+                    taken[place] = gradient = gradient.detach()
+                if gradient.layout is not torch.strided:
+                    taken[place] = _dense(gradient)
         return taken
 
     def start(self, unit: str, before: float, after: float | None, guard: Guard | None) -> Sum:
         """Begin to sum over ranks (collective); without ``after`` over shards alone."""
-        comm, views = self.comm, self.views
+        comm = self.comm
         gradients = self._taken()
         for place, held in enumerate(self.held):
             if held is not None:
@@ -167,7 +171,7 @@ class SegmentGradient:
             row = rows[0].clone()  # the sum is handed on, the buffer is not
             self.send.give()
             return Sum(self, row, note, after, comm.all_reduce(label, _reals(row), wait=False))
-        row = rows.new_empty(views.segment.sent)
+        row = rows.new_empty(self.sent)
         options: dict[str, Any] = {}
         if comm.sums_in_two:
             options = {"replicas": after is not None, "between": partial(self._add_partial, row)}
@@ -242,15 +246,18 @@ class Gradients:
 
     def is_left(self, over_replicas: bool) -> bool:
         """Whether a backward has ended without a reduce of something that has to be reduced now."""
-        if over_replicas:
-            return self.is_here or self.is_partial
-        return any(each.is_here for each in self.segments if not each.is_replicated)
+        for each in self.segments:
+            if over_replicas and each.partial is not None:
+                return True
+            if (over_replicas or not each.is_replicated) and each.is_here:
+                return True
+        return False
 
     def expect(self) -> None:
         """A backward reaches the unit, or is in it already."""
         self.expected = True
 
-    @torch.no_grad()
+    @unrecorded
     def hold(self, place: int, gradient: torch.Tensor) -> None:
         """Sum ``gradient`` of the tensor at ``place`` in the unit's layout with the next reduce."""
         for segment in self.segments:
@@ -259,14 +266,14 @@ class Gradients:
                 return
             place -= len(segment.wholes)
 
-    @torch.no_grad()
+    @unrecorded
     def keep(self) -> None:
         """Hold this backward's gradient, unreduced, until one is reduced."""
         self.expected = False
         for gradient in self.segments:
             gradient.keep()
 
-    @torch.no_grad()
+    @unrecorded
     def start(
         self, unit: str, divisor: float | None, guard: Guard | None, *, over_replicas: bool = True
     ) -> None:
@@ -282,7 +289,7 @@ class Gradients:
                 after_shards = after if over_replicas else None
                 self.under_way.append(gradient.start(unit, before, after_shards, guard))
 
-    @torch.no_grad()
+    @unrecorded
     def finish(self, accept: Accept) -> None:
         """Wait for the sums, and hand out the means: segment, share, which tensors have one. What
         goes to host memory is handed out when it has landed."""
@@ -293,7 +300,8 @@ class Gradients:
             gradient.send.give()
             views = gradient.views
             present = note.read(row[views.segment.share :])
-            self.unchecked.append(note)
+            if note.is_kept:
+                self.unchecked.append(note)
             if factor is None:
                 gradient.keep_partial(row, present)
                 continue
@@ -307,7 +315,7 @@ class Gradients:
             self.comm.probe.holds(mean, "gradient")
             accept(gradient.index, mean, present)
 
-    @torch.no_grad()
+    @unrecorded
     def land(self, accept: Accept) -> None:
         """Hand out the means that are on their way to host memory."""
         landing, self.landing = self.landing, []
@@ -325,7 +333,8 @@ class Gradients:
 
     def check(self, *, wait: bool = False) -> None:
         """Look at what ranks sent each other with sums that nothing has waited for yet."""
-        self.unchecked = [note for note in self.unchecked if not note.check(wait=wait)]
+        if self.unchecked:
+            self.unchecked = [note for note in self.unchecked if not note.check(wait=wait)]
 
     def drop(self) -> None:
         """Forget a gradient that will not be reduced."""

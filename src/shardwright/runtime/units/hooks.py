@@ -289,7 +289,9 @@ class _After:
         output = self._marked(output, module, counts)
         if counts:
             self.hooks.mark_stashed(module)
-        storage.comm.probe.did(Action("compute", self.name, "forward"))
+        probe = storage.comm.probe
+        if probe.listens:
+            probe.did(Action("compute", self.name, "forward"))
         if not self.last or recomputed:
             return output
         for each in self.hooks.storages:
@@ -306,8 +308,10 @@ class _After:
             nonlocal found
             found += 1
             inner = unwrapped(tensor)
-            if any(each.shares_full_buffer(inner) for each in self.hooks.storages):
-                tensor = tensor.clone()
+            for each in self.hooks.storages:
+                if each.shares_full_buffer(inner):
+                    tensor = tensor.clone()
+                    break
             tensor = _cast(tensor, dtype)
             if not (counts and trains(tensor)):
                 return tensor

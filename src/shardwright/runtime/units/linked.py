@@ -128,6 +128,11 @@ def _comes(of: weakref.ref[Any], whole: weakref.ref[nn.Parameter], _: torch.Tens
     unit.flow.arrive(unit)
 
 
+class OfStrays(partial[None]):
+    """Our hook on what autograd leaves on a parameter that no unit computes with. It has nothing to
+    do where a unit's mean gradient comes, which alone is no reason to call hooks one by one."""
+
+
 class Replica(LinkedParameter):
     """What users hold of a tensor that every rank has whole. Its gradient is the mean over ranks,
     kept beside autograd's own: that is of a use outside of the unit's forward, such as CLIP's
@@ -144,7 +149,7 @@ class Replica(LinkedParameter):
         made = cls(memory, requires_grad=trains and requires_grad)
         if trains:
             with trainable(made):
-                made.register_post_accumulate_grad_hook(_take_stray)
+                made.register_post_accumulate_grad_hook(OfStrays(_take_stray))
         return made
 
     @property

@@ -16,6 +16,10 @@ import torch
 from shardwright.core.errors import MismatchError, expected
 from shardwright.core.layout import CHECK_BITS
 from shardwright.runtime.comm import Comm
+from shardwright.runtime.torch_private import of_bits
+
+assert CHECK_BITS == 16, "a note has the bits of two bytes"
+_BITS_OF = [tuple(byte >> place & 1 for place in range(8)) for byte in range(256)]
 
 
 class Note:
@@ -26,17 +30,20 @@ class Note:
         self.label = label
         self.present = present
         history = comm.remember(label)
-        bits = [history >> place & 1 for place in range(CHECK_BITS)]
-        self.own = [*bits, *(1 - bit for bit in bits)]
+        low, high = _BITS_OF[history & 255], _BITS_OF[history >> 8 & 255]
+        not_low, not_high = _BITS_OF[~history & 255], _BITS_OF[~history >> 8 & 255]
+        self.own = (*low, *high, *not_low, *not_high)
         self._kept: torch.Tensor | None = None
         self._arrived: torch.Event | None = None
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a sum that nobody has looked at."""
+        return self._kept is not None
+
     def rows(self, ranks: int, length: int, like: torch.Tensor) -> torch.Tensor:
         """The note for every rank [ranks, length], in dtype and on device of ``like``."""
-        numbers = [*self.own, *self.present]
-        numbers.extend([0] * (length - len(numbers)))
-        row = torch.tensor(numbers, dtype=like.dtype, device=like.device)
-        return row.expand(ranks, length)
+        return of_bits((*self.own, *self.present), length, like).expand(ranks, length)
 
     def read(self, row: torch.Tensor) -> Sequence[bool]:
         """Which tensors have a gradient on any rank, from the sum of all notes [n].

@@ -29,7 +29,12 @@ def absorb(unit: Unit) -> None:
     moved = [
         index
         for index, shown, name, parameter, local in unit.expected
-        if shown.get(name) is not parameter or _is_moved(parameter, local)
+        if shown.get(name) is not parameter
+        # first what holds of nearly all, with no call: this is done for every parameter and step
+        or (
+            (type(parameter) is not ShardTensor or parameter._local_tensor is not local)
+            and _is_moved(parameter, local)
+        )
     ]
     if moved:
         _take_over(unit, moved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,10 +17,14 @@ from shardwright.runtime.torch_private import chunk_cat
 class Strips(NamedTuple):
     """Where the elements of a whole tensor are in all ranks' shares: views of the shares, three at
     most whatever the number of ranks, and ``of`` takes the same elements of a whole tensor, in the
-    same shapes."""
+    same shapes; None where they are the tensor as it is, as most vectors are."""
 
     shares: list[torch.Tensor]
-    of: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+    of: Callable[[torch.Tensor], Sequence[torch.Tensor]] | None
+
+    def parts(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The elements of ``whole``, as those in ``shares``."""
+        return (whole,) if self.of is None else self.of(whole)
 
 
 def strips_of(segment: Segment, shares: torch.Tensor) -> list[Strips]:
@@ -60,17 +65,17 @@ def _ranges(slot: Slot, shares: torch.Tensor) -> Strips:
     numel, shape = slot.tensor.numel, slot.tensor.shape
     found = list(_rows(shares, slot.start, slot.start + numel))
     if len(found) == 1 and found[0].dim() == 1:
-        return Strips([found[0].view(shape)], lambda whole: (whole,))
-    sizes = [view.numel() for view in found]
-    deep = [(place, view.shape) for place, view in enumerate(found) if view.dim() > 1]
+        return Strips([found[0].view(shape)], None)
+    begins = itertools.accumulate((view.numel() for view in found), initial=0)
+    places = [  # one call each makes a strip: flattening, splitting and shaping are three
+        (view.shape, (width, 1) if view.dim() > 1 else (1,), begin)
+        for view, begin, width in zip(found, begins, itertools.repeat(shares.shape[1]))
+    ]
 
     def parts(whole: torch.Tensor) -> Sequence[torch.Tensor]:
-        taken = whole.reshape(-1).split(sizes)
-        if deep:
-            taken = list(taken)
-            for place, shape in deep:
-                taken[place] = taken[place].view(shape)
-        return taken
+        whole = whole.contiguous()
+        first = whole.storage_offset()
+        return [whole.as_strided(size, stride, first + begin) for size, stride, begin in places]
 
     return Strips(found, parts)
 
@@ -127,7 +132,7 @@ class Together:
         self.rows = [w.view(ranks, -1) for w in wholes] if is_even(segment, ranks) else []
         pairs = list(zip(strips_of(segment, shares), wholes, strict=True))
         self.sources = [share for strips, _ in pairs for share in strips.shares]
-        self.targets = [part for strips, whole in pairs for part in strips.of(whole)]
+        self.targets = [part for strips, whole in pairs for part in strips.parts(whole)]
 
     def __call__(self) -> None:
         """Write the whole tensors."""
@@ -148,6 +153,7 @@ class Apart:
         shares = rows[:, : segment.share]
         self.rest = rows[:, segment.share :]
         self.strips = strips_of(segment, shares)
+        self.all = [share for strips in self.strips for share in strips.shares]
         self.even = segment.cut == "chunks" and is_even(segment, len(rows))
         payload = sum(slot.tensor.numel for slot in segment.slots)
         padded = segment.cut == "chunks" and payload != shares.numel()
@@ -158,17 +164,20 @@ class Apart:
     def __call__(self, wholes: Sequence[torch.Tensor | None], rest: torch.Tensor) -> None:
         """Write the shares, zero where there is no tensor, and ``rest`` [W, m] after them."""
         given = [whole for whole in wholes if whole is not None]
-        same = all(whole.dtype is self.rows.dtype for whole in given)
-        if self.even and same and len(given) == len(wholes):
+        is_full = len(given) == len(wholes)
+        if self.even and is_full and all(whole.dtype is self.rows.dtype for whole in given):
             chunk_cat([*given, rest], self.rows)
             return
-        targets, sources, empty = [], [], list(self.pads)
+        targets, sources, empty = self.all, [], self.pads
         for strips, whole in zip(self.strips, wholes, strict=True):
-            if whole is None:
-                empty.extend(strips.shares)
-            else:
-                targets.extend(strips.shares)
-                sources.extend(strips.of(whole))
+            if whole is not None:
+                of = strips.of
+                sources += (whole,) if of is None else of(whole)
+        if not is_full:
+            pairs = list(zip(self.strips, wholes, strict=True))
+            targets = [s for strips, whole in pairs if whole is not None for s in strips.shares]
+            without = [s for strips, whole in pairs if whole is None for s in strips.shares]
+            empty = [*empty, *without]
         if empty:
             torch._foreach_zero_(empty)
         if targets:

@@ -12,13 +12,18 @@ from torch.autograd.graph import increment_version
 
 from shardwright.core.errors import InputError, expected
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.torch_private import set_local, set_version
+from shardwright.runtime.torch_private import no_subclass_functions, set_local, set_version
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import Cut, part_of
-from shardwright.runtime.units.linked import Replica, call_accumulated, call_gradient_hooks
+from shardwright.runtime.units.linked import (
+    OfStrays,
+    Replica,
+    call_accumulated,
+    call_gradient_hooks,
+)
 from shardwright.runtime.units.shard_tensor import ShardTensor, as_parameter
 from shardwright.runtime.units.tensor_parallel import Joint
-from shardwright.tracker.private import gradient_hooks
+from shardwright.tracker.private import any_accumulated_hooks, any_gradient_hooks
 
 _NO_JOINTS: Mapping[str, Joint] = {}
 
@@ -69,8 +74,9 @@ class ShardedParameters:
     def follow_freezing(self, wholes: Sequence[nn.Parameter]) -> bool:
         """Whoever changed since both were alike, the sharded or the whole parameter, is followed by
         the other; whether any did."""
-        shown = [sharded.requires_grad for sharded in self.all]
-        hidden = [whole.requires_grad for whole in wholes]
+        with no_subclass_functions():  # which torch looks for at every attribute otherwise
+            shown = [sharded.requires_grad for sharded in self.all]
+            hidden = [whole.requires_grad for whole in wholes]
         if shown == hidden:
             self.trainable = shown
             return False
@@ -96,8 +102,9 @@ class ShardedParameters:
 
     def hooked(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
         """Let the hooks on the parameters of a segment change their parts of its mean gradient."""
-        if not any(gradient_hooks(self.all[place]) for place in self.places[index]):
-            return
+        with no_subclass_functions():
+            if not any_gradient_hooks(self._of_segment(index)):
+                return
         for place in self._with_gradient(index, present):
             call_gradient_hooks(self.all[place], self._part(place, share))
 
@@ -105,6 +112,8 @@ class ShardedParameters:
         """Take a segment's share of the mean gradient: set or add to ``.grad`` of every parameter
         that requires it, unless an optimizer's flat tensor has it, and call the hooks that wait
         for it."""
+        with no_subclass_functions():
+            has_hooks = any_accumulated_hooks(self._of_segment(index), OfStrays)
         for place in self._with_gradient(index, present):
             parameter = self.all[place]
             if getattr(parameter, "home", None) is None:
@@ -113,14 +122,19 @@ class ShardedParameters:
                     parameter.grad = self._part(place, share)
                 else:
                     held.add_(self._part(place, share))
-            call_accumulated(parameter)
+            if has_hooks:
+                call_accumulated(parameter)
+
+    def _of_segment(self, index: int) -> list[nn.Parameter]:
+        """The parameters of a segment, which follow one another."""
+        places = self.places[index]
+        return self.all[places[0] : places[-1] + 1] if places else []
 
     def _with_gradient(self, index: int, present: Sequence[bool]) -> list[int]:
         """The places of a segment's parameters that get a gradient."""
-        places = self.places[index]
-        return [
-            p for p, here in zip(places, present, strict=True) if here and self.all[p].requires_grad
-        ]
+        rows = zip(self.places[index], present, strict=True)
+        with no_subclass_functions():
+            return [place for place, here in rows if here and self.all[place].requires_grad]
 
     def _part(self, place: int, share: torch.Tensor) -> torch.Tensor:
         """A parameter's part of a share of its segment."""
@@ -161,7 +175,11 @@ class Writes:
     @property
     def whole_is_written(self) -> bool:
         """Whether someone wrote a whole parameter since it was gathered."""
-        return self.versions != (self._whole, self._replica)
+        buffers = self.buffers
+        return (
+            buffers.whole.tensor._version != self._whole
+            or buffers.replica._version != self._replica
+        )
 
     def gather(self) -> None:
         """The shards are gathered, and are others than last time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,28 +14,33 @@ from shardwright.core.errors import InputError, expected
 from shardwright.runtime.units.linked import LinkedParameter
 from shardwright.runtime.units.parameter import own_modules, plain_name
 from shardwright.runtime.units.shard_tensor import ShardTensor
-from shardwright.tracker.private import own_buffers, own_children, own_parameters
+from shardwright.tracker.private import has_still, own_buffers, own_children, own_parameters
 
 
-class _Row(NamedTuple):
-    """A module, and what it had. Nothing is kept alive by it."""
+class _Row:
+    """A module, and what it had. Nothing is kept alive by it.
 
-    path: str
-    module: weakref.ref[nn.Module]
-    children: tuple[weakref.ref[nn.Module] | None, ...]
-    names: tuple[str, ...]
+    Children are known by ``ids``, which are compared in one go in every forward. One that is gone
+    may leave its number to another, so ``ids`` are forgotten as soon as one goes.
+    """
 
-    @classmethod
-    def of(cls, path: str, module: nn.Module) -> _Row:
-        children = tuple(c if c is None else weakref.ref(c) for c in own_children(module).values())
-        return cls(path, weakref.ref(module), children, tuple(own_parameters(module)))
+    __slots__ = ("__weakref__", "children", "ids", "module", "names", "parameters", "path")
 
-    def is_as_before(self, module: nn.Module) -> bool:
-        children = own_children(module)
-        if len(children) != len(self.children) or len(own_parameters(module)) != len(self.names):
-            return False
-        pairs = zip(children.values(), self.children, strict=True)
-        return all(now is (then and then()) for now, then in pairs)
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path = path
+        self.module = weakref.ref(module)
+        self.names = tuple(own_parameters(module))
+        self.parameters = len(self.names)
+        children = list(own_children(module).values())
+        self.ids: list[int] | None = [*map(id, children)]
+        gone = partial(_forget, weakref.ref(self))
+        self.children = [weakref.ref(child, gone) for child in children if child is not None]
+
+
+def _forget(row: weakref.ref[_Row], _: object) -> None:
+    found = row()
+    if found is not None:
+        found.ids = None
 
 
 class Structure:
@@ -47,7 +52,7 @@ class Structure:
 
     def add(self, module: nn.Module, path: str, is_taken: Callable[[nn.Module], bool]) -> None:
         """One more module, with what is below it and not of an inner unit."""
-        self._rows.extend(_Row.of(p, m) for p, m in own_modules(module, path, is_taken))
+        self._rows.extend(_Row(p, m) for p, m in own_modules(module, path, is_taken))
 
     @contextmanager
     def following_buffers(self) -> Iterator[None]:
@@ -90,9 +95,9 @@ class Structure:
         of modules that were added or replaced."""
         for index, row in enumerate(self._rows):
             module = row.module()
-            if module is not None and not row.is_as_before(module):
+            if module is not None and not has_still(module, row.ids, row.parameters):
                 _refuse_new(module, row, unit)
-                self._rows[index] = _Row.of(row.path, module)
+                self._rows[index] = _Row(row.path, module)
 
 
 def _refuse_new(module: nn.Module, before: _Row, unit: str) -> None:

@@ -419,11 +419,11 @@ class Unit:
     def settle(self) -> None:
         """After a backward: reduce what came later than its unit's reduce, or was held back by an
         earlier backward and not touched by this one."""
-        left = self.gradients.is_left(self._sums_all)
-        if left and not self.holds and not self.driven_by_hand:
+        if self.gradients.is_left(self._sums_all) and not self.holds and not self.driven_by_hand:
             self.start_reduce()
             self.finish_reduce()
-        self.land()
+        if self.gradients.landing:
+            self.land()
         self.buffers.let_change()
 
     # ---- forwards and backwards ------------------------------------------------------------------
@@ -482,7 +482,7 @@ class Unit:
 
     def shares_full_buffer(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` would point to freed memory once the unit is resharded."""
-        return storage_of(tensor) == storage_of(self.buffers.whole.tensor)
+        return storage_of(tensor) == self.buffers.whole.place
 
     def on_meta(self) -> InputError:
         """What to say where memory is asked of a unit without any."""
