@@ -21,8 +21,8 @@ import resuming_tasks
 from pool import Threads
 
 import shardwright as sw
-from shardwright.lab.sources import source_of
 from shardwright.launcher.outcome import decode_outcome
+from shardwright.train.sources import source_of
 
 EARLIER = Path(__file__).parent / "earlier"
 RUN = EARLIER / "run"
