@@ -116,7 +116,7 @@ def training(job: Job, *, one_module: bool = True) -> Iterator[Training]:
         with FakeTensorMode():
             headed = one_module and not shape.tied_embeddings
             kind = HeadedLlama if headed else Llama
-            local = LocalShape(fp32_logits=section.fp32_logits)
+            local = LocalShape(fp32_logits=bool(section.fp32_logits))
             model: Any = kind(shape, local, sequence=batch.sequence)
             apply_checkpointing(list(model.layers.values()), section.policy)
             _shard(model, mesh, job)
@@ -144,8 +144,8 @@ def _shard(model: Any, mesh: DeviceMesh, job: Job) -> None:
     elif not model.shape.tied_embeddings:
         fully_shard([model.norm, model.output], reshard_after_forward=last, **common)
     fully_shard(model, **common)
-    if section.fsdp2.reduce_scatter_max_input_buffers > 1:
-        model.set_reduce_scatter_max_input_buffers(section.fsdp2.reduce_scatter_max_input_buffers)
+    if section.fsdp2_settings.reduce_scatter_max_input_buffers > 1:
+        model.set_reduce_scatter_max_input_buffers(section.fsdp2_settings.reduce_scatter_max_input_buffers)
 
 
 @dataclass(frozen=True)

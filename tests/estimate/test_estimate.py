@@ -116,7 +116,7 @@ def seen(job: Job) -> int:
 @pytest.mark.parametrize("case", CASES)
 def test_fsdp2_takes_what_was_estimated_as_torchs_tracker_sees_it(case: str) -> None:
     job = job_of(CASES[case])
-    if memory_of(job).fsdp2.reduce_scatter_max_input_buffers > 1 and not HAS_BUFFERS:
+    if memory_of(job).fsdp2_settings.reduce_scatter_max_input_buffers > 1 and not HAS_BUFFERS:
         pytest.skip(f"FSDP2 of torch {torch.__version__} keeps one input of reduce-scatters")
     truth = seen(job)
     assert abs(estimated(job).peak_bytes - truth) <= LOSS_BYTES

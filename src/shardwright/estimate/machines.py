@@ -57,7 +57,7 @@ def sharding(
         on_gpu=on_gpu,
         offload=section.on_host,
         twice=section.twice,
-        reduce_scatter_inputs=section.fsdp2.reduce_scatter_max_input_buffers,
+        reduce_scatter_inputs=section.fsdp2_settings.reduce_scatter_max_input_buffers,
         holds_all_reduced=holds_all_reduced(section, degrees),
         experts=experts,
         block=block,
@@ -67,7 +67,7 @@ def sharding(
 def holds_all_reduced(section: MemorySection, degrees: Degrees) -> bool:
     """What the job says of FSDP2's sums over replicas, else what the torch here does: to ask it
     takes a second of imports, so that nobody does where there are no such sums."""
-    told = section.fsdp2.holds_all_reduced
+    told = section.fsdp2_settings.holds_all_reduced
     if not isinstance(told, UnsetType):
         return told
     return section.runtime != "fsdp2" or degrees.data_replicate == 1 or fsdp2_holds_all_reduced()

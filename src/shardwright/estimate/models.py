@@ -114,7 +114,7 @@ class LlamaModel:
             first=stage.first,
             last=stage.last,
             loss=section.loss,
-            fp32_logits=section.fp32_logits,
+            fp32_logits=bool(section.fp32_logits),
         )
         return Request(
             shape=self.shape,

@@ -132,7 +132,7 @@ def rehearse(job: Job, predicted: Footprint) -> Tracked:
     assert isinstance(shape, LlamaShape)
     model = Llama(
         shape,
-        LocalShape(loss=section.loss, fp32_logits=section.fp32_logits),
+        LocalShape(loss=section.loss, fp32_logits=bool(section.fp32_logits)),
         sequence=job.batch.sequence,
     )
     size = (job.batch.size, job.batch.sequence)

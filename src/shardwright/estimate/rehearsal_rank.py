@@ -112,7 +112,7 @@ def _built(job: Job) -> tuple[nn.Module, Any, Loss]:
     shape, size = job.model.shape, (job.batch.size, job.batch.sequence)
     assert isinstance(shape, LlamaShape)
     section = memory_of(job)
-    local = LocalShape(loss=section.loss, fp32_logits=section.fp32_logits)
+    local = LocalShape(loss=section.loss, fp32_logits=bool(section.fp32_logits))
     if torch.get_default_device().type == "cpu":
         model = Llama(shape, local, sequence=job.batch.sequence)
     else:
@@ -162,7 +162,7 @@ def _shard(model: nn.Module, units: Sequence[RecordedUnit], job: Job, mesh: Devi
     if section.runtime == "fsdp2":
         if rootless:
             fully_shard(model, mesh=mesh, mp_policy=precision)
-        _set_fsdp2(model, section.fsdp2)
+        _set_fsdp2(model, section.fsdp2_settings)
     elif rootless:  # which has its units follow one another, as those of a plan do
         fully_shard_flat(model, mesh, precision=precision)
 

@@ -100,7 +100,7 @@ class _Estimate:
             outside=outside(
                 self.degrees,
                 self.device == "cuda",
-                more=self.section.fsdp2.separate_reduce_scatter_group,
+                more=self.section.fsdp2_settings.separate_reduce_scatter_group,
             ),
             assumptions=tuple(dict.fromkeys(self.assumptions)),
             source=f"Estimated without a plan, for none follows {keys}." if keys else "",
@@ -180,7 +180,7 @@ def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
             "(data_replicate) share nothing"
         )
     if section.runtime == "fsdp2" and degrees.data_replicate > 1:
-        told = section.fsdp2.holds_all_reduced is not UNSET
+        told = section.fsdp2_settings.holds_all_reduced is not UNSET
         stay = "until the backward ends" if holds_all_reduced(section, degrees) else "one unit long"
         whose = (
             "memory.fsdp2.holds_all_reduced" if told else f"torch {torch.__version__}, found here"

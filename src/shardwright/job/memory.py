@@ -74,8 +74,15 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offload: Offload = "none"
     allocator: str = ""
     loss: LossKind = "gathered"
-    fp32_logits: bool = False
-    fsdp2: Fsdp2Section = Fsdp2Section()
+    # Keys that are younger than the format of plans: where nobody gives them they are not written,
+    # and a plan's fingerprint is what it was.
+    fp32_logits: bool | UnsetType = UNSET
+    fsdp2: Fsdp2Section | UnsetType = UNSET
+
+    @property
+    def fsdp2_settings(self) -> Fsdp2Section:
+        """Those of ``fsdp2``, given or not."""
+        return Fsdp2Section() if self.fsdp2 is UNSET else self.fsdp2
 
     @property
     def policy(self) -> str:
@@ -186,7 +193,7 @@ def check_memory(section: MemorySection, where: str) -> None:
         raise InputError(
             expected(f"{where}: memory.zero", f"{wanted} runtime = '{runtime}'", *NO_ZERO[zero])
         )
-    if section.fsdp2 != Fsdp2Section() and runtime != "fsdp2":
+    if section.fsdp2_settings != Fsdp2Section() and runtime != "fsdp2":
         wanted = f"nothing beside runtime = '{runtime}'"
         remedy = "These are settings of memory.runtime = 'fsdp2'."
         raise InputError(expected(f"{where}: memory.fsdp2", wanted, "a table", remedy))
