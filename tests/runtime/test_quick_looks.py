@@ -45,7 +45,17 @@ def test_only_others_hooks_than_ours_are_a_reason_to_call_them_one_by_one() -> N
     assert not any_accumulated_hooks(parameters, OfStrays)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    ],
+)
 def test_bits_are_the_numbers_that_torch_would_make_of_them(dtype: torch.dtype) -> None:
     bits = [1, 0, True, False, 1]
     found = of_bits(bits, 8, torch.zeros(0, dtype=dtype))

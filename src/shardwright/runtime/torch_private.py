@@ -3,6 +3,7 @@ it is looked at."""
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -101,18 +102,23 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
-@cache
-def _zero_and_one(dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """Their bytes in ``dtype``."""
-    both = [torch.tensor([number], dtype=dtype).view(torch.uint8).tolist() for number in (0, 1)]
-    return bytes(both[0]), bytes(both[1])
+# The bytes of a one, said and not asked of a tensor: under a fake mode tensors have none.
+_ONE = {
+    torch.float64: struct.pack("d", 1.0),
+    torch.float32: struct.pack("f", 1.0),
+    torch.float16: struct.pack("e", 1.0),
+    torch.bfloat16: b"\x80\x3f",
+    torch.complex128: struct.pack("dd", 1.0, 0.0),
+    torch.complex64: struct.pack("ff", 1.0, 0.0),
+}
 
 
 def of_bits(bits: Iterable[object], length: int, like: torch.Tensor) -> torch.Tensor:
     """A one for every true one of ``bits`` and zeros up to ``length``, in dtype and on device of
     ``like``: what ``torch.tensor`` would make, which looks at every number by itself and takes
     eight times as long."""
-    zero, one = _zero_and_one(like.dtype)
+    one = _ONE[like.dtype]
+    zero = bytes(len(one))
     row = b"".join([one if bit else zero for bit in bits]).ljust(length * len(zero), b"\0")
     made = torch.frombuffer(bytearray(row), dtype=like.dtype)
     made = torch.ops.aten.lift_fresh.default(made)  # so modes hear of it, as of any new tensor
