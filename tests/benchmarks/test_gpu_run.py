@@ -133,6 +133,7 @@ def test_errors_of_predictions_are_shown_and_what_was_not_measured_is_named() ->
     }
     measured = {
         "allocated": 10 * gib + 64 * 2**20,
+        "requested": 10 * gib + 54 * 2**20,
         "reserved": 12 * gib,
         "retries": 0,
         "outside_measured": 400 * 2**20,
@@ -151,8 +152,8 @@ def test_errors_of_predictions_are_shown_and_what_was_not_measured_is_named() ->
     shown = show.page({"memory": {"machine": {"card": "A Card"}, "rows": rows}})
     assert "# Measured on A Card" in shown
     assert (
-        "| a job | 10.000 GiB | 10.000 GiB | +0.00 % | 12.062 GiB | 12.000 GiB | +0.52 % | 0 | "
-        "300 to 500 MiB: 400 MiB |" in shown
+        "| a job | 10.000 GiB | +0.10 % | 10.000 GiB | +0.00 % | 12.062 GiB | 12.000 GiB | "
+        "+0.52 % | 0 | 300 to 500 MiB: 400 MiB |" in shown
     )
     assert "| a job | 9.000 GiB : 9.938 GiB |" in shown
     assert "- another: OutOfMemoryError: of 80 GiB" in shown

@@ -52,7 +52,11 @@ int cudaFree(void *at) {
 int cudaMemGetInfo(size_t *free_, size_t *all) { *all = CAPACITY; *free_ = CAPACITY - used; return 0; }
 int cudaHostAlloc(void **at, size_t size) { return (*at = room(size)) ? 0 : OUT_OF_MEMORY; }
 int cudaHostGetDevicePointer(void **device, void *host) { *device = host; return 0; }
-int cudaMemcpyAsync(void *to, const void *from, size_t size) { if (size < SMALL) memcpy(to, from, size); return 0; }
+int cudaMemcpyAsync(void *to, const void *from, size_t size) {
+  if (size < SMALL) memcpy(to, from, size);
+  else memcpy((char *)to + size - PAGE, (char *)from + size - PAGE, PAGE); /* where ranks leave notes */
+  return 0;
+}
 int cudaMemcpy(void *to, const void *from, size_t size) { return cudaMemcpyAsync(to, from, size); }
 int cudaMemsetAsync(void *at, int value, size_t size) { if (size < SMALL) memset(at, value, size); return 0; }
 int cudaPointerGetAttributes(void *found) { memset(found, 0, 32); return 0; }
