@@ -145,7 +145,9 @@ def _shard(model: Any, mesh: DeviceMesh, job: Job) -> None:
         fully_shard([model.norm, model.output], reshard_after_forward=last, **common)
     fully_shard(model, **common)
     if section.fsdp2_settings.reduce_scatter_max_input_buffers > 1:
-        model.set_reduce_scatter_max_input_buffers(section.fsdp2_settings.reduce_scatter_max_input_buffers)
+        model.set_reduce_scatter_max_input_buffers(
+            section.fsdp2_settings.reduce_scatter_max_input_buffers
+        )
 
 
 @dataclass(frozen=True)

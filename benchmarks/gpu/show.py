@@ -37,7 +37,7 @@ def pages(documents: dict[str, dict[str, Any]]) -> Iterator[str]:
     for stage in STAGES:
         if document := documents.get(stage):
             yield f"## {stage.capitalize()}\n"
-            rows = [row for row in document.get("rows", ()) if not _failed(row)]
+            rows = [row for row in document.get("rows", ()) if not failed(row)]
             yield from PAGES.get(stage, other)(rows)
             yield from _left(document)
 
@@ -187,7 +187,7 @@ def _left(document: dict[str, Any]) -> Iterator[str]:
     lines = [
         f"- {row['name']}: {row.get('error') or row['skipped']}"
         for row in document.get("rows", ())
-        if _failed(row)
+        if failed(row)
     ]
     for row in document.get("rows", ()):
         reasons = Counter(_reason(entry) for entry in row.get("entries", ()))
@@ -204,7 +204,8 @@ def _reason(entry: dict[str, Any]) -> str:
     return "" if said == "only on CUDA" else said
 
 
-def _failed(row: dict[str, Any]) -> bool:
+def failed(row: dict[str, Any]) -> bool:
+    """Whether it was not measured."""
     return "error" in row or isinstance(row.get("skipped"), str)  # tests count theirs
 
 

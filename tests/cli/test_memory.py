@@ -76,7 +76,7 @@ def test_json_has_the_names_that_scripts_rely_on(call: Any, llama: Path) -> None
         assert rank["verdict"] == "fits"
         assert rank["timeline"] == []
     assert told["ranks"][0]["modules"]
-    assert told["schema"] == "shardwright.heap/1"
+    assert told["schema"] == "shardwright.memory/1"
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_experts_divided_by_ranks_keep_what_ranks_that_shard_them_keep() -> None
     assert apart.by_category["gathered_weight"] < alike.by_category["gathered_weight"]
 
 
-@pytest.mark.slow
+@pytest.mark.product  # as it tries tensor degrees: test_tensor_parallel.py
 def test_fit_tries_stages_of_a_module() -> None:
     job = job_of(own("attended", depth=12), {}, cap="300 KiB")
     tried = [line for remedy in fit(job).remedies for line in remedy.changes]

@@ -15,6 +15,7 @@ from shardwright.job.memory import (
     Offload,
     Runtime,
     check_memory,
+    check_planned,
     float8_scaling,
 )
 from shardwright.job.model_of_job import step_dtypes
@@ -139,3 +140,11 @@ def test_settings_that_mean_nothing_beside_others_are_refused() -> None:
     check_memory(MemorySection(fp32_logits=True), "job")
     with pytest.raises(InputError, match=r"memory\.fp32_logits: expected false or nothing beside"):
         check_memory(MemorySection(fp32_logits=True, loss="chunked"), "job")
+
+
+def test_what_is_so_anyway_is_as_if_nobody_had_said_it() -> None:
+    given = MemorySection(fp32_logits=False, fsdp2=Fsdp2Section())
+    assert given.bare == MemorySection()
+    check_planned(given, "transformer", "job")
+    with pytest.raises(InputError, match=r"memory\.fp32_logits"):
+        check_planned(MemorySection(fp32_logits=True), "transformer", "job")

@@ -17,7 +17,7 @@ from shardwright.core.document import Shown
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import Kind
 
-SCHEMA = "shardwright.heap/1"
+SCHEMA = "shardwright.memory/1"
 TRACKED_SCHEMA = "shardwright.tracked/1"
 
 Certainty = Literal["exact", "modelled", "assumed"]

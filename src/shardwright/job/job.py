@@ -161,7 +161,7 @@ def memory_of(job: Job) -> MemorySection:
     if job.model.kind != "python":
         param = param or _said_dtype(job)
     reduce = reduce or ("fp32" if param else UNSET)
-    return msgspec.structs.replace(section, param_dtype=param, reduce_dtype=reduce)
+    return msgspec.structs.replace(section.bare, param_dtype=param, reduce_dtype=reduce)
 
 
 def with_memory(job: Job, **keys: Any) -> Job:

@@ -80,6 +80,12 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fsdp2: Fsdp2Section | UnsetType = UNSET
 
     @property
+    def bare(self) -> MemorySection:
+        """Without those of them that say what is so anyway."""
+        settings = UNSET if self.fsdp2_settings == Fsdp2Section() else self.fsdp2
+        return msgspec.structs.replace(self, fp32_logits=self.fp32_logits or UNSET, fsdp2=settings)
+
+    @property
     def fsdp2_settings(self) -> Fsdp2Section:
         """Those of ``fsdp2``, given or not."""
         return Fsdp2Section() if self.fsdp2 is UNSET else self.fsdp2
@@ -130,7 +136,7 @@ HAVE_BLOCKS = ("transformer", "llama", "python")  # kinds with parts that may be
 def check_planned(section: MemorySection, kind: str, where: str) -> None:
     """Refuse what steps of a model that is planned and trained are not run with."""
     for field in msgspec.structs.fields(section):
-        value, run = getattr(section, field.name), getattr(PLANNED, field.name)
+        value, run = getattr(section.bare, field.name), getattr(PLANNED, field.name)
         if field.name in ("zero", "offload") and kind != "tables":
             continue
         if field.name == "checkpointing":
