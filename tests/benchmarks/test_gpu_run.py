@@ -173,3 +173,15 @@ def test_what_is_written_is_what_would_be_predicted_today(name: str) -> None:
     assert predict.predicted(Setting("cuda"), configuration) == written, (
         "benchmarks/gpu/prepare.sh writes it anew"
     )
+
+
+def test_the_page_of_the_stand_in_is_made_of_its_figures() -> None:
+    kept = show.read(ROOT / "validation" / "stand-in")
+    assert show.slug(kept) == "stand-in"
+    assert (ROOT / "docs" / "gpu-stand-in.md").read_text() == show.page(kept)
+    rows = {row["name"]: row for row in kept["memory"]["rows"] if not show.failed(row)}
+    shared = rows.pop("workspaces")["bytes"]
+    without_cudnn = {"vit", "lstm", "resnet"}
+    for name, row in rows.items():
+        asked = row["requested"] - shared
+        assert name in without_cudnn or abs(row["predicted"]["peak"] / asked - 1) < 2e-4, name
