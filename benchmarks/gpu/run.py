@@ -152,7 +152,8 @@ def main() -> int:
         path.unlink(missing_ok=True)
         rest = sum(SHARES.get(each, USUAL) for each in stages[place:])
         left = end - time.time()
-        until = time.time() + (left if one else left * SHARES.get(stage, USUAL) / rest)
+        whole = one or options.small  # nobody waits for these
+        until = time.time() + (left if whole else left * SHARES.get(stage, USUAL) / rest)
         if left <= 0:
             Figures(path).note(stage=stage, machine=facts, skipped="no time was left")
             continue
