@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from gpu.rows import fake_group
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
@@ -79,16 +78,6 @@ class Training:
             del loss
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-
-@contextmanager
-def fake_group(world_size: int) -> Iterator[None]:
-    """Rank 0 of so many, none of which but this one exists."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def mesh_of(job: Job) -> DeviceMesh:

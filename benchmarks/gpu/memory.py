@@ -106,9 +106,7 @@ def _of_gpu(run: Run) -> dict[str, Any]:
 
 
 def _of_cpu(setting: Setting, configuration: Configuration, run: Run) -> dict[str, Any]:
-    made = run.rehearsed
-    job = configuration.job(setting)
-    found = tracked(made.model, job, made.batch, made.loss, made.treatment)
+    found = tracked(configuration.job(setting), run.rehearsed)
     peaks = {each.phase: each.bytes for each in found.phases}
     return {"phases": {p: {"allocated": size} for p, size in peaks.items()}} | {
         "allocated": found.peak.bytes

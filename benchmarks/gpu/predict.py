@@ -19,7 +19,7 @@ import torch
 from gpu.configurations import Configuration, memory_configurations, timed_configurations
 from gpu.rows import Setting
 from shardwright.core.recording import RecordedUnit
-from shardwright.estimate.rehearsal_rank import units_of
+from shardwright.estimate.rehearsal import units_of
 from shardwright.estimate.unplanned import estimated
 
 FILE = Path(__file__).with_name("predictions.json")

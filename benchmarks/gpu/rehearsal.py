@@ -21,8 +21,7 @@ from torch.distributed.tensor.parallel import (
 from gpu.configurations import PLAN, Configuration
 from gpu.predict import Prediction
 from gpu.rows import Setting, fake_group, group_of_one
-from shardwright.estimate.rehearsal import optimizer_for
-from shardwright.estimate.rehearsal_rank import Rehearsed, rehearsed
+from shardwright.estimate.rehearsal import Rehearsed, optimizer_for, rehearsed
 
 STYLES: dict[str, Any] = {
     "colwise": ColwiseParallel(),
@@ -69,7 +68,7 @@ def running(setting: Setting, configuration: Configuration, known: Prediction) -
     clear(setting)
     torch.manual_seed(0)
     with ExitStack() as inside:
-        inside.enter_context(group_of_one(setting) if ranks == 1 else fake_group(setting, ranks))
+        inside.enter_context(group_of_one(setting) if ranks == 1 else fake_group(ranks))
         if configuration.memory.get("runtime") == "ddp":
             mesh, data = None, None
         else:

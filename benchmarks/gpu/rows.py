@@ -122,7 +122,7 @@ def worker(stage: str, setting: Setting, path: Path, names: list[str], until: fl
 
 
 @contextmanager
-def fake_group(setting: Setting, world_size: int) -> Iterator[None]:
+def fake_group(world_size: int) -> Iterator[None]:
     """Rank 0 of so many, of which there is no other: nothing moves, all is allocated as it would
     be, and what is gathered is not initialised."""
     import torch.distributed as dist

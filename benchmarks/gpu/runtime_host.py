@@ -66,7 +66,7 @@ def overhead(setting: Setting, size: str) -> dict[str, Any]:
     """All contestants in turns on one model of ``SIZES``, and what a unit adds to the host's time
     of a step without any."""
     rounds, steps = (1, 1) if setting.small else (4, 8)
-    with fake_group(setting, RANKS):
+    with fake_group(RANKS):
         mesh = init_device_mesh(setting.device, (RANKS,))
         known = contestants()
         runs = {

@@ -8,7 +8,7 @@ from probe_tasks import MESHES
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.footprint import Tracked
-from shardwright.estimate.rehearsal_rank import followed
+from shardwright.estimate.rehearsal import followed
 from shardwright.job.job import Job, parallel_of
 
 

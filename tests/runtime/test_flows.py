@@ -6,19 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
+from gpu.rows import fake_group
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwright as sw
 
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
+    with fake_group(2):
+        yield init_device_mesh("cpu", (2,))
 
 
 @pytest.mark.parametrize("root", [False, True])

@@ -10,14 +10,18 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
 import torch
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shardwright.core.document import read_document
 from shardwright.core.errors import InputError, RunError, UnsupportedError, expected
@@ -26,18 +30,26 @@ from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.core.optimizers import MADE, optimizer_named
 from shardwright.core.quantities import format_bytes
-from shardwright.estimate.machines import optimizer_of
-from shardwright.job.job import Job, memory_of, parallel_of
-from shardwright.job.memory import ComputeDtype, MemorySection, ReduceDtype, Runtime
+from shardwright.core.recording import Blocks, RecordedUnit
+from shardwright.estimate.machines import optimizer_of, sharding
+from shardwright.estimate.models import recorded_model
+from shardwright.estimate.own_model import Call, built_of, importable, make, python_function
+from shardwright.estimate.stages import Stage
+from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
+from shardwright.job.memory import ComputeDtype, Fsdp2Section, MemorySection, ReduceDtype, Runtime
 from shardwright.job.model import ESTIMATED
 from shardwright.job.parallel import ParallelSection
 from shardwright.launcher.launch import Launch, launch
 from shardwright.models.llama import Llama
+from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
-from shardwright.trace.checkpointing import policy, treated
+from shardwright.trace.checkpointing import policy
 from shardwright.trace.treatment import Applied, Treatment
 from shardwright.tracker.memory import MemoryTracker
+from shardwright.tracker.private import fsdp2_holds_all_reduced
+from shardwright.tracker.tensors import DTYPES
 
+Loss = Callable[[], torch.Tensor]
 STEPS = 2  # the second has the states of the first
 SHARE = 0.8  # of the memory that is free now: more is not tried
 RATE = 1e-3
@@ -128,24 +140,7 @@ def _as_run(
 def rehearse(job: Job, predicted: Footprint) -> Tracked:
     """Run what :func:`alone` gave; InputError where it is too large for this machine."""
     _check_size(predicted)
-    section, shape = memory_of(job), job.model.shape
-    assert isinstance(shape, LlamaShape)
-    model = Llama(
-        shape,
-        LocalShape(loss=section.loss, fp32_logits=bool(section.fp32_logits)),
-        sequence=job.batch.sequence,
-    )
-    size = (job.batch.size, job.batch.sequence)
-    tokens, targets = (torch.randint(shape.vocab, size) for _ in range(2))
-    every = policy(section.policy).every
-    blocks = list(model.layers.values())
-    picked = treated(range(len(blocks)), every)
-    with Treatment("cpu", section.policy).applied(model, blocks, picked) as treatment:
-
-        def loss() -> torch.Tensor:
-            return model.loss(model(tokens), targets)
-
-        return tracked(model, job, (tokens, targets), loss, treatment)
+    return followed(job, None)
 
 
 def rehearse_among(job: Job, predicted: Footprint, stream: TextIO) -> list[Tracked]:
@@ -198,19 +193,18 @@ def _check_size(predicted: Footprint) -> None:
         )
 
 
-def tracked(
-    model: nn.Module, job: Job, batch: Any, loss: Callable[[], torch.Tensor], treatment: Applied
-) -> Tracked:
+def tracked(job: Job, run: Rehearsed) -> Tracked:
     """Steps under the tracker, after one that makes what stays."""
-    optimizer = optimizer_for(job, model)
+    optimizer = optimizer_for(job, run.model)
 
     def step() -> None:
-        loss().backward()
+        run.loss().backward()
         optimizer.step()
         optimizer.zero_grad()
 
     step()
-    with MemoryTracker(model, optimizer, inputs=batch) as tracker, treatment.around():
+    tracker = MemoryTracker(run.model, optimizer, inputs=run.batch)
+    with tracker, run.treatment.around():
         for _ in range(STEPS):
             step()
     return tracker.result()
@@ -224,3 +218,145 @@ def optimizer_for(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     ours = memory_of(job).runtime == "shardwright"
     parameters = optimizer_parameters(model) if ours else model.parameters()
     return make_optimizer(how.name, parameters, RATE, implementation)
+
+
+def followed(job: Job, mesh: DeviceMesh | None) -> Tracked:
+    """What this rank takes in steps of ``job``, sharded as its estimate was; of the whole job where
+    there is no ``mesh``."""
+    with rehearsed(job, "cpu", mesh) as run:
+        return tracked(job, run)
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """A job's model on one rank, sharded as its estimate was, with its batch and its loss."""
+
+    model: nn.Module
+    batch: Any
+    loss: Loss
+    treatment: Applied
+
+
+@contextmanager
+def rehearsed(
+    job: Job,
+    device: str,
+    mesh: DeviceMesh | None,
+    units: Sequence[RecordedUnit] = (),
+    before: Callable[[nn.Module], None] = lambda _: None,
+) -> Iterator[Rehearsed]:
+    """The job on ``device``, checkpointed inside as it says, on the data ranks of ``mesh``; without
+    one as a single rank, all parameters in the job's dtype. ``units`` are those of
+    :func:`units_of`, if they are known; ``before`` is called with the model that is to be sharded.
+    """
+    units = units or units_of(job)
+    with importable(), torch.device(device):
+        model, batch, loss = _built(job)
+    section = memory_of(job)
+    again = [model.get_submodule(unit.modules[0]) for unit in units if unit.checkpointing]
+    treatment = Treatment("cpu", section.policy if again else policy("none").name)
+    with treatment.applied(model, again, range(len(again))) as applied:
+        before(model)
+        if mesh is None:
+            model.to(dtype=DTYPES.get(section.param_dtype or ""))
+        else:
+            _shard(model, units, job, mesh)
+        yield Rehearsed(model, batch, loss, applied)
+
+
+def units_of(job: Job) -> list[RecordedUnit]:
+    """The units of the estimate, those inside of others first."""
+    degrees = degrees_of(job, job.cluster.world_size or 1)
+    model = recorded_model(job, degrees, Treatment("cpu", memory_of(job).policy))
+    whole = Stage((0, model.layers), True, True)
+    blocks = Blocks(model.recorded(parallel_of(job), whole).recording)
+    found = [blocks.own(name, unit) for name, unit in blocks.unfolded()]
+    return sorted(found, key=lambda unit: unit.name == "")
+
+
+def _built(job: Job) -> tuple[nn.Module, Any, Loss]:
+    """The model on this CPU, its batch, and the loss of a step."""
+    if job.model.kind == "python":
+        call = Call.of(job)
+        built = built_of(make(call, python_function(call.name, call.where)), call.where)
+        batch = (built.inputs, built.keywords, built.targets)
+        return (
+            built.module,
+            batch,
+            lambda: built.loss_of(built.module(*built.inputs, **built.keywords), built.targets),
+        )
+    shape, size = job.model.shape, (job.batch.size, job.batch.sequence)
+    assert isinstance(shape, LlamaShape)
+    section = memory_of(job)
+    local = LocalShape(loss=section.loss, fp32_logits=bool(section.fp32_logits))
+    if torch.get_default_device().type == "cpu":
+        model = Llama(shape, local, sequence=job.batch.sequence)
+    else:
+        model = _drawn_there(Llama(shape, local, sequence=job.batch.sequence, device="meta"))
+    tokens, targets = (torch.randint(shape.vocab, size) for _ in range(2))
+    return model, (tokens, targets), lambda: model.loss(model(tokens), targets)
+
+
+@torch.no_grad()
+def _drawn_there(model: Llama) -> Llama:
+    """A model on the meta device, on the default one with values that mean nothing: those of a run
+    are drawn on the CPU, a billion in ten seconds."""
+    model.to_empty(device=torch.get_default_device())
+    if model.shape.tied_embeddings:
+        model.output.weight = model.tok_embeddings.weight
+    model.set_positions(None)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.02)
+    return model
+
+
+def _shard(model: nn.Module, units: Sequence[RecordedUnit], job: Job, mesh: DeviceMesh) -> None:
+    section = memory_of(job)
+    how = sharding(section, degrees_of(job, job.cluster.world_size or 1), on_gpu=False)
+    precision = MixedPrecisionPolicy(
+        DTYPES.get(section.param_dtype or ""), DTYPES.get(section.reduce_dtype or "")
+    )
+    for fqn in (name for unit in units for name in unit.frozen):
+        model.get_parameter(fqn).requires_grad_(False)  # what gets no gradient, as a plan runs it
+    for unit in units:
+        modules = [model.get_submodule(path) for path in unit.modules]
+        frees = how.reshard_after_forward and unit.name not in how.kept
+        if section.runtime == "fsdp2":
+            one = modules if modules[1:] else modules[0]
+            fully_shard(one, mesh=mesh, mp_policy=precision, reshard_after_forward=frees)
+        else:
+            fully_shard_flat(
+                modules,
+                mesh,
+                reshard_after_forward=frees and section.stage == 3,
+                zero=section.stage if section.zero == "auto" else section.zero,
+                shard_strategy="flat",
+                precision=precision,
+                block_size=optimizer_of(job).block,
+            )
+    rootless = all(unit.name for unit in units)
+    if section.runtime == "fsdp2":
+        if rootless:
+            fully_shard(model, mesh=mesh, mp_policy=precision)
+        _set_fsdp2(model, section.fsdp2_settings)
+    elif rootless:  # which has its units follow one another, as those of a plan do
+        fully_shard_flat(model, mesh, precision=precision)
+
+
+def _set_fsdp2(model: nn.Module, its: Fsdp2Section) -> None:
+    """Have FSDP2 do what the job says of it; UnsupportedError where the torch here cannot."""
+    here = fsdp2_holds_all_reduced()
+    if its.holds_all_reduced not in (UNSET, here):
+        key, found = "memory.fsdp2.holds_all_reduced", str(its.holds_all_reduced).lower()
+        wanted = f"{str(here).lower()}, as torch {torch.__version__} does"
+        raise UnsupportedError(expected(f"--real-ranks: {key}", wanted, found))
+    for name in ("reduce_scatter_max_input_buffers", "separate_reduce_scatter_group"):
+        value = getattr(its, name)
+        if value == getattr(Fsdp2Section(), name):
+            continue
+        setter = getattr(model, f"set_{name}", None)
+        if setter is None:
+            wanted = f"a torch whose FSDPModule has set_{name}"
+            where = f"--real-ranks: memory.fsdp2.{name}"
+            raise UnsupportedError(expected(where, wanted, f"torch {torch.__version__}"))
+        setter(value)

@@ -155,13 +155,14 @@ class Peers:
 
     @property
     def reducing(self) -> Any:
-        """Who has the last reduce that began in this group under way: one for all who use it."""
+        """Who began the last reduce of this group that may be under way still: one for all who use
+        it."""
         found = self._channel.reducing
         return None if found is None else found()
 
     @reducing.setter
     def reducing(self, who: object) -> None:
-        self._channel.reducing = None if who is None else ref(who)
+        self._channel.reducing = ref(who)
 
     def remember(self, label: str) -> int:
         """A number for all labels that were remembered so far: 32 bits, which are the same on ranks

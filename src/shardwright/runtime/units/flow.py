@@ -165,7 +165,7 @@ class Flow(UnitFlow):
             else:
                 unit.gradients.keep()
                 continue
-            if reports and unit.comm.probe.listens:
+            if reports:
                 self._report(unit, action)
             if verb == "reduce" and self.pending != action.target:
                 unit.finish_reduce()
@@ -338,7 +338,8 @@ class Flow(UnitFlow):
                 holds=unit.holds,
             )
         )
-        unit.comm.reducing = self if self.pending else None
+        if self.prefetch and other is not self:
+            unit.comm.reducing = self
 
     def end_backward(self) -> None:
         """Reduce what no input announced, in the order of need, and finish everything."""
