@@ -107,8 +107,8 @@ def _meshes(setting: Setting, configuration: Configuration) -> tuple[DeviceMesh,
 
 def clear(setting: Setting) -> None:
     """Leave nothing on the device that no tensor holds: neither caches nor workspaces."""
-    gc.collect()
     if setting.device == "cuda":
+        gc.collect()
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -11,51 +11,20 @@ import torch
 from gpu import ceilings, entries, show, traffic
 from gpu.entries import Case, Draw, measured
 from gpu.rows import Row, Setting, rows_of
+from stage_checks import ONLY_CUDA, check_entries
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 SMALL, ON_CUDA = Setting("cpu", small=True), Setting("cuda")
-ONLY_CUDA = ("host copies", "products float8", "attention cudnn", "graph")
-QUICK = ("launches", "products tf32", "row updates", *ONLY_CUDA)  # the others are slow
+QUICK = ("launches", "products tf32", "row updates", *ONLY_CUDA)
 
 
 def _rows(stage: str, setting: Setting = SMALL) -> dict[str, Row]:
     return {row.name: row for row in rows_of(stage, setting)}
 
 
-def _sound(name: str, found: Any) -> None:
-    """Every entry has figures, or says that only CUDA has it."""
-    assert "error" not in found
-    assert len(found["entries"]) > 0
-    for entry in found["entries"]:
-        if name in ONLY_CUDA:
-            assert entry["skipped"] == "only on CUDA"
-        else:
-            assert 0 < entry["least"] <= entry["seconds"] <= entry["most"]
-            assert {"class", "op", "dtype", "shape", "host", "calls"} <= entry.keys()
-        assert "error" not in entry
-
-
-@pytest.mark.parametrize(
-    "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in _rows("ceilings")],
-)
+@pytest.mark.parametrize("name", QUICK)  # all of them, and of embeddings: test_gpu_run.py
 def test_every_class_of_operators_has_figures_where_it_runs(name: str) -> None:
-    _sound(name, _rows("ceilings")[name].run())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["floors", "full", "qr", "dhe", "full on one rank"])
-def test_every_kind_of_embeddings_has_figures(name: str) -> None:
-    _sound(name, _rows("embeddings")[name].run())
-
-
-@pytest.mark.slow
-def test_kinds_start_and_look_up_alike_on_every_device() -> None:
-    found = _rows("embeddings")["values"].run()
-    assert found["kinds"] == 11
-    assert found["start_otherwise"] == []
-    assert found["errors"] == {}
-    assert found["apart"] <= 1e-6
+    check_entries(name, _rows("ceilings")[name].run())
 
 
 @pytest.fixture(scope="module")

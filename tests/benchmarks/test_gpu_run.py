@@ -15,6 +15,7 @@ from gpu import kit, predict, show
 from gpu.configurations import memory_configurations, timed_configurations
 from gpu.rows import STAGES, Figures, Setting
 from gpu.run import SHARES
+from stage_checks import check_entries, check_kinds, check_numbers
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -74,6 +75,16 @@ def test_every_row_of_every_stage_runs_on_a_cpu(figures: Path) -> None:
         assert document["rows"], stage
         failed = [row for row in document["rows"] if show.failed(row)]
         assert not failed, stage
+
+
+@pytest.mark.slow
+def test_figures_of_operators_embeddings_and_the_runtime_are_sound(figures: Path) -> None:
+    embeddings = rows_of(figures / "embeddings.json")
+    check_kinds(embeddings.pop("values"))
+    for name, row in (rows_of(figures / "ceilings.json") | embeddings).items():
+        check_entries(name, row)
+    for name, row in rows_of(figures / "runtime.json").items():
+        check_numbers(name, row)
 
 
 @pytest.mark.slow

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gpu import show
 from gpu import tests as stage_of_tests
 from gpu.rows import Setting, rows_of
+from stage_checks import check_numbers
 
 SMALL = Setting("cpu", small=True)
 ROWS = {row.name: row for row in rows_of("runtime", SMALL)}
@@ -23,26 +22,11 @@ PASSES, FAILS = "def test_one(): pass\n", "def test_two(): assert 1 == 2\n"
 MARKED = "import pytest\n\npytestmark = pytest.mark.gpu\n\n"
 
 
-def leaves(found: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in found.items() if isinstance(found, dict) else ():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{name} {key}")
-        else:
-            yield f"{name} {key}", value
-
-
-@pytest.mark.parametrize(
-    "name", [n if n in DAILY else pytest.param(n, marks=pytest.mark.slow) for n in ROWS]
-)
+@pytest.mark.parametrize("name", DAILY)  # all of them: test_gpu_run.py
 def test_numbers_are_those_of_plain_modules(name: str) -> None:
     found = dict(ROWS[name].run())
     assert json.loads(json.dumps(found)) == found
-    for place, value in leaves(found):
-        assert value is not False, place
-        assert value != "differs", place
-        assert "Error" not in str(value), place
-        if place.endswith("_apart") and "bf16" not in name:
-            assert value < 1e-3, place
+    check_numbers(name, found)
 
 
 def test_half_precision_is_that_of_fsdp2() -> None:
