@@ -119,7 +119,7 @@ def _work(
         command,
         stdin=subprocess.PIPE,
         text=True,
-        env={**os.environ, **more},
+        env={"GLOO_SOCKET_IFNAME": "lo", **os.environ, **more},  # ranks meet on this machine alone
         start_new_session=True,
     )
     try:
