@@ -11,15 +11,6 @@ from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
 from shardwright.core.optimizers import Optimizer, optimizer_named
-from shardwright.core.pipelining import (
-    SCHEDULES,
-    Pass,
-    Run,
-    chunk_count,
-    expanded,
-    order,
-    order_in_runs,
-)
 from shardwright.core.recording import Piece, RecordedUnit, Recording, Touch
 from shardwright.core.tensor import TensorSpec
 from shardwright.heap.flat import FlatUnits
@@ -28,6 +19,15 @@ from shardwright.heap.ledger import Ledger
 from shardwright.heap.machine import Machine, Mark, Sharding
 from shardwright.heap.rank_step import ONE_PASS, Chunk, RankStep
 from shardwright.heap.replicated import Megatron, Replicated
+from shardwright.job.pipelining import (
+    SCHEDULES,
+    Pass,
+    Run,
+    chunk_count,
+    expanded,
+    order,
+    order_in_runs,
+)
 
 NUMEL = 1000
 WEIGHTS = 2 * 4 * NUMEL

@@ -31,7 +31,6 @@ from shardwright.core.measurement import (
     RECORD_SCHEMA,
     Comparison,
     Record,
-    merge,
     read_measurement,
 )
 from shardwright.core.timeline import decode
@@ -46,6 +45,7 @@ from shardwright.launcher.progress import so_far
 from shardwright.report.html import render
 from shardwright.runtime.checkpoint.read import read_full
 from shardwright.train.compare import compare
+from shardwright.train.records import merge
 
 ROOT = Path(__file__).parents[2]
 MOST_MEMORY = 768 * 2**20  # bytes that reading so many files may add to this process

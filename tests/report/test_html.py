@@ -8,9 +8,8 @@ import msgspec
 import pytest
 import samples
 
-from shardwright.core.measurement import Line, Quality
+from shardwright.core.measurement import Line, Quality, Scores
 from shardwright.core.profile import Awaited, Kernel, PhaseTime, Stage
-from shardwright.core.scores import Scores
 from shardwright.job.model import ModelSection
 from shardwright.report.html import render
 

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from shardwright.cli import options as shared
+from shardwright.core.document import TABLES, check_output
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.kinds import PACKED
-from shardwright.core.outputs import TABLES, check_output
 from shardwright.core.quantities import format_bytes
 from shardwright.job.job import checkpoint_folder
 from shardwright.job.plan import read_plan

@@ -14,8 +14,7 @@ from msgspec import UNSET
 from shardwright.cli import options as shared
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import InputError, MismatchError, expected
-from shardwright.core.measurement import Quality
-from shardwright.core.scores import scores_text
+from shardwright.core.measurement import Quality, scores_text
 from shardwright.job.job import DataSection, Job
 from shardwright.job.plan import Plan, read_plan, sealed
 from shardwright.job.train import Forward, TrainSection

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.pipelining import Run, order_in_runs, representative, stage_of
 from shardwright.heap.rank_step import ONE_PASS
 from shardwright.job.parallel import Degrees
+from shardwright.job.pipelining import Run, order_in_runs, representative, stage_of
 
 # What the embedding and the head weigh, in layers, where layers are dealt out: TorchTitan's default
 # (torchtitan/distributed/pipeline_parallel.py, input_weight and output_weight).

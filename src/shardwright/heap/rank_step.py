@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardwright.core.optimizers import OPTIMIZERS, Optimizer
-from shardwright.core.pipelining.orders import Pass, PassKind, Run
 from shardwright.core.recording import Blocks, Moment, Point, Recording, Unfolded
 from shardwright.core.schedule import Merged
 from shardwright.core.slots import Slots
@@ -20,6 +19,7 @@ from shardwright.heap.optimizers import Place, state_bytes, step_temporaries
 from shardwright.heap.pieces import STAYING, Summaries
 from shardwright.heap.tape import Asked, Asking, Asks, Tape
 from shardwright.heap.traffic import Traffic
+from shardwright.job.pipelining import Pass, PassKind, Run
 
 # Moments of the exchange with tables, and the phase of what is recorded there.
 EXCHANGES: dict[str, Phase] = {"lookup": "exchange_rows", "row_gradients": "reduce"}

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.errors import InputError, expected
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape, LossKind, check_local
-from shardwright.core.pipelining import chunk_count
+from shardwright.job.pipelining import chunk_count
 
 LLAMA_EXPERTS = ("layers.*.moe.experts",)
 MAX_WORLD = 2**20  # ranks in a job whose memory is estimated

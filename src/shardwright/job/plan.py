@@ -18,7 +18,7 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.errors import MismatchError, check_type, expected
 from shardwright.core.footprint import Verdict, verdict_of
-from shardwright.core.grid import Grid
+from shardwright.core.layout import Grid
 from shardwright.core.model import ModelSpec
 from shardwright.core.option import ShardRun
 from shardwright.core.placement import Placement, Replicate, Roles, TwoZeros, Zero

@@ -15,7 +15,7 @@ from shardwright.core.errors import (
     EXIT_RUN_FAILED,
     expected,
 )
-from shardwright.core.exhausted import address_space, words_of_memory
+from shardwright.launcher.exhausted import address_space, words_of_memory
 from shardwright.launcher.folder import log_file
 from shardwright.launcher.outcome import OUTCOME_SCHEMA, STOPPED, Outcome, RankOutcome
 from shardwright.launcher.verdict import (

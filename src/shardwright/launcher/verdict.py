@@ -19,7 +19,7 @@ from shardwright.core.errors import (
     EXIT_PREEMPTED,
     EXIT_RUN_FAILED,
 )
-from shardwright.core.exhausted import words_of_memory
+from shardwright.launcher.exhausted import words_of_memory
 from shardwright.launcher.heartbeat import Beat
 from shardwright.launcher.outcome import STOPPED, RankOutcome
 from shardwright.launcher.watch import RankView

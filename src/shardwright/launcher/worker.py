@@ -41,7 +41,7 @@ from shardwright.core.errors import (
     ShardwrightError,
     StoppedError,
 )
-from shardwright.core.exhausted import address_space, out_of_memory
+from shardwright.launcher.exhausted import address_space, out_of_memory
 from shardwright.launcher.folder import LONGEST_MARK, MARK, lock_file, log_file
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.outcome import STOPPED, RankOutcome, State, write_status

@@ -10,8 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardwright.core.block import Block
-from shardwright.core.grid import Grid
-from shardwright.core.layout import UnitLayout, unit_layout
+from shardwright.core.layout import Grid, UnitLayout, unit_layout
 from shardwright.core.model import UnitSpec
 from shardwright.core.optimizer_states import Elements
 from shardwright.core.optimizers import OPTIMIZERS, OptimizerName

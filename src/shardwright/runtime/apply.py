@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright import __version__
 from shardwright.core.block import Block, Role, check_tiling
 from shardwright.core.errors import InputError, MismatchError, check_type, expected
-from shardwright.core.grid import Grid
-from shardwright.core.layout import unit_layout
+from shardwright.core.layout import Grid, unit_layout
 from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.placement import Replicate
 from shardwright.core.recording import Unfolded

@@ -14,13 +14,14 @@ from torch import nn
 
 from shardwright import __version__
 from shardwright.core.document import decode_json
-from shardwright.core.measurement import RECORD_SCHEMA, Measurement, Record, Saved, merge
+from shardwright.core.measurement import RECORD_SCHEMA, Measurement, Record, Saved
 from shardwright.core.timeline import Phase
 from shardwright.job.plan import Plan
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.runtime.checkpoint.agreement import rank_and_size
 from shardwright.runtime.comm import Comm, flat
 from shardwright.runtime.meter import Meter, comm_of
+from shardwright.train.records import merge
 
 
 class Measured:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwright.core.scores import BINS, EDGE, SIZE, Scores, scores_of
+from shardwright.core.measurement import BINS, EDGE, SIZE, Scores, scores_of
 from shardwright.runtime.comm import Comm
 
 

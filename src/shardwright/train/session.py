@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from msgspec import UNSET
 
-from shardwright.core.document import read_document, write_document
+from shardwright.core.document import read_document, same_file, write_document
 from shardwright.core.errors import EXIT_RUN_FAILED, InputError, MismatchError, expected
 from shardwright.core.measurement import (
     RECORD_SCHEMA,
@@ -17,10 +17,8 @@ from shardwright.core.measurement import (
     Measurement,
     Quality,
     Record,
-    merge,
     write_measurement,
 )
-from shardwright.core.outputs import same_file
 from shardwright.job.checkpoint import CheckpointSection
 from shardwright.job.job import Job, checkpoint_folder, named_files, run_in
 from shardwright.job.plan import Plan, write_plan
@@ -40,6 +38,7 @@ from shardwright.launcher.folder import (
 from shardwright.launcher.launch import Launch, launch
 from shardwright.launcher.outcome import Outcome
 from shardwright.train.compare import compare
+from shardwright.train.records import merge
 from shardwright.train.sources import source_of
 from shardwright.train.writers import check_log
 

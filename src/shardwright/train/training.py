@@ -34,15 +34,14 @@ from shardwright.core.errors import (
     ShardwrightError,
     expected,
 )
-from shardwright.core.exhausted import out_of_memory
-from shardwright.core.scores import Scores, scores_text
-from shardwright.core.thread_rank import thread_rank
+from shardwright.core.measurement import Scores, scores_text
 from shardwright.core.timeline import Phase
 from shardwright.estimate.own_model import Call, naming_errors
 from shardwright.estimate.task import Batch, InputsOf, inputs_of
 from shardwright.job.job import checkpoint_folder, named_files, run_in, table_folder
 from shardwright.job.plan import Plan, read_plan
 from shardwright.job.train import rate_factor
+from shardwright.launcher.exhausted import out_of_memory
 from shardwright.launcher.folder import (
     check_inputs,
     record_file,
@@ -63,6 +62,7 @@ from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.random_state import random_states, set_random_states
 from shardwright.runtime.saves import Saves
 from shardwright.runtime.saving import load_checkpoint
+from shardwright.tracker.announce import thread_rank
 from shardwright.train.hosts import Hosts
 from shardwright.train.loop import Measured, measure, metered
 from shardwright.train.profiling import Profiler

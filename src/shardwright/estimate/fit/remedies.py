@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError
-from shardwright.core.fit import Estimate, Remedy
+from shardwright.core.footprint import Estimate, Remedy
 from shardwright.core.llama import LlamaShape
 from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.placement import TwoZeros, Zero

@@ -11,8 +11,7 @@ import msgspec
 
 from shardwright.core.cluster import MAX_PLANNED
 from shardwright.core.errors import NoPlanError
-from shardwright.core.fit import Estimate
-from shardwright.core.footprint import Footprint
+from shardwright.core.footprint import Estimate, Footprint
 from shardwright.estimate.fit.search import Point, Space
 from shardwright.job.job import (
     Job,

@@ -1,4 +1,5 @@
-"""The passes of one rank, schedule by schedule; ranks are counted from the input of the model.
+"""Which pass a rank of a pipeline runs when: schedules by name, the passes that each gives a rank,
+how few microbatches show all that they find alive. Ranks are counted from the model's input.
 
 A rank repeats itself: an order is written in runs, so that neither it nor the work of who reads it
 grows with the number of microbatches.
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Literal
 
 import msgspec
+
+from shardwright.core.errors import InputError, expected
 
 # A backward may be split: the gradient of the input first, for the rank before waits for it, the
 # gradients of the weights when there is time.
@@ -242,3 +245,230 @@ class _Work:
                 del self._waiting[k]
                 return Pass("weight_backward", *slot)
         return None
+
+
+Shape = Literal["loop", "v"]
+Order = Callable[[int, int, int, int], list[Run]]
+
+
+class Schedule(msgspec.Struct, frozen=True):
+    """``title`` is PyTorch's name, or the paper's. In a ``loop`` chunk ``c`` of rank ``r`` is stage
+    ``c * ranks + r`` of the model; in a ``v`` chunk 1 comes back the other way.
+
+    With ``rounds`` the microbatches go through the chunks in rounds of equal size; with ``growing``
+    every microbatch is in flight at once.
+    """
+
+    name: str
+    title: str
+    order: Order
+    chunks: Literal["one", "two", "several"] = "one"
+    shape: Shape = "loop"
+    rounds: bool = False
+    growing: bool = False
+
+    @property
+    def usual_chunks(self) -> int:
+        """Chunks of a rank where nobody says how many."""
+        return 1 if self.chunks == "one" else 2
+
+    def fewest_microbatches(self, stages: int) -> int:
+        """What the order needs to exist at all."""
+        return 2 * stages if self.name == "dualpipev" else 1
+
+
+_ALL = (
+    Schedule("gpipe", "GPipe", fill_and_drain, growing=True),
+    Schedule("1f1b", "1F1B", one_f_one_b),
+    Schedule("interleaved_1f1b", "Interleaved1F1B", interleaved, chunks="several", rounds=True),
+    Schedule("looped_bfs", "LoopedBFS", breadth_first, chunks="several", growing=True),
+    Schedule("zbh1", "ZB-H1", zero_bubble_h1),
+    Schedule("zbh2", "ZB-H2", zero_bubble_h2),
+    Schedule(
+        "interleaved_zero_bubble",
+        "InterleavedZeroBubble",
+        interleaved_zero_bubble,
+        chunks="several",
+        rounds=True,
+    ),
+    Schedule("zbv", "ZBVZeroBubble", zero_bubble_v, chunks="two", shape="v"),
+    Schedule("dualpipev", "DualPipeV", dual_pipe_v, chunks="two", shape="v"),
+)
+SCHEDULES: dict[str, Schedule] = {each.name: each for each in _ALL}
+_BY_ANY_NAME = {
+    name.lower().replace("-", "").replace("_", ""): each
+    for each in _ALL
+    for name in (each.name, each.title)
+}
+
+
+def named(schedule: str) -> Schedule:
+    """The schedule of a name, in our spelling or PyTorch's, capitals and dashes apart."""
+    plain = schedule.lower().replace("-", "").replace("_", "")
+    if plain not in _BY_ANY_NAME:
+        names = ", ".join(SCHEDULES)
+        raise InputError(expected("[parallel] schedule", f"one of {names}", repr(schedule)))
+    return _BY_ANY_NAME[plain]
+
+
+def chunk_count(schedule: str, chunks: int | None = None) -> int:
+    """Chunks of the model on a rank; the schedule's usual number where none is given."""
+    found = named(schedule)
+    wanted = {"one": "1", "two": "2", "several": "2 or more"}[found.chunks]
+    if chunks is None:
+        return found.usual_chunks
+    if chunks < found.usual_chunks or (found.chunks != "several" and chunks > found.usual_chunks):
+        remedy = f"The schedule {found.name} has {wanted}."
+        if chunks == 1:
+            remedy += " With one chunk take 1f1b or zbh1."
+        elif chunks > 1:
+            remedy += " With several chunks take interleaved_1f1b."
+        raise InputError(expected("[parallel] chunks", wanted, str(chunks), remedy))
+    return chunks
+
+
+def order(
+    schedule: str, stages: int, microbatches: int, chunks: int | None = None
+) -> tuple[tuple[Pass, ...], ...]:
+    """The passes of every rank of a pipeline of ``stages`` ranks.
+
+    Each rank holds ``chunks`` pieces of the model (by default as many as the schedule usually has).
+    Raises InputError where the schedule cannot be run with these numbers.
+    """
+    return tuple(
+        tuple(expanded(runs)) for runs in order_in_runs(schedule, stages, microbatches, chunks)
+    )
+
+
+def order_in_runs(
+    schedule: str, stages: int, microbatches: int, chunks: int | None = None
+) -> tuple[tuple[Run, ...], ...]:
+    """The same, as what each rank does over and over."""
+    chunks = checked(schedule, stages, microbatches, chunks)
+    found = named(schedule)
+    return tuple(tuple(found.order(r, stages, microbatches, chunks)) for r in range(stages))
+
+
+def stage_of(schedule: str, stages: int, rank: int, chunk: int) -> int:
+    """Which of the ``stages * chunks`` pieces of the model is chunk ``chunk`` of rank ``rank``."""
+    if named(schedule).shape == "v" and chunk % 2 == 1:
+        return (chunk + 1) * stages - 1 - rank
+    return chunk * stages + rank
+
+
+def checked(schedule: str, stages: int, microbatches: int, chunks: int | None) -> int:
+    """The chunks of a rank, if the schedule can be run with these numbers."""
+    found = named(schedule)
+    if stages < 1:
+        raise InputError(expected("[parallel] pipeline", "at least 1 rank", str(stages)))
+    chunks = chunk_count(schedule, chunks)
+    fewest = found.fewest_microbatches(stages)
+    if microbatches < fewest:
+        remedy = f"{found.name} on {stages} ranks needs {fewest}." if fewest > 1 else ""
+        raise InputError(
+            expected("[parallel] microbatches", f"at least {fewest}", str(microbatches), remedy)
+        )
+    if found.rounds:
+        _check_rounds(found.name, stages, microbatches)
+    return chunks
+
+
+def _check_rounds(name: str, stages: int, microbatches: int) -> None:
+    rounds = max(1, microbatches // stages)
+    if microbatches % rounds:
+        below = microbatches // stages * stages
+        raise InputError(
+            expected(
+                "[parallel] microbatches",
+                f"a multiple of {rounds}, for {name} on {stages} ranks goes in {rounds} rounds",
+                str(microbatches),
+                f"{below} and {below + stages} will do.",
+            )
+        )
+
+
+# After so many pipelines full of microbatches (warm-up, a steady part, the end) nothing new comes.
+STEADY_PIPELINES = 4
+
+# Before a pass: by chunk what is kept for a backward, of it what still waits for the gradient of
+# its input, and 1 where a backward has left gradients of the weights.
+State = tuple[int, ...]
+
+
+def representative(schedule: str, stages: int, microbatches: int, chunks: int | None = None) -> int:
+    """The fewest microbatches that are in flight like ``microbatches`` of them.
+
+    Alike on every rank are the highest counts, chunk by chunk, that each kind of pass of each chunk
+    meets, and whether gradients of weights are there: so is what the passes find alive, whatever a
+    chunk's activations take. The cost does not grow with ``microbatches``.
+    """
+    chunks = checked(schedule, stages, microbatches, chunks)
+    found = named(schedule)
+    if found.growing:
+        return microbatches
+    step = per_round(stages, microbatches) if found.rounds else 1
+    steady = STEADY_PIPELINES * (1 if found.rounds else stages)
+    first = found.fewest_microbatches(stages)
+    most = min(microbatches // step, first + steady)
+    wanted = _highest(schedule, stages, most * step, chunks)
+    least, enough = first - 1, most
+    while enough - least > 1:
+        middle = (least + enough) // 2
+        if _highest(schedule, stages, middle * step, chunks) == wanted:
+            enough = middle
+        else:
+            least = middle
+    return enough * step
+
+
+def _highest(
+    schedule: str, stages: int, microbatches: int, chunks: int
+) -> list[dict[tuple[str, int], set[State]]]:
+    """Rank by rank and by kind and chunk of a pass: the states before it that no other exceeds."""
+    ranks = order_in_runs(schedule, stages, microbatches, chunks)
+    return [
+        {key: _maximal(states) for key, states in _states(runs, chunks).items()} for runs in ranks
+    ]
+
+
+def _states(runs: Sequence[Run], chunks: int) -> dict[tuple[str, int], set[State]]:
+    """By kind and chunk of a pass: the states before it, but for such as others exceed."""
+    found: dict[tuple[str, int], set[State]] = {}
+    now = [0] * (3 * chunks)
+    for run in runs:
+        done = 0
+        while done < run.times:
+            before = tuple(now)
+            _repeat(run.passes, now, chunks, found)
+            done += 1
+            change = [b - a for a, b in zip(before, now, strict=True)]
+            left = run.times - done - 1  # the last repetition is looked at
+            grows, falls = min(change) >= 0, max(change) <= 0
+            if left > 0 and done > 1 and (grows or falls):  # those between lie between
+                for place, each in enumerate(change):
+                    now[place] += left * each
+                done += left
+    return found
+
+
+def _repeat(
+    passes: Sequence[Pass], now: list[int], chunks: int, found: dict[tuple[str, int], set[State]]
+) -> None:
+    for kind, chunk, _ in ((p.kind, p.chunk, p.microbatch) for p in passes):
+        found.setdefault((kind, chunk), set()).add(tuple(now))
+        if kind == "forward":
+            now[chunk] += 1
+            now[chunks + chunk] += 1
+        if kind in ("backward", "weight_backward"):
+            now[chunk] -= 1
+            now[2 * chunks + chunk] = 1
+        if kind in ("backward", "input_backward"):
+            now[chunks + chunk] -= 1
+
+
+def _maximal(states: set[State]) -> set[State]:
+    found: list[State] = []
+    for one in sorted(states, key=sum, reverse=True):  # what exceeds a state has a larger sum
+        if not any(all(a >= b for a, b in zip(other, one, strict=True)) for other in found):
+            found.append(one)
+    return set(found)
