@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
-from shardwright.data.criteo import FIELD_NAMES, CriteoLog
-from shardwright.data.dealing import Dealt
-from shardwright.data.reading import ClickBatch, ClickReader, evaluation_batches
+from shardwright.data.logs import FIELD_NAMES, CriteoLog
+from shardwright.data.reading import ClickBatch, ClickReader, Dealt, evaluation_batches
 
 TABLES = [1000 + i for i in range(26)]
 HUGE = [1 << 40] * 26  # no reduction: ids come back as written

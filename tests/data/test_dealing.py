@@ -5,7 +5,7 @@ from itertools import count, islice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data.dealing import Dealt, deal, split
+from shardwright.data.reading import Dealt, deal, split
 
 
 def taken(dealt: tuple[Dealt, ...], batch: int, counts: list[int]) -> list[list[int]]:

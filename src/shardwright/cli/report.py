@@ -12,8 +12,8 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.measurement import Curve, read_measurement
 from shardwright.job.job import named_files
 from shardwright.job.plan import read_plan
+from shardwright.launcher.ending import decode_outcome
 from shardwright.launcher.folder import is_going_on, measurement_file, outcome_file, plan_file
-from shardwright.launcher.outcome import decode_outcome
 from shardwright.launcher.progress import so_far
 from shardwright.train.compare import compare
 

@@ -1,7 +1,8 @@
-"""A rank's heartbeat: 64 bytes of shared memory that say where it is and that it moves.
+"""What a rank shows of itself: a heartbeat while it works, and a last word when it ends.
 
-A file in the run folder, so it survives the death of either side and needs no thread, socket or
-import of torch. The rank writes, the launcher reads.
+The heartbeat is 64 bytes of shared memory that say where it is and that it moves: a file in the run
+folder, so it survives the death of either side and needs no thread, socket or import of torch. The
+last word is ``rank-R.status.json``. The rank writes, the launcher reads.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
+
+import msgspec
 
 from shardwright.core import timeline
-from shardwright.launcher.folder import heartbeat_file
+from shardwright.core.document import decode_json, write_atomically
+from shardwright.launcher.folder import heartbeat_file, status_file
 
 PHASES: Final = (*timeline.PHASES, "evaluate", "done")
 _INDEX: Final = {phase: index for index, phase in enumerate(PHASES)}
@@ -110,3 +114,39 @@ def _unpack(data: bytes) -> Beat | None:
     if magic != _MAGIC or not 0 <= index < len(PHASES):
         return None
     return Beat(pid, None if step == _NO_STEP else step, sequence, PHASES[index], at)
+
+
+STOPPED: Final = "stopped by SIGTERM"  # of a rank that ended at once
+
+State = Literal["finished", "failed", "lost", "stopped"]
+
+
+class RankOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank's end.
+
+    ``finished``: the work was done. ``failed``: the rank reported an error of its own, or
+    (``peer`` true) it failed only because another one did. ``lost``: it ended, or hung, without
+    a word. ``stopped``: it was asked to end. ``code`` is the rank's exit code, minus the signal
+    number where a signal is known to have killed it, None where nobody knows.
+    """
+
+    rank: int
+    state: State
+    code: int | None
+    step: int | None
+    phase: str | None
+    message: str
+    peer: bool = False
+
+
+def write_status(folder: Path, status: RankOutcome) -> None:
+    """A worker's last word, written just before it exits."""
+    write_atomically(status_file(folder, status.rank), msgspec.json.encode(status))
+
+
+def read_status(folder: Path, rank: int) -> RankOutcome | None:
+    """None when the rank has not spoken its last word, or not one that can be read."""
+    try:
+        return decode_json(status_file(folder, rank).read_bytes(), RankOutcome)
+    except (OSError, msgspec.DecodeError):
+        return None

@@ -34,7 +34,7 @@ from typing import Final, TextIO
 
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import InputError, RunError, expected
-from shardwright.launcher.ending import End, outcome_of, without_folder
+from shardwright.launcher.ending import End, RunOutcome, encode_outcome, outcome_of, without_folder
 from shardwright.launcher.folder import (
     LONGEST_MARK,
     MARK,
@@ -44,10 +44,8 @@ from shardwright.launcher.folder import (
     outcome_file,
     progress_file,
 )
-from shardwright.launcher.outcome import Outcome, encode_outcome
-from shardwright.launcher.processes import end_run, run_processes
 from shardwright.launcher.progress import ProgressReader, Writer, writer_for
-from shardwright.launcher.watch import Watch, in_trouble
+from shardwright.launcher.watch import RunWatch, end_run, in_trouble, run_processes
 
 _TICK: Final = 0.1
 _LISTEN: Final = 0.5  # after the first sign of trouble: what the others have to say
@@ -123,7 +121,7 @@ def loopback_environment(world_size: int) -> dict[str, str]:
 
 def launch(
     request: Launch, stream: TextIO | None = None, prepare: Callable[[], None] | None = None
-) -> Outcome:
+) -> RunOutcome:
     """Run to the end, whatever that is; ``outcome.json`` is written and no process is left.
 
     Ends within ``timeout`` (or ``setup_timeout``, ``stop_grace``) and about 10 s more. Ctrl-C
@@ -143,7 +141,7 @@ def launch(
 
 def _launched(
     request: Launch, stream: TextIO, mark: str, caught: list[int], is_there: Callable[[], bool]
-) -> Outcome:
+) -> RunOutcome:
     """Start torchrun in a folder that is held, and see it to its end."""
     if not is_there():
         raise RunError(without_folder(request.folder, " before it began"))
@@ -162,7 +160,7 @@ def _launched(
             stderr=log,
             start_new_session=True,
         )
-    watch = Watch(
+    watch = RunWatch(
         request.folder, request.world_size, torchrun, mark, in_one_process=request.in_one_process
     )
     try:
@@ -184,7 +182,7 @@ def _launched(
 
 def _watched(
     request: Launch,
-    watch: Watch,
+    watch: RunWatch,
     caught: list[int],
     display: Writer,
     is_there: Callable[[], bool],
@@ -212,7 +210,7 @@ def _watched(
     return _end(request, watch, caught, gone=not is_there())
 
 
-def _end(request: Launch, watch: Watch, caught: list[int], *, gone: bool = False) -> End:
+def _end(request: Launch, watch: RunWatch, caught: list[int], *, gone: bool = False) -> End:
     stopped_by = caught[0] if caught else None
     code = watch.torchrun.poll()
     views = watch.look()

@@ -43,8 +43,7 @@ from shardwright.core.errors import (
 )
 from shardwright.launcher.exhausted import address_space, out_of_memory
 from shardwright.launcher.folder import LONGEST_MARK, MARK, lock_file, log_file
-from shardwright.launcher.heartbeat import Heartbeat
-from shardwright.launcher.outcome import STOPPED, RankOutcome, State, write_status
+from shardwright.launcher.heartbeat import STOPPED, Heartbeat, RankOutcome, State, write_status
 
 
 def guard_parent(folder: Path, interval: float = 0.5) -> None:

@@ -15,8 +15,8 @@ import msgspec
 from shardwright.core.cluster import Calibration
 from shardwright.core.document import read_document
 from shardwright.core.errors import EXIT_BUG, EXIT_RUN_FAILED, InputError, expected
+from shardwright.launcher.ending import RunOutcome
 from shardwright.launcher.launch import Launch, launch
-from shardwright.launcher.outcome import Outcome
 from shardwright.train.measure.figures import calibration
 from shardwright.train.measure.samples import SCHEMA, Samples, samples_file
 
@@ -30,7 +30,7 @@ TIMEOUT, SETUP_TIMEOUT = 60.0, 180.0
 class Attempt:
     """How the ranks ended, what they found if they finished, and where their logs are if not."""
 
-    outcome: Outcome
+    outcome: RunOutcome
     found: Calibration | None
     folder: Path | None
 

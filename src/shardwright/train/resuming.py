@@ -17,7 +17,7 @@ from msgspec import UNSET, to_builtins
 from shardwright.core.document import to_kind
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.measurement import Scores
-from shardwright.data.dealing import Dealt, split
+from shardwright.data.reading import Dealt, split
 from shardwright.estimate.own_model import importable, python_function, with_names_of
 from shardwright.estimate.task import Batch, Task
 from shardwright.job.job import Job, checkpoint_folder, data_files

@@ -22,6 +22,7 @@ from shardwright.core.measurement import (
 from shardwright.job.checkpoint import CheckpointSection
 from shardwright.job.job import Job, checkpoint_folder, named_files, run_in
 from shardwright.job.plan import Plan, write_plan
+from shardwright.launcher.ending import RunOutcome
 from shardwright.launcher.folder import (
     HELD_OUT,
     check_folder,
@@ -36,7 +37,6 @@ from shardwright.launcher.folder import (
     store_file,
 )
 from shardwright.launcher.launch import Launch, launch
-from shardwright.launcher.outcome import Outcome
 from shardwright.train.compare import compare
 from shardwright.train.records import merge
 from shardwright.train.sources import source_of
@@ -55,7 +55,7 @@ class Session:
 
     folder: Path
     plan: Plan
-    outcome: Outcome
+    outcome: RunOutcome
     measurement: Measurement | None
     comparison: Comparison | None
 

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from shardwright.core.batch import MADE_UP_ZIPF
 from shardwright.core.errors import InputError, expected
 from shardwright.core.measurement import Quality
-from shardwright.data.days import PARTS
+from shardwright.data.logs import PARTS
 from shardwright.job.job import DataSection, Job, data_files
 from shardwright.job.model_of_job import reads_bags, tables_of_bags
 from shardwright.planner.problem import batch_of
 from shardwright.train.sources.made_up import DIGEST, make_up, read_facts
 
 if TYPE_CHECKING:
-    from shardwright.data.days import Part
+    from shardwright.data.logs import Part
     from shardwright.data.reading import ClickLog
     from shardwright.data.synthetic import ClickModel
 
@@ -57,15 +57,14 @@ def check(job: Job) -> None:
 
 def log_of(job: Job, path: str) -> ClickLog:
     """The rows of a file as the tables of ``job`` are given them; InputError if it is no log."""
-    from shardwright.data.columns import ColumnLog, Feature
-    from shardwright.data.criteo import CriteoLog
+    from shardwright.data.logs import BagColumn, ColumnLog, CriteoLog
     from shardwright.data.synthetic import LABEL, dense_names
 
     if _is_criteo(job) and job.data.kind != "columns":
         return CriteoLog(path, [table.rows for table in job.tables])
     hashed = job.data.ids == "modulo"
     features = [
-        Feature(name, table.rows, table.weighted, hashed)
+        BagColumn(name, table.rows, table.weighted, hashed)
         for table in job.tables
         for name in table.feature_names
     ]
@@ -131,7 +130,7 @@ def is_folder(job: Job) -> bool:
 
 def files_of(job: Job) -> list[Path]:
     """The files of what is trained on."""
-    from shardwright.data.days import day_files
+    from shardwright.data.logs import day_files
 
     path = Path(data_files(job).train)
     return day_files(path) if is_folder(job) else [path]
@@ -139,18 +138,18 @@ def files_of(job: Job) -> list[Path]:
 
 def rows_of(job: Job, part: Part) -> ClickLog | None:
     """The rows of a part of the log; None where it has no such part."""
-    from shardwright.data.days import Days, Stretch, stretches_of
+    from shardwright.data.logs import Days, LogSlice, slices_of
 
     files, data = data_files(job), job.data
     if data.days is UNSET and not is_folder(job):
         path = {"train": files.train, "test": files.test}.get(part)
-        stretches = (Stretch(log_of(job, path)),) if path else ()
-        if not stretches or not data.drop_negatives:
-            return stretches[0].log if stretches else None
+        slices = (LogSlice(log_of(job, path)),) if path else ()
+        if not slices or not data.drop_negatives:
+            return slices[0].log if slices else None
     else:
         days = None if data.days is UNSET else data.days
-        stretches = stretches_of(Path(files.train), days, partial(log_of, job))[part]
-    return Days(stretches, data.drop_negatives or 0.0, data.seed)
+        slices = slices_of(Path(files.train), days, partial(log_of, job))[part]
+    return Days(slices, data.drop_negatives or 0.0, data.seed)
 
 
 def cache_of(job: Job, part: Part) -> Path | None:
@@ -236,7 +235,7 @@ def model_of_clicks(job: Job) -> ClickModel:
         for name, length in zip(table.feature_names, table.pooling_factors, strict=True)
     ]
     names, rows, lengths = zip(*columns, strict=True)
-    return ClickModel.named(names, rows, lengths, job.model.dense_features, **law)
+    return ClickModel(**law).named(names, rows, lengths, job.model.dense_features)
 
 
 def as_log(job: Job) -> DataSection:
@@ -255,7 +254,7 @@ def as_log(job: Job) -> DataSection:
 def chances(job: Job, numbers: NDArray[np.int64]) -> NDArray[np.float64] | None:
     """The chance of a click of held-out rows of the test, ascending ``numbers`` [n], with which
     they were made up; None of rows that were not."""
-    from shardwright.data.days import bounds
+    from shardwright.data.logs import bounds
 
     if job.data.kind != "synthetic":
         return None
@@ -271,7 +270,7 @@ def chances(job: Job, numbers: NDArray[np.int64]) -> NDArray[np.float64] | None:
 
 def _write_days(model: ClickModel, rows: int, days: int, path: Path) -> dict[str, Any]:
     """Write all days; what is known of them, and of what is held out."""
-    from shardwright.data.days import bounds
+    from shardwright.data.logs import bounds
 
     first, middle = bounds(rows, days)
     known: dict[str, Any] = msgspec.to_builtins(model.write(path, rows=rows))

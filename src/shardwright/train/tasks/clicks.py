@@ -11,10 +11,15 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 from torch import nn
 
-from shardwright.data.cache import CachedReader, CachedRows, cached_evaluation
-from shardwright.data.days import Part
-from shardwright.data.dealing import Dealt
-from shardwright.data.reading import ClickBatch, ClickReader, evaluation_batches
+from shardwright.data.cache import CachedRows, cached_evaluation
+from shardwright.data.logs import Part
+from shardwright.data.reading import (
+    ClickBatch,
+    ClickReader,
+    Dealt,
+    evaluation_batches,
+    numbered_batches,
+)
 from shardwright.estimate.task import Batch
 from shardwright.job.job import Job
 from shardwright.models.dlrm import DLRM
@@ -28,7 +33,7 @@ class Clicks:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._reader: ClickReader | CachedReader | None = None
+        self._reader: ClickReader | None = None
         self.scored: tuple[torch.Tensor, torch.Tensor] | None = None  # logits and labels, if asked
 
     def model(self, device: torch.device) -> nn.Module:
@@ -43,11 +48,10 @@ class Clicks:
         """Dense features [B, D], ids [B, F] or bags by feature, labels [B]."""
         place = (self.job.batch.size, rank, world_size)
         if folder := cache_of(self.job, "train"):
-            self._reader = CachedReader(CachedRows(folder), *place, dealt=dealt)
-        else:
-            log, skip = rows_of(self.job, "train"), self.job.data.skip_bad_rows
-            assert log is not None
-            self._reader = ClickReader(log, *place, skip_bad_rows=skip, dealt=dealt)
+            return map(_arrays, numbered_batches(CachedRows(folder).at, *place, dealt=dealt))
+        log, skip = rows_of(self.job, "train"), self.job.data.skip_bad_rows
+        assert log is not None
+        self._reader = ClickReader(log, *place, skip_bad_rows=skip, dealt=dealt)
         return map(_arrays, self._reader)
 
     def inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -99,7 +103,7 @@ class Clicks:
 
     @property
     def bad_rows(self) -> int:
-        """Of the training file."""
+        """Of the training file; those of a cache were left out when it was written."""
         return self._reader.bad_rows if self._reader else 0
 
 

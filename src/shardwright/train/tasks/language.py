@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from shardwright.core.llama import LlamaShape
-from shardwright.data.dealing import Dealt
-from shardwright.data.tokens import Text, TextReader, TokenBatch, held_out_batches
+from shardwright.data.reading import Dealt
+from shardwright.data.tokens import Text, TokenBatch, held_out_batches, training_batches
 from shardwright.estimate.task import Batch
 from shardwright.job.job import Job, data_files
 from shardwright.models.llama import Llama
@@ -40,9 +40,8 @@ class Language:
     def batches(self, rank: int, world_size: int, dealt: Sequence[Dealt] = ()) -> Iterator[Batch]:
         """Inputs and targets [B, T]."""
         job = self.job
-        ranks = (rank, world_size)
-        reader = TextReader(self._text(), job.batch.size, *ranks, job.data.seed, dealt)
-        return map(_arrays, reader)
+        place = (job.batch.size, rank, world_size)
+        return map(_arrays, training_batches(self._text(), *place, job.data.seed, dealt))
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Mean over all tokens, in nats."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from shardwright.core.errors import InputError, ShardwrightError, expected
-from shardwright.data.dealing import Dealt
+from shardwright.data.reading import Dealt
 from shardwright.estimate.own_model import (
     Built,
     Call,
