@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.runtime.checkpoint.held import Held, whole
+from shardwright.runtime.checkpoint.region import Held, whole
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.disk import DiskStore
 from shardwright.runtime.embeddings.tables import ShardedTables

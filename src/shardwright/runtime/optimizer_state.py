@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 
 from shardwright.core.amount import ceil_div
 from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
-from shardwright.runtime.checkpoint.held import Held
-from shardwright.runtime.checkpoint.region import blocks_of
+from shardwright.runtime.checkpoint.region import Held, blocks_of
 from shardwright.runtime.flat_tensors import FlatHome
 from shardwright.runtime.model_parts import STATE, Part
 from shardwright.runtime.torch_private import local_of

@@ -24,8 +24,8 @@ from shardwright.core.measurement import Saved
 from shardwright.job.checkpoint import CheckpointSection, every
 from shardwright.runtime import data_workers
 from shardwright.runtime.checkpoint.agreement import rank_and_size
+from shardwright.runtime.checkpoint.files import shard_name
 from shardwright.runtime.checkpoint.folders import complete_steps, step_folder
-from shardwright.runtime.checkpoint.manifest import shard_name
 from shardwright.runtime.checkpoint.write import Work
 from shardwright.runtime.model_parts import comm_of, on_disk
 from shardwright.runtime.saving import Optimizers, save_parts

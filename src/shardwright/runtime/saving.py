@@ -18,10 +18,9 @@ from shardwright import __version__
 from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected
 from shardwright.runtime.checkpoint import Held, read_checkpoint
 from shardwright.runtime.checkpoint.agreement import rank_and_size, reason, together
-from shardwright.runtime.checkpoint.folders import step_folder
-from shardwright.runtime.checkpoint.locks import Newest
-from shardwright.runtime.checkpoint.manifest import list_name
-from shardwright.runtime.checkpoint.stored import Stored
+from shardwright.runtime.checkpoint.files import list_name
+from shardwright.runtime.checkpoint.folders import Newest, step_folder
+from shardwright.runtime.checkpoint.read import Stored
 from shardwright.runtime.checkpoint.write import Work, run_through, save_in_parts
 from shardwright.runtime.model_parts import (
     STATE,

@@ -23,10 +23,8 @@ from shardwright.runtime.checkpoint.folders import (
     step_folder,
     temporary_folder,
 )
-from shardwright.runtime.checkpoint.held import Held, dtype_of
-from shardwright.runtime.checkpoint.read import copies_of, fill
-from shardwright.runtime.checkpoint.region import Box
-from shardwright.runtime.checkpoint.stored import Stored, StoredTensor, open_stored
+from shardwright.runtime.checkpoint.read import Stored, StoredTensor, copies_of, fill, open_stored
+from shardwright.runtime.checkpoint.region import Box, Held, dtype_of
 from shardwright.runtime.checkpoint.write import commit, write_rank
 from shardwright.runtime.embeddings.disk import mapped
 from shardwright.runtime.model_parts import STATE

@@ -12,10 +12,9 @@ import msgspec
 import torch
 
 from shardwright.runtime.checkpoint import Held
+from shardwright.runtime.checkpoint.files import digest_of, list_name, sealed, shard_name
 from shardwright.runtime.checkpoint.folders import step_folder, temporary_folder
-from shardwright.runtime.checkpoint.held import checked
-from shardwright.runtime.checkpoint.manifest import digest_of, list_name, sealed, shard_name
-from shardwright.runtime.checkpoint.region import Box, is_range
+from shardwright.runtime.checkpoint.region import Box, checked, is_range
 from shardwright.runtime.checkpoint.write import claim, commit, write_rank, writers
 
 Tensors = dict[str, torch.Tensor]

@@ -22,8 +22,7 @@ import torch
 
 from shardwright.core.errors import InputError, MismatchError, RunError
 from shardwright.runtime.checkpoint import Held, read_checkpoint, read_full, write_checkpoint
-from shardwright.runtime.checkpoint.folders import temporary_folder
-from shardwright.runtime.checkpoint.locks import LOCK_FILE
+from shardwright.runtime.checkpoint.folders import LOCK_FILE, temporary_folder
 from shardwright.runtime.checkpoint.write import Claim, write_rank, writers
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -16,39 +16,16 @@ from shardwright.core.errors import (
     ShardwrightError,
 )
 
+if TYPE_CHECKING:
+    from shardwright.runtime.comm import Comm
+
 MAX_TEXT = 4000  # bytes of a message that travel
 _KINDS: tuple[type[ShardwrightError], ...] = (RunError, InputError, MismatchError, NoPlanError)
 
 T = TypeVar("T")
 
 
-class Mesh(Protocol):
-    """Which ranks act together; a DeviceMesh is one."""
-
-    @property
-    def device_type(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def mesh(self) -> torch.Tensor: ...
-
-    def get_coordinate(self) -> Sequence[int] | None: ...
-
-
-class Group(Protocol):
-    """What a checkpoint needs of ``runtime.comm.Comm``: sums and agreement over the whole mesh."""
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    def all_reduce(self, label: str, tensor: torch.Tensor) -> object: ...
-
-    def agree(self, what: str, facts: Mapping[str, str]) -> None: ...
-
-
-def rank_and_size(comm: Group | None) -> tuple[int, int]:
+def rank_and_size(comm: Comm | None) -> tuple[int, int]:
     """This process among those of the mesh, row by row; without a group it is alone."""
     if comm is None:
         return 0, 1
@@ -60,13 +37,13 @@ def rank_and_size(comm: Group | None) -> tuple[int, int]:
     return rank, math.prod(comm.mesh.shape)
 
 
-def global_rank(comm: Group | None, rank: int) -> int:
+def global_rank(comm: Comm | None, rank: int) -> int:
     """How the whole job counts ``rank`` of the mesh, which is what messages name."""
     return rank if comm is None else int(comm.mesh.mesh.flatten()[rank])
 
 
 def together(
-    comm: Group | None,
+    comm: Comm | None,
     label: str,
     act: Callable[[], T],
     failure: Callable[[Exception], ShardwrightError],
@@ -80,7 +57,7 @@ def together(
 
 
 def together_numbered(
-    comm: Group | None,
+    comm: Comm | None,
     label: str,
     act: Callable[[], T],
     failure: Callable[[Exception], ShardwrightError],
@@ -101,7 +78,7 @@ def together_numbered(
 
 
 def _settle(
-    comm: Group | None,
+    comm: Comm | None,
     label: str,
     error: ShardwrightError | None,
     cause: Exception | None,
@@ -139,7 +116,7 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def total(comm: Group, label: str, own: dict[int, int], size: int) -> torch.Tensor:
+def total(comm: Comm, label: str, own: dict[int, int], size: int) -> torch.Tensor:
     """The sum over ranks of vectors of ``size`` integers, given by index; on the host."""
     vector = torch.zeros(size, dtype=torch.int64)
     if own:

@@ -11,14 +11,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from shardwright.core.document import encode_document
 from shardwright.core.errors import InputError, RunError, ShardwrightError, expected
 from shardwright.runtime.checkpoint.agreement import (
-    Group,
     global_rank,
     rank_and_size,
     reason,
@@ -26,7 +25,20 @@ from shardwright.runtime.checkpoint.agreement import (
     together_numbered,
     total,
 )
+from shardwright.runtime.checkpoint.files import (
+    MANIFEST,
+    MAX_STEP,
+    RANK_SCHEMA,
+    RankList,
+    digest_of,
+    list_name,
+    piece_of,
+    sealed,
+    shard_name,
+    write_shard,
+)
 from shardwright.runtime.checkpoint.folders import (
+    Newest,
     give_name,
     new_number,
     retain,
@@ -35,27 +47,18 @@ from shardwright.runtime.checkpoint.folders import (
     sync,
     temporary_folder,
 )
-from shardwright.runtime.checkpoint.held import Held, checked
-from shardwright.runtime.checkpoint.locks import Newest
-from shardwright.runtime.checkpoint.manifest import (
-    MANIFEST,
-    MAX_STEP,
-    RANK_SCHEMA,
-    RankList,
-    digest_of,
-    list_name,
-    sealed,
-    shard_name,
-)
-from shardwright.runtime.checkpoint.shard import piece_of, write_shard
-from shardwright.runtime.checkpoint.stored import open_stored
+from shardwright.runtime.checkpoint.read import open_stored
+from shardwright.runtime.checkpoint.region import Held, checked
+
+if TYPE_CHECKING:
+    from shardwright.runtime.comm import Comm
 
 
 def write_checkpoint(
     folder: Path | str,
     step: int,
     held: Sequence[Held],
-    comm: Group | None,
+    comm: Comm | None,
     *,
     facts: Mapping[str, str],
     scalars: Mapping[str, Any],
@@ -119,7 +122,7 @@ def save_in_parts(
     folder: Path | str,
     step: int,
     held: Sequence[Held],
-    comm: Group | None,
+    comm: Comm | None,
     *,
     facts: Mapping[str, str],
     scalars: Mapping[str, Any],
@@ -303,7 +306,7 @@ def writers(claims: Sequence[Sequence[Claim]]) -> list[set[int]]:
     return chosen
 
 
-def without_copies(held: Sequence[Held], comm: Group | None) -> list[Held]:
+def without_copies(held: Sequence[Held], comm: Comm | None) -> list[Held]:
     """Of what this rank holds, the parts that it has to write. Called by all ranks."""
     rank, size = rank_and_size(comm)
     if comm is None or size == 1:
