@@ -23,7 +23,7 @@ from shardwright.data.reading import (
     ClickBatch,
     ClickLog,
     ClickReader,
-    Dealt,
+    DealtRows,
     evaluation_batches,
     numbered_batches,
 )
@@ -84,11 +84,15 @@ def test_a_rank_reads_the_batches_that_the_text_has(
 
 @pytest.mark.parametrize(
     "dealt",
-    [(Dealt(4, (8, 8)),), (Dealt(4, (9, 8)),), (Dealt(3, (6, 6, 6)), Dealt(5, (10,)))],
+    [
+        (DealtRows(4, (8, 8)),),
+        (DealtRows(4, (9, 8)),),
+        (DealtRows(3, (6, 6, 6)), DealtRows(5, (10,))),
+    ],
     ids=["the same ranks", "one took more", "other ranks twice"],
 )
 def test_a_resumed_rank_goes_on_with_the_rows_that_the_text_has_left(
-    log: ClickLog, tmp_path: Path, dealt: tuple[Dealt, ...]
+    log: ClickLog, tmp_path: Path, dealt: tuple[DealtRows, ...]
 ) -> None:
     rows = cached(log, tmp_path)
     for rank in range(2):

@@ -11,11 +11,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.core.errors import ShardwrightError
-from shardwright.runtime.checkpoint import Held, read_checkpoint, write_checkpoint
+from shardwright.runtime.checkpoint import TensorPart, read_checkpoint, write_checkpoint
 from shardwright.runtime.comm import Comm
 
 
-def held_by(mesh: DeviceMesh, seed: int) -> list[Held]:
+def held_by(mesh: DeviceMesh, seed: int) -> list[TensorPart]:
     """This rank's share of the cases' tensors, copies among them."""
     return cases.deal(cases.tensors(), mesh.size(), seed, copies=True)[mesh.get_local_rank()]
 
@@ -84,13 +84,13 @@ def refused_read(mesh: DeviceMesh, folder: str, spoil: str = "", rank: int = 0) 
     return "no error", False
 
 
-def spoiled(wanted: list[Held], how: str) -> list[Held]:
+def spoiled(wanted: list[TensorPart], how: str) -> list[TensorPart]:
     """The list with something that no checkpoint of the cases has."""
     odd = {
-        "name": Held("odd", (1,), (0,), (1,), torch.zeros(1)),
-        "shape": Held("cube", (1,), (0,), (1,), torch.zeros(1)),
-        "dtype": Held("float64", (6, 7), (0,), (1,), torch.zeros(1)),
-        "tensor": Held("int8", (12, 7), (0,), (1,), torch.zeros(2, dtype=torch.int8)),
+        "name": TensorPart("odd", (1,), (0,), (1,), torch.zeros(1)),
+        "shape": TensorPart("cube", (1,), (0,), (1,), torch.zeros(1)),
+        "dtype": TensorPart("float64", (6, 7), (0,), (1,), torch.zeros(1)),
+        "tensor": TensorPart("int8", (12, 7), (0,), (1,), torch.zeros(2, dtype=torch.int8)),
     }
     if how not in odd:
         return wanted
@@ -104,7 +104,10 @@ def refused_write(mesh: DeviceMesh, folder: str, how: str, rank: int) -> tuple[s
     """
     own = mesh.get_local_rank()
     comm = Comm(mesh)
-    held = [*held_by(mesh, 1), Held("large", (mesh.size(), 40_000), (own, 0), (1, 40_000), large())]
+    held = [
+        *held_by(mesh, 1),
+        TensorPart("large", (mesh.size(), 40_000), (own, 0), (1, 40_000), large()),
+    ]
     facts, scalars, step, place = {"plan": "p1"}, {"value": 1.0}, 2, Path(folder)
     before = [cases.bits(part.tensor) for part in held]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -10,7 +10,7 @@ import msgspec
 
 from shardwright.core.recording import (
     OF_UNITS,
-    Blocks,
+    BlockNames,
     Moment,
     Piece,
     Point,
@@ -180,7 +180,7 @@ def _numbers(work: Work) -> tuple[int, int, int]:
 class _Names:
     """Parameters by the names of the block in which a piece runs."""
 
-    def __init__(self, recording: Recording, blocks: Blocks) -> None:
+    def __init__(self, recording: Recording, blocks: BlockNames) -> None:
         self.blocks = blocks
 
     def own(self, fqn: str, moment: Moment) -> str:

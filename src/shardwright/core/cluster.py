@@ -76,7 +76,7 @@ Value = Annotated[float, msgspec.Meta(ge=0, le=1e20)]
 Day = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
 
 
-class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class SourcedFigure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A number with its unit, and where it is from.
 
     ``median_of`` is the number of measurements, 0 of a number that was not measured; ``spread`` is
@@ -100,8 +100,8 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compute_device: Device
     backend: Text
     machine: dict[Text, Text]
-    capacities: dict[Text, Figure]
-    constants: dict[Text, Figure]
+    capacities: dict[Text, SourcedFigure]
+    constants: dict[Text, SourcedFigure]
 
     @property
     def carried_over(self) -> tuple[str, ...]:
@@ -125,7 +125,7 @@ def parse_calibration(document: dict[str, Any], where: str) -> Calibration:
         for name, figure in figures.items() if isinstance(figures, dict) else ():
             if group == "capacities" and name not in CAPACITIES:
                 raise unknown_key(where, f"{group}.{name}", name, CAPACITIES)
-            convert(figure, Figure, where, f"{group}.{name}")
+            convert(figure, SourcedFigure, where, f"{group}.{name}")
     return convert(document, Calibration, where)
 
 

@@ -363,7 +363,7 @@ def _choices(kind: Any) -> list[str]:
 _HEAD = 4096  # bytes in which a file says what it is
 
 
-class Kind(NamedTuple):
+class FileKind(NamedTuple):
     """What a command writes, how the beginning of such a file looks, and which endings a new one's
     name may have, besides none; empty for any."""
 
@@ -372,22 +372,24 @@ class Kind(NamedTuple):
     endings: tuple[str, ...] = ()
 
 
-PLAN = Kind("plan", re.compile(rb'\{\s*"schema":\s*"shardwright\.plan/'))
-STUDY = Kind("study", re.compile(rb'\{\s*"schema":\s*"shardwright\.study/'))
-CLUSTER = Kind("cluster file", re.compile(rb'(#[^\n]*\n|\s)*schema = "shardwright\.cluster/'))
-REPORT = Kind(
+PLAN = FileKind("plan", re.compile(rb'\{\s*"schema":\s*"shardwright\.plan/'))
+STUDY = FileKind("study", re.compile(rb'\{\s*"schema":\s*"shardwright\.study/'))
+CLUSTER = FileKind("cluster file", re.compile(rb'(#[^\n]*\n|\s)*schema = "shardwright\.cluster/'))
+REPORT = FileKind(
     "report",
     re.compile(rb"\s*<!DOCTYPE html>.*Shardwright report</title>", re.DOTALL),
     (".html", ".htm"),
 )
-PICTURE = Kind("timeline", re.compile(rb'<svg [^>]*aria-label="Live memory of a step: '))
-TABLES = Kind(
+PICTURE = FileKind("timeline", re.compile(rb'<svg [^>]*aria-label="Live memory of a step: '))
+TABLES = FileKind(
     "file of tables", re.compile(rb'.{8}\{"__metadata__":\{"shardwright\.tables/', re.DOTALL)
 )
-TRACE = Kind("timeline", re.compile(rb'\{"traceEvents":'))
+TRACE = FileKind("timeline", re.compile(rb'\{"traceEvents":'))
 
 
-def check_output(path: Path, kind: Kind, inputs: Iterable[Path] = (), option: str = "-o") -> None:
+def check_output(
+    path: Path, kind: FileKind, inputs: Iterable[Path] = (), option: str = "-o"
+) -> None:
     """Raise InputError unless ``path`` may be written.
 
     It may if nothing is there, or an empty file, or a file of the same ``kind``, and it is not one
@@ -424,7 +426,7 @@ def _check_folder(path: Path) -> None:
         raise InputError(expected(str(path), wanted, f"{above}, which may not be written to"))
 
 
-def is_of(path: Path, kind: Kind) -> bool:
+def is_of(path: Path, kind: FileKind) -> bool:
     """Whether a file begins as one of ``kind`` does, or is empty; InputError: it cannot be read."""
     try:
         with path.open("rb") as file:

@@ -198,7 +198,7 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     by_category: dict[Kind, int]
 
 
-class DeviceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AllocatorMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the allocator of an accelerator said for the same time. ``before`` is what was active
     when tracking began; ``retries`` are allocations that first had to give cached memory back."""
 
@@ -223,7 +223,7 @@ class Tracked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     modules: tuple[ModuleMemory, ...] = ()
     largest: tuple[Alive, ...] = ()
     snapshots: tuple[Snapshot, ...] = ()
-    device: DeviceMemory | None = None
+    device: AllocatorMemory | None = None
     schema: str = TRACKED_SCHEMA
 
     @property

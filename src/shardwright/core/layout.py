@@ -42,7 +42,7 @@ from shardwright.core.tensor import TensorSpec, element_bytes
 CHECK_BITS = 16  # of what a rank did so far, which travel twice, once turned around
 
 
-class Piece(msgspec.Struct, frozen=True):
+class ShardPiece(msgspec.Struct, frozen=True):
     """What one rank holds of a tensor: a rectangle, or under a flat cut a range of its elements.
 
     ``shard_offset`` counts bytes from the start of the rank's buffer.
@@ -120,12 +120,12 @@ class Segment(msgspec.Struct, frozen=True):
         """Whether the shares of all ranks, one after the other, are the unsharded segment."""
         return self.cut in ("flat", "owned")
 
-    def begin(self, piece: Piece) -> int:
+    def begin(self, piece: ShardPiece) -> int:
         """The element of its rank's share at which ``piece`` begins."""
         at = (piece.shard_offset - self.shard_offset) // element_bytes(self.dtype)
         return at % self.share if self.kept > 1 and self.share else at
 
-    def piece(self, slot: Slot, rank: int) -> Piece:
+    def piece(self, slot: Slot, rank: int) -> ShardPiece:
         """What ``rank`` holds of a tensor of this segment."""
         size = element_bytes(self.dtype)
         own = self.own_offset(rank)
@@ -136,9 +136,9 @@ class Segment(msgspec.Struct, frozen=True):
                 begin = min(max(low, slot.start), slot.start + slot.tensor.numel)
                 end = min(max(low + self.share, slot.start), slot.start + slot.tensor.numel)
                 if begin >= end:
-                    return Piece(slot.tensor, (0,), (0,), own)
+                    return ShardPiece(slot.tensor, (0,), (0,), own)
                 at = own + (begin - low) * size
-                return Piece(slot.tensor, (begin - slot.start,), (end - begin,), at)
+                return ShardPiece(slot.tensor, (begin - slot.start,), (end - begin,), at)
             case Shard(dim) | BlockShard(_, dim):
                 first = min(rank * slot.chunk, shape[dim])
                 last = min(first + slot.chunk, shape[dim])
@@ -150,7 +150,7 @@ class Segment(msgspec.Struct, frozen=True):
                 sizes = shape if mine else (0, *shape[1:])
             case Replicate():
                 offsets, sizes = (0,) * len(shape), shape
-        return Piece(slot.tensor, offsets, sizes, own + slot.inner * size)
+        return ShardPiece(slot.tensor, offsets, sizes, own + slot.inner * size)
 
     def holders(self, slot: Slot, ranks: range) -> range:
         """Those of ``ranks`` that may hold something of a tensor of this segment."""
@@ -263,7 +263,7 @@ class UnitLayout(msgspec.Struct, frozen=True):
         """Bytes of the tensors themselves."""
         return sum(slot.tensor.nbytes for slot in self.slots)
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
+    def pieces(self, rank: int) -> tuple[ShardPiece, ...]:
         """What ``rank`` holds of every tensor, in buffer order; empty pieces included."""
         return tuple(
             segment.piece(slot, rank) for segment in self.segments for slot in segment.slots
@@ -406,7 +406,7 @@ def balanced_owners(tensors: Iterable[TensorSpec], world_size: int) -> dict[str,
     return owners
 
 
-class Grid(msgspec.Struct, frozen=True):
+class ReplicaGrid(msgspec.Struct, frozen=True):
     """Rank r * ``shards`` + s is replica r of shard s.
 
     Each shard's parameters are on all of its replicas, and so are gradients and optimizer states

@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.errors import check_type
-from shardwright.core.profile import RankProfile, Stage
+from shardwright.core.profile import ProfiledStage, RankProfile
 from shardwright.core.timeline import Event, EventRun, check_runs
 
 BINS = 8192
@@ -184,7 +184,7 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     saved: Saved | UnsetType = UNSET
     skipped: int | UnsetType = UNSET
     straggler: Straggler | UnsetType = UNSET
-    profile: tuple[Stage, ...] | UnsetType = UNSET
+    profile: tuple[ProfiledStage, ...] | UnsetType = UNSET
     validation: Quality | UnsetType = UNSET
     scores: tuple[Scores, ...] | UnsetType = UNSET
 
@@ -202,7 +202,7 @@ def read_measurement(path: Path | str) -> Measurement:
     return found
 
 
-class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ComparedNumber(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One number of both timelines; None where one side does not have it. Bytes or seconds."""
 
     rank: int
@@ -236,12 +236,12 @@ class Comparison(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     schema: Literal["shardwright.comparison/1"]
     plan_fingerprint: str
     tolerance: float
-    exact: tuple[Line, ...]
-    peaks: tuple[Line, ...]
-    phase_peaks: tuple[Line, ...]
-    seconds: tuple[Line, ...]
+    exact: tuple[ComparedNumber, ...]
+    peaks: tuple[ComparedNumber, ...]
+    phase_peaks: tuple[ComparedNumber, ...]
+    seconds: tuple[ComparedNumber, ...]
     failures: tuple[str, ...]
-    exchanges: tuple[Line, ...] | UnsetType = UNSET
+    exchanges: tuple[ComparedNumber, ...] | UnsetType = UNSET
 
     def __repr__(self) -> str:
         ranks = len({line.rank for line in (*self.exact, *self.peaks)})

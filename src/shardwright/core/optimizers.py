@@ -16,8 +16,8 @@ from shardwright.core.optimizer_states import (
     BLOCK_ELEMENTS,
     CODES,
     COUNTER,
-    State,
-    Stretch,
+    OptimizerState,
+    ShardStretch,
     columns,
     eight_bit,
     is_large,
@@ -74,7 +74,7 @@ class Optimizer:
 
     name: str
     make: str = ""
-    states: tuple[State, ...] = ()
+    states: tuple[OptimizerState, ...] = ()
     steps: Mapping[Implementation, Step] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     state_dtype: str = ""
@@ -147,7 +147,7 @@ class Optimizer:
         return tensor.numel * element_bytes(self.value_dtype(tensor))
 
     @property
-    def kept(self) -> tuple[State, ...]:
+    def kept(self) -> tuple[OptimizerState, ...]:
         """The states that its settings ask for."""
         return tuple(s for s in self.states if not s.when or self.settings.get(s.when))
 
@@ -303,7 +303,7 @@ def _in_blocks(optimizer: Optimizer, tensors: Sequence[TensorSpec], names: Names
     longest = 0
     for tensor in tensors:
         quantized, most = is_large(tensor.numel), tensor.numel
-        if isinstance(tensor, Stretch):
+        if isinstance(tensor, ShardStretch):
             quantized, most = tensor.quantized, tensor.longest
         if quantized or tensor.dtype != "fp32":
             longest = max(longest, most)
@@ -347,7 +347,11 @@ def orthogonalized(tensor: TensorSpec) -> bool:
 
 # ---- the table -----------------------------------------------------------------------------------
 
-_AVERAGES = (State("exp_avg"), State("exp_avg_sq"), State("max_exp_avg_sq", when="amsgrad"))
+_AVERAGES = (
+    OptimizerState("exp_avg"),
+    OptimizerState("exp_avg_sq"),
+    OptimizerState("max_exp_avg_sq", when="amsgrad"),
+)
 _ADAM: dict[Implementation, Step] = {
     "foreach": alike(_adam_lists),
     "for_loop": each(_adam),
@@ -356,7 +360,7 @@ _ADAM: dict[Implementation, Step] = {
 _SGD = Optimizer(
     "sgd",
     "torch.optim:SGD",
-    states=(State("momentum_buffer", when="momentum"),),
+    states=(OptimizerState("momentum_buffer", when="momentum"),),
     steps={"foreach": alike(_sgd_lists), "for_loop": each(_sgd), "fused": nothing},
     tables=True,
 )
@@ -379,7 +383,7 @@ _ROWS = (
         "adamw_8bit",
         "shardwright.runtime.adamw_8bit:AdamW8bit",
         states=(
-            State("step", single, "fp32"),
+            OptimizerState("step", single, "fp32"),
             *eight_bit("exp_avg", even=False, otherwise="fp32", codes=False),
             *eight_bit("exp_avg_sq", even=False, otherwise="fp32", codes=False),
         ),
@@ -393,7 +397,7 @@ _ROWS = (
     Optimizer(
         "adamw_8bit_torchao",
         states=(
-            State("step", single, "fp32", place="host"),
+            OptimizerState("step", single, "fp32", place="host"),
             *eight_bit("exp_avg", even=True, otherwise="", codes=True),
             *eight_bit("exp_avg_sq", even=True, otherwise="", codes=True),
         ),
@@ -414,7 +418,7 @@ _ROWS = (
     Optimizer(
         "muon",
         "torch.optim:Muon",
-        states=(State("momentum_buffer"),),
+        states=(OptimizerState("momentum_buffer"),),
         steps={"foreach": each(_muon), "for_loop": each(_muon)},
         elementwise=False,
         takes=orthogonalized,
@@ -428,9 +432,9 @@ _ROWS = (
         "torch.optim:Adafactor",
         states=(
             COUNTER,
-            State("variance", vector),
-            State("row_var", rows),
-            State("col_var", columns),
+            OptimizerState("variance", vector),
+            OptimizerState("row_var", rows),
+            OptimizerState("col_var", columns),
         ),
         steps={"for_loop": each(_adafactor), "foreach": alike(_adafactor_lists, ranks=True)},
         elementwise=False,
@@ -438,14 +442,14 @@ _ROWS = (
     Optimizer(
         "adagrad",
         "torch.optim:Adagrad",
-        states=(COUNTER, State("sum")),
+        states=(COUNTER, OptimizerState("sum")),
         steps={"foreach": alike(_adagrad_lists), "for_loop": each(_adagrad), "fused": nothing},
         tables=True,
     ),
-    Optimizer("rowwise_adagrad", states=(State("sum", rows),), tables=True),
+    Optimizer("rowwise_adagrad", states=(OptimizerState("sum", rows),), tables=True),
     Optimizer(
         "partial_rowwise_adam",
-        states=(State("exp_avg"), State("exp_avg_sq", rows)),
+        states=(OptimizerState("exp_avg"), OptimizerState("exp_avg_sq", rows)),
         tables=True,
     ),
 )

@@ -1,7 +1,7 @@
 """What a module takes and frees in one forward and backward, piece by piece, free of torch.
 
 A recording is cut where units are entered and left: there a runtime gathers, frees and reduces.
-Blocks that repeat are recorded three times, as the first, one between, and the last; the one
+BlockNames that repeat are recorded three times, as the first, one between, and the last; the one
 between stands for all that lie between. :func:`moments` unfolds it to every block.
 """
 
@@ -218,7 +218,7 @@ class Moment:
     block: int = -1
 
 
-class Blocks:
+class BlockNames:
     """Which recorded units belong to which blocks, and what they are called when unfolded."""
 
     def __init__(self, recording: Recording) -> None:
@@ -296,7 +296,7 @@ class Blocks:
         return home[0].period <= home[1] < 2 * home[0].period
 
 
-def moments(recording: Recording, blocks: Blocks) -> Iterator[Moment]:
+def moments(recording: Recording, blocks: BlockNames) -> Iterator[Moment]:
     """Every piece of a step, in order."""
     for middle, pieces in groupby(recording.pieces, lambda piece: blocks.is_middle(piece.unit)):
         if middle:
@@ -313,7 +313,7 @@ def moments(recording: Recording, blocks: Blocks) -> Iterator[Moment]:
             yield Moment(piece, blocks.renamed(piece.unit, series, recorded, block), block)
 
 
-def _repeated(pieces: tuple[Piece, ...], blocks: Blocks) -> Iterator[Moment]:
+def _repeated(pieces: tuple[Piece, ...], blocks: BlockNames) -> Iterator[Moment]:
     """Middle blocks, forward or backward, as often as it takes; those of several series take turns
     if they have as many rounds."""
     for rounds, same in groupby(pieces, lambda piece: _rounds(blocks, piece.unit)):
@@ -328,7 +328,7 @@ def _repeated(pieces: tuple[Piece, ...], blocks: Blocks) -> Iterator[Moment]:
                 yield Moment(piece, blocks.renamed(piece.unit, series, recorded, block), block)
 
 
-def _rounds(blocks: Blocks, unit: str) -> int:
+def _rounds(blocks: BlockNames, unit: str) -> int:
     """How often the middle block of a unit comes."""
     home = blocks.home(unit)
     assert home is not None
@@ -341,7 +341,7 @@ class Unfolded:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self.blocks = Blocks(recording)
+        self.blocks = BlockNames(recording)
 
     @cached_property
     def units(self) -> dict[str, RecordedUnit]:

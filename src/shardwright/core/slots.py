@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
-from shardwright.core.recording import Blocks, Moment, Recording, Touch
+from shardwright.core.recording import BlockNames, Moment, Recording, Touch
 
 
 class Slots:
     """Names for storages: the same one has one name wherever it is taken and freed, in whichever
     block that stands for others. Who takes a slot: the piece, and which of its takes it is."""
 
-    def __init__(self, recording: Recording, blocks: Blocks) -> None:
+    def __init__(self, recording: Recording, blocks: BlockNames) -> None:
         self.blocks = blocks
         self._taken: dict[int, tuple[str, str, int, int]] = {}
         visits: dict[tuple[str, str], int] = {}  # a unit that runs again in a backward comes twice

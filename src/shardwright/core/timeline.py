@@ -71,7 +71,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     duration: float = 0.0
 
 
-class Change(NamedTuple):
+class StorageChange(NamedTuple):
     """Bytes of one ``storage`` come (above 0) or go (below 0): ``name`` says what they are,
     ``module`` what made them, the others where in a step that is."""
 

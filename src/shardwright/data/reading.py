@@ -5,8 +5,8 @@ without a character are not rows.
 
 Rows of an endless stream are dealt so that a global batch is the same for every number of ranks:
 of every ``batch * world_size`` rows rank r has ``batch``, from the one at ``r * batch`` on. What a
-run has dealt is a list of ``Dealt``, which a checkpoint keeps: another number of ranks goes on with
-the rows that are left. No row may be dealt twice or lost, whatever ranks came and went.
+run has dealt is a list of ``DealtRows``, which a checkpoint keeps: another number of ranks goes on
+with the rows that are left. No row may be dealt twice or lost, whatever ranks came and went.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class ClickReader:
         rank: int = 0,
         world_size: int = 1,
         skip_bad_rows: bool = False,
-        dealt: Sequence[Dealt] = (),
+        dealt: Sequence[DealtRows] = (),
     ) -> None:
         self._log = log
         check_share(batch_size, rank, world_size)
@@ -332,7 +332,7 @@ def check_share(batch_size: int, rank: int, world_size: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class DealtRows:
     """Rows were dealt by ``batch`` to as many ranks as there are numbers in ``taken``, each of
     which took so many of its own."""
 
@@ -351,8 +351,8 @@ class Dealt:
 
 
 def split(
-    dealt: Sequence[Dealt], batch: int, world_size: int
-) -> tuple[tuple[Dealt, ...], tuple[int, ...]]:
+    dealt: Sequence[DealtRows], batch: int, world_size: int
+) -> tuple[tuple[DealtRows, ...], tuple[int, ...]]:
     """What was dealt to others before, and what each of these ranks has taken since."""
     if dealt and (dealt[-1].batch, dealt[-1].world_size) == (batch, world_size):
         return tuple(dealt[:-1]), dealt[-1].taken
@@ -361,7 +361,7 @@ def split(
 
 def deal(
     stream: Callable[[int], Iterator[T]],
-    dealt: Sequence[Dealt],
+    dealt: Sequence[DealtRows],
     batch: int,
     rank: int,
     world_size: int,
@@ -390,7 +390,7 @@ def _own(rows: Iterator[T], batch: int, rank: int, world_size: int, first: int) 
         yield from islice(rows, batch)
 
 
-def _left(rows: Iterator[T], dealt: Dealt) -> Iterator[T]:
+def _left(rows: Iterator[T], dealt: DealtRows) -> Iterator[T]:
     """The rows that no rank has taken."""
     taken, batch = dealt.taken, dealt.batch
     rounds = -(-max(taken) // batch)
@@ -425,7 +425,7 @@ def numbered_batches(
     batch_size: int,
     rank: int = 0,
     world_size: int = 1,
-    dealt: Sequence[Dealt] = (),
+    dealt: Sequence[DealtRows] = (),
 ) -> Iterator[T]:
     """One rank's batches, without end, of what is read by numbers that count on from pass to pass;
     dealt as a ClickReader's rows are. A rank reads its own alone."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import InputError, expected
-from shardwright.data.reading import Dealt, numbered_batches
+from shardwright.data.reading import DealtRows, numbered_batches
 
 VOCAB = 256  # a byte is a token
 HELD_OUT_SHARE = 10  # one window in so many
@@ -88,7 +88,7 @@ def training_batches(
     rank: int = 0,
     world_size: int = 1,
     seed: int = 0,
-    dealt: Sequence[Dealt] = (),
+    dealt: Sequence[DealtRows] = (),
 ) -> Iterator[TokenBatch]:
     """One rank's batches without end, ``batch_size`` windows each.
 

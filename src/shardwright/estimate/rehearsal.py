@@ -30,7 +30,7 @@ from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.core.optimizers import MADE, optimizer_named
 from shardwright.core.quantities import format_bytes
-from shardwright.core.recording import Blocks, RecordedUnit
+from shardwright.core.recording import BlockNames, RecordedUnit
 from shardwright.estimate.machines import optimizer_of, sharding
 from shardwright.estimate.models import recorded_model
 from shardwright.estimate.own_model import Call, built_of, importable, make, python_function
@@ -269,7 +269,7 @@ def units_of(job: Job) -> list[RecordedUnit]:
     degrees = degrees_of(job, job.cluster.world_size or 1)
     model = recorded_model(job, degrees, Treatment("cpu", memory_of(job).policy))
     whole = Stage((0, model.layers), True, True)
-    blocks = Blocks(model.recorded(parallel_of(job), whole).recording)
+    blocks = BlockNames(model.recorded(parallel_of(job), whole).recording)
     found = [blocks.own(name, unit) for name, unit in blocks.unfolded()]
     return sorted(found, key=lambda unit: unit.name == "")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardwright.core.errors import InputError, expected
 from shardwright.heap.rank_step import ONE_PASS
 from shardwright.job.parallel import Degrees
-from shardwright.job.pipelining import Run, order_in_runs, representative, stage_of
+from shardwright.job.pipelining import PassRun, order_in_runs, representative, stage_of
 
 # What the embedding and the head weigh, in layers, where layers are dealt out: TorchTitan's default
 # (torchtitan/distributed/pipeline_parallel.py, input_weight and output_weight).
@@ -29,7 +29,7 @@ class PipelineRank:
 
     rank: int
     stages: tuple[Stage, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[PassRun, ...]
     microbatches: int
 
 
@@ -63,7 +63,7 @@ def pipeline_ranks(layers: int, degrees: Degrees) -> list[PipelineRank]:
     dealt = stages(layers, count)
     if degrees.pipeline == 1:
         # what accumulates does so from the second on
-        runs = (Run(ONE_PASS.passes, min(degrees.microbatches, 2)),)
+        runs = (PassRun(ONE_PASS.passes, min(degrees.microbatches, 2)),)
         return [PipelineRank(0, tuple(dealt), runs, degrees.microbatches)]
     few = representative(degrees.schedule, degrees.pipeline, degrees.microbatches, degrees.chunks)
     runs_of = order_in_runs(degrees.schedule, degrees.pipeline, few, degrees.chunks)

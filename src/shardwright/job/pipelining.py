@@ -34,7 +34,7 @@ class Pass(msgspec.Struct, frozen=True, array_like=True):
     microbatch: int
 
 
-class Run(msgspec.Struct, frozen=True, array_like=True):
+class PassRun(msgspec.Struct, frozen=True, array_like=True):
     """The same passes over and over: at repetition ``k`` each with a microbatch ``k * step``
     further on."""
 
@@ -48,7 +48,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
         return tuple(Pass(p.kind, p.chunk, p.microbatch + on) for p in self.passes)
 
 
-def expanded(runs: Iterable[Run]) -> Iterator[Pass]:
+def expanded(runs: Iterable[PassRun]) -> Iterator[Pass]:
     """Pass after pass."""
     for run in runs:
         for k in range(run.times):
@@ -58,60 +58,62 @@ def expanded(runs: Iterable[Run]) -> Iterator[Pass]:
 Slots = tuple[int, int, int]  # a chunk, the first of its microbatches, and how many follow
 
 
-def fill_and_drain(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
+def fill_and_drain(rank: int, stages: int, microbatches: int, chunks: int) -> list[PassRun]:
     """GPipe: every forward, then every backward."""
     return [
-        Run((Pass("forward", 0, 0),), microbatches),
-        Run((Pass("backward", 0, 0),), microbatches),
+        PassRun((Pass("forward", 0, 0),), microbatches),
+        PassRun((Pass("backward", 0, 0),), microbatches),
     ]
 
 
-def breadth_first(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
+def breadth_first(rank: int, stages: int, microbatches: int, chunks: int) -> list[PassRun]:
     """Looped breadth first: all microbatches of a chunk before the next chunk, and back."""
     last = microbatches - 1
-    return [Run((Pass("forward", c, 0),), microbatches) for c in range(chunks)] + [
-        Run((Pass("backward", c, last),), microbatches, -1) for c in reversed(range(chunks))
+    return [PassRun((Pass("forward", c, 0),), microbatches) for c in range(chunks)] + [
+        PassRun((Pass("backward", c, last),), microbatches, -1) for c in reversed(range(chunks))
     ]
 
 
-def one_f_one_b(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
+def one_f_one_b(rank: int, stages: int, microbatches: int, chunks: int) -> list[PassRun]:
     """1F1B: one forward for every rank behind this one, then forward and backward in turn."""
     slots = [(0, 0, microbatches)]
     return _in_turn(slots, slots, stages - 1 - rank)
 
 
-def zero_bubble_h1(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
+def zero_bubble_h1(rank: int, stages: int, microbatches: int, chunks: int) -> list[PassRun]:
     """ZB-H1: 1F1B whose weight gradients wait, as long as it costs no more than rank 0 keeps."""
     slots = [(0, 0, microbatches)]
     return _in_turn(slots, slots, stages - 1 - rank, weights_wait=rank)
 
 
-def zero_bubble_h2(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
+def zero_bubble_h2(rank: int, stages: int, microbatches: int, chunks: int) -> list[PassRun]:
     """ZB-H2: twice the warm-up of ZB-H1, which fills the bubble before the first backward too."""
     slots = [(0, 0, microbatches)]
     return _in_turn(slots, slots, 2 * (stages - 1 - rank), weights_wait=2 * rank)
 
 
-def interleaved(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
+def interleaved(rank: int, stages: int, microbatches: int, chunks: int) -> list[PassRun]:
     """Interleaved 1F1B: rounds of microbatches through every chunk, as in Megatron and torch."""
     forwards, backwards = _rounds(stages, microbatches, chunks)
     warmup = (chunks - 1) * per_round(stages, microbatches) + 2 * (stages - 1 - rank)
     return _in_turn(forwards, backwards, warmup)
 
 
-def interleaved_zero_bubble(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
+def interleaved_zero_bubble(
+    rank: int, stages: int, microbatches: int, chunks: int
+) -> list[PassRun]:
     """Interleaved 1F1B with half the warm-up and weight gradients that wait."""
     forwards, backwards = _rounds(stages, microbatches, chunks)
     warmup = (chunks - 1) * per_round(stages, microbatches) + stages - 1 - rank
     return _in_turn(forwards, backwards, warmup, weights_wait=rank)
 
 
-def zero_bubble_v(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
+def zero_bubble_v(rank: int, stages: int, microbatches: int, chunks: int) -> list[PassRun]:
     """ZB-V: chunk 0 on the way down, chunk 1 on the way up, so rank 0 has both ends."""
     behind = stages - rank
     # With fewer microbatches the order is that of a full pipeline, without the ones there are not.
     full = max(2 * stages - 1, microbatches)
-    work = _Work(microbatches)
+    work = _PassWriter(microbatches)
     work.run("F0", 2 * behind - 1)
     work.run("F1 F0", rank)
     work.run("F1 I1 W1", behind)
@@ -125,10 +127,10 @@ def zero_bubble_v(rank: int, stages: int, microbatches: int, chunks: int) -> lis
     return work.runs
 
 
-def dual_pipe_v(rank: int, stages: int, microbatches: int, chunks: int) -> list[Run]:
+def dual_pipe_v(rank: int, stages: int, microbatches: int, chunks: int) -> list[PassRun]:
     """DualPipeV: ZB-V's pieces; what it runs at the same time stands forward before backward."""
     behind = stages - rank - 1
-    work = _Work(microbatches)
+    work = _PassWriter(microbatches)
     work.run("F0", 2 * behind)
     work.run("F0 F1", rank + 1)
     work.run("I1 W F1", behind)
@@ -161,7 +163,7 @@ def _in_turn(
     backwards: Sequence[Slots],
     warmup: int,
     weights_wait: int | None = None,
-) -> list[Run]:
+) -> list[PassRun]:
     """``warmup`` forwards, then a forward and a backward in turn, then the other backwards.
 
     With ``weights_wait`` backwards are split, and the first weight gradients come after so many
@@ -179,7 +181,7 @@ def _in_turn(
     for begin, end in pairwise(turns):
         passes = tuple(found for lane in lanes if (found := lane.at(begin)) is not None)
         if passes:
-            runs.append(Run(passes, end - begin))
+            runs.append(PassRun(passes, end - begin))
     return runs
 
 
@@ -200,14 +202,14 @@ class _Lane:
         return Pass(self.kind, chunk, first + turn - self.turns[place])
 
 
-class _Work:
+class _PassWriter:
     """Passes named by letter and chunk: F, B (whole backward), I (input), W (weights; without a
     chunk that of the oldest I). Each takes the next microbatch of its chunk, and is left out from
     ``microbatches`` on."""
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
-        self.runs: list[Run] = []
+        self.runs: list[PassRun] = []
         self.forwards: dict[int, int] = defaultdict(int)
         self._backwards: dict[int, int] = defaultdict(int)
         self._waiting: list[tuple[int, int]] = []
@@ -219,9 +221,9 @@ class _Work:
             found = tuple(p for p in passes if p and p.microbatch < self.microbatches)
             if self.runs and self.runs[-1].repeated(self.runs[-1].times) == found:
                 before = self.runs.pop()
-                self.runs.append(Run(before.passes, before.times + 1))
+                self.runs.append(PassRun(before.passes, before.times + 1))
             elif found:
-                self.runs.append(Run(found))
+                self.runs.append(PassRun(found))
 
     def _pass(self, letter: str) -> Pass | None:
         if letter[0] == "W":
@@ -248,7 +250,7 @@ class _Work:
 
 
 Shape = Literal["loop", "v"]
-Order = Callable[[int, int, int, int], list[Run]]
+Order = Callable[[int, int, int, int], list[PassRun]]
 
 
 class Schedule(msgspec.Struct, frozen=True):
@@ -342,7 +344,7 @@ def order(
 
 def order_in_runs(
     schedule: str, stages: int, microbatches: int, chunks: int | None = None
-) -> tuple[tuple[Run, ...], ...]:
+) -> tuple[tuple[PassRun, ...], ...]:
     """The same, as what each rank does over and over."""
     chunks = checked(schedule, stages, microbatches, chunks)
     found = named(schedule)
@@ -431,7 +433,7 @@ def _highest(
     ]
 
 
-def _states(runs: Sequence[Run], chunks: int) -> dict[tuple[str, int], set[State]]:
+def _states(runs: Sequence[PassRun], chunks: int) -> dict[tuple[str, int], set[State]]:
     """By kind and chunk of a pass: the states before it, but for such as others exceed."""
     found: dict[tuple[str, int], set[State]] = {}
     now = [0] * (3 * chunks)

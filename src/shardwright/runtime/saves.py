@@ -26,7 +26,7 @@ from shardwright.runtime import data_workers
 from shardwright.runtime.checkpoint.agreement import rank_and_size
 from shardwright.runtime.checkpoint.files import shard_name
 from shardwright.runtime.checkpoint.folders import complete_steps, step_folder
-from shardwright.runtime.checkpoint.write import Work
+from shardwright.runtime.checkpoint.write import SaveWork
 from shardwright.runtime.model_parts import comm_of, on_disk
 from shardwright.runtime.saving import Optimizers, save_parts
 
@@ -67,8 +67,8 @@ class Saves:
         self._begun_at = self._ended_at = clock()
         self._signal = 0
         self._heard = 0.0
-        self._parts: Generator[Work, None, Path] | None = None
-        self._work: Work | None = None
+        self._parts: Generator[SaveWork, None, Path] | None = None
+        self._work: SaveWork | None = None
         self._cost = 0.0  # seconds that the save under way would take at once
         self._warned = False
         self.count = self.failed = self.nbytes = 0

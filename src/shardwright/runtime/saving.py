@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from shardwright import __version__
 from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected
-from shardwright.runtime.checkpoint import Held, read_checkpoint
+from shardwright.runtime.checkpoint import TensorPart, read_checkpoint
 from shardwright.runtime.checkpoint.agreement import rank_and_size, reason, together
 from shardwright.runtime.checkpoint.files import list_name
 from shardwright.runtime.checkpoint.folders import Newest, step_folder
 from shardwright.runtime.checkpoint.read import Stored
-from shardwright.runtime.checkpoint.write import Work, run_through, save_in_parts
+from shardwright.runtime.checkpoint.write import SaveWork, run_through, save_in_parts
 from shardwright.runtime.model_parts import (
     STATE,
     comm_of,
@@ -114,14 +114,14 @@ def save_parts(
     keep: int | None = None,
     mesh: DeviceMesh | None = None,
     copied: bool = False,
-) -> Generator[Work, None, Path]:
+) -> Generator[SaveWork, None, Path]:
     """``save_checkpoint`` in parts, see ``save_in_parts``; what is saved is looked up at once."""
     comm = comm_of(model, mesh)
     leads = rank_and_size(comm)[0] == 0
     optimizers = as_optimizers(optimizer)
     settle(model)
 
-    def hold() -> tuple[list[Held], dict[str, Any]]:
+    def hold() -> tuple[list[TensorPart], dict[str, Any]]:
         parts = parts_of(model)
         held = holdings(model, parts, leads=leads)
         uses = [uses_of(parts, each) for each in optimizers]
@@ -189,7 +189,7 @@ def load_checkpoint(
     incoming: list[Incoming] = []
     settings: list[Group] = []
 
-    def wanted(stored: Stored) -> list[Held]:
+    def wanted(stored: Stored) -> list[TensorPart]:
         if random_state:
             check_random_states(stored)
         held = holdings(model, parts, leads=True)

@@ -24,7 +24,7 @@ from shardwright.runtime.checkpoint.folders import (
     temporary_folder,
 )
 from shardwright.runtime.checkpoint.read import Stored, StoredTensor, copies_of, fill, open_stored
-from shardwright.runtime.checkpoint.region import Box, Held, dtype_of
+from shardwright.runtime.checkpoint.region import Box, TensorPart, dtype_of
 from shardwright.runtime.checkpoint.write import commit, write_rank
 from shardwright.runtime.embeddings.disk import mapped
 from shardwright.runtime.model_parts import STATE
@@ -132,14 +132,14 @@ def _check(stored: Stored, plan: Plan, planned: set[str]) -> None:
             raise MismatchError(expected(str(stored.folder), wanted, got, remedy))
 
 
-def _of_rank(stored: Stored, cuts: Cuts, rank: int, folder: Path) -> Iterator[Held]:
+def _of_rank(stored: Stored, cuts: Cuts, rank: int, folder: Path) -> Iterator[TensorPart]:
     """Room for what a rank has of every tensor, in a file."""
     own = [(name, box) for name, parts in cuts.items() for owner, box in parts if owner == rank]
     dtypes = {name: dtype_of(stored.tensors[name].dtype, name) for name, _ in own}
     like = {str(n): (box.sizes, dtypes[name]) for n, (name, box) in enumerate(own)}
     room = mapped(folder, like) if own else {}
     for (name, box), tensor in zip(own, room.values(), strict=True):
-        yield Held(name, stored.tensors[name].shape, box.offsets, box.sizes, tensor)
+        yield TensorPart(name, stored.tensors[name].shape, box.offsets, box.sizes, tensor)
 
 
 def _scalars(stored: Stored, plan: Plan) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from msgspec import UNSET, to_builtins
 from shardwright.core.document import to_kind
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.measurement import Scores
-from shardwright.data.reading import Dealt, split
+from shardwright.data.reading import DealtRows, split
 from shardwright.estimate.own_model import importable, python_function, with_names_of
 from shardwright.estimate.task import Batch, Task
 from shardwright.job.job import Job, checkpoint_folder, data_files
@@ -52,7 +52,7 @@ class Start:
     """Where a rank begins: after ``step``, and what was ``dealt``, lost and left out until then."""
 
     step: int = 0
-    dealt: tuple[Dealt, ...] = ()
+    dealt: tuple[DealtRows, ...] = ()
     losses: tuple[float, ...] = ()
     bad_rows: int = 0
     resumed: tuple[int, ...] = ()
@@ -96,8 +96,8 @@ def start_after(found: Resumed, rank: int, world_size: int) -> Start:
         wanted = "a checkpoint of shardwright train"
         raise InputError(expected(where, wanted, f"another: {error}", remedy)) from None
     first = places[0]
-    before = (Dealt(batch, taken) for batch, taken in first.before)
-    dealt = (*before, Dealt(first.batch, tuple(place.taken for place in places)))
+    before = (DealtRows(batch, taken) for batch, taken in first.before)
+    dealt = (*before, DealtRows(first.batch, tuple(place.taken for place in places)))
     same = len(places) == world_size
     return Start(
         found.step,
@@ -123,7 +123,7 @@ def batches_after(task: Task, rank: int, world_size: int, start: Start) -> Itera
 
 def skip(
     batches: Iterator[Batch],
-    dealt: Sequence[Dealt],
+    dealt: Sequence[DealtRows],
     rank: int,
     world_size: int,
     where: str,

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from shardwright.runtime.checkpoint import Held
+from shardwright.runtime.checkpoint import TensorPart
 from shardwright.runtime.checkpoint.files import digest_of, list_name, sealed, shard_name
 from shardwright.runtime.checkpoint.folders import step_folder, temporary_folder
 from shardwright.runtime.checkpoint.region import Box, checked, is_range
@@ -132,22 +132,22 @@ CUTS: tuple[Callable[[Sequence[int], int, random.Random], Cut], ...] = (
 )
 
 
-def part(name: str, tensor: torch.Tensor, region: Box) -> Held:
+def part(name: str, tensor: torch.Tensor, region: Box) -> TensorPart:
     """A copy of a region; a rectangle keeps a strided view every second time."""
     shape = tuple(tensor.shape)
     if is_range(shape, region.offsets):
         start, count = region.offsets[0], region.sizes[0]
-        return Held(name, shape, *region, tensor.reshape(-1)[start : start + count].clone())
+        return TensorPart(name, shape, *region, tensor.reshape(-1)[start : start + count].clone())
     view = tensor.clone()
     for dim, (offset, size) in enumerate(zip(*region, strict=True)):
         view = view.narrow(dim, offset, size)
-    return Held(name, shape, *region, view if sum(region.offsets) % 2 else view.contiguous())
+    return TensorPart(name, shape, *region, view if sum(region.offsets) % 2 else view.contiguous())
 
 
-def deal(made: Tensors, world_size: int, seed: int, copies: bool = False) -> list[list[Held]]:
+def deal(made: Tensors, world_size: int, seed: int, copies: bool = False) -> list[list[TensorPart]]:
     """What each rank holds under a random cut of every tensor."""
     chance = random.Random(seed)
-    held: list[list[Held]] = [[] for _ in range(world_size)]
+    held: list[list[TensorPart]] = [[] for _ in range(world_size)]
     for name, tensor in made.items():
         cuts = (*CUTS, cut_replicated) if copies else CUTS
         for rank, regions in enumerate(chance.choice(cuts)(tensor.shape, world_size, chance)):
@@ -155,12 +155,12 @@ def deal(made: Tensors, world_size: int, seed: int, copies: bool = False) -> lis
     return held
 
 
-def blank(held: Sequence[Held]) -> list[Held]:
+def blank(held: Sequence[TensorPart]) -> list[TensorPart]:
     """The same parts with other values."""
     return [h._replace(tensor=torch.empty_like(h.tensor).copy_(~h.tensor.bool())) for h in held]
 
 
-def equal(held: Sequence[Held], others: Sequence[Held]) -> bool:
+def equal(held: Sequence[TensorPart], others: Sequence[TensorPart]) -> bool:
     """Whether parts are equal bit by bit."""
     return len(held) == len(others) and all(
         a[:4] == b[:4] and a.tensor.dtype == b.tensor.dtype and bits(a.tensor) == bits(b.tensor)
@@ -168,12 +168,12 @@ def equal(held: Sequence[Held], others: Sequence[Held]) -> bool:
     )
 
 
-def all_of(made: Tensors) -> list[Held]:
+def all_of(made: Tensors) -> list[TensorPart]:
     """Every tensor in one piece."""
     return [part(name, tensor, whole_box(tensor.shape)) for name, tensor in made.items()]
 
 
-def save(folder: Path, step: int, held: Sequence[Sequence[Held]], **facts: str) -> Path:
+def save(folder: Path, step: int, held: Sequence[Sequence[TensorPart]], **facts: str) -> Path:
     """Write as ``len(held)`` ranks would."""
     size = len(held)
     temporary, final = temporary_folder(folder, step, 0), step_folder(folder, step)

@@ -34,7 +34,7 @@ from shardwright.runtime.checkpoint.region import (
     MAX_DIMS,
     MAX_ELEMENTS,
     Box,
-    Held,
+    TensorPart,
     dtype_name,
     dtype_of,
 )
@@ -58,7 +58,7 @@ class FileDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: Digest
 
 
-class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StoredPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a tensor as stored; ``shape`` is the whole tensor's, dtypes are torch's names."""
 
     tensor: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
@@ -86,7 +86,7 @@ class RankList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     file: FileDigest
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPart, ...]
     scalars: dict[str, Any]
 
 
@@ -204,13 +204,13 @@ def _decode(raw: bytes, path: Path, kind: type[T], schema: str) -> T:
 CHUNK_BYTES = 32 * 2**20  # copied to the host and hashed at a time
 
 
-def piece_of(held: Held) -> Piece:
+def piece_of(held: TensorPart) -> StoredPart:
     """How a part is listed."""
     name = dtype_name(held.tensor.dtype, held.name)
-    return Piece(held.name, name, held.shape, held.offsets, held.sizes)
+    return StoredPart(held.name, name, held.shape, held.offsets, held.sizes)
 
 
-def write_shard(path: Path, held: Sequence[Held]) -> FileDigest:
+def write_shard(path: Path, held: Sequence[TensorPart]) -> FileDigest:
     """Write the parts to a new file, wait until the disk has it, and return its digest."""
     ordered = sorted(held, key=lambda h: (-h.tensor.element_size(), piece_of(h).key))
     digest, nbytes = hashlib.sha256(), 0
@@ -224,7 +224,7 @@ def write_shard(path: Path, held: Sequence[Held]) -> FileDigest:
     return FileDigest(nbytes, digest.hexdigest())
 
 
-def _chunks(ordered: Sequence[Held]) -> Iterator[bytes | memoryview]:
+def _chunks(ordered: Sequence[TensorPart]) -> Iterator[bytes | memoryview]:
     header: dict[str, dict[str, Any]] = {}
     end = 0
     for part in ordered:
@@ -246,7 +246,7 @@ def _chunks(ordered: Sequence[Held]) -> Iterator[bytes | memoryview]:
             yield host.view(torch.uint8).numpy().data
 
 
-def check_shard(path: Path, file: FileDigest, pieces: Sequence[Piece]) -> None:
+def check_shard(path: Path, file: FileDigest, pieces: Sequence[StoredPart]) -> None:
     """Raise unless the file is the one that was written and holds exactly ``pieces``."""
     declared = sum(math.prod(p.sizes) * dtype_of(p.dtype, p.tensor).itemsize for p in pieces)
     if declared >= file.nbytes:
@@ -263,7 +263,7 @@ def check_shard(path: Path, file: FileDigest, pieces: Sequence[Piece]) -> None:
         _check_header(path, shard, pieces)
 
 
-def _check_header(path: Path, shard: Any, pieces: Sequence[Piece]) -> None:
+def _check_header(path: Path, shard: Any, pieces: Sequence[StoredPart]) -> None:
     keys = {piece.key for piece in pieces}
     if len(keys) != len(pieces):
         raise InputError(expected(str(path), "each part once in the rank's list", "one twice"))

@@ -36,8 +36,8 @@ from shardwright.runtime.checkpoint.files import (
     MANIFEST,
     MAX_STEP,
     Manifest,
-    Piece,
     RankList,
+    StoredPart,
     check_shard,
     check_size,
     list_name,
@@ -48,8 +48,8 @@ from shardwright.runtime.checkpoint.files import (
 )
 from shardwright.runtime.checkpoint.folders import newest_step, step_folder
 from shardwright.runtime.checkpoint.region import (
-    Held,
     Shared,
+    TensorPart,
     check_readable,
     check_region,
     checked,
@@ -70,7 +70,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: list[tuple[int, Piece]] = field(default_factory=list)
+    pieces: list[tuple[int, StoredPart]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +190,14 @@ class Restored(NamedTuple):
     every: tuple[dict[str, Any], ...]
 
 
-Wanted = Sequence[Held] | Callable[[Stored], Sequence[Held]]
+Wanted = Sequence[TensorPart] | Callable[[Stored], Sequence[TensorPart]]
 
 
 class Copy(NamedTuple):
     """A rectangle that is read from a stored part into a part that is held."""
 
-    piece: Piece
-    held: Held
+    piece: StoredPart
+    held: TensorPart
     area: Shared
 
 
@@ -234,7 +234,7 @@ def read_checkpoint(
     if comm is not None:
         chosen = int(total(comm, "step of rank 0", {0: chosen} if rank == 0 else {}, 1)[0])
 
-    def verify() -> tuple[Stored, set[str], list[Held]]:
+    def verify() -> tuple[Stored, set[str], list[TensorPart]]:
         stored = open_stored(step_folder(folder, chosen), chosen)
         stored.check_shards(range(rank, stored.manifest.world_size, size))
         parts = wanted(stored) if callable(wanted) else wanted
@@ -269,7 +269,7 @@ def read_full(
     return tensors
 
 
-def read_parts(folder: Path | str, parts: Sequence[Held], step: int | None = None) -> None:
+def read_parts(folder: Path | str, parts: Sequence[TensorPart], step: int | None = None) -> None:
     """Fill ``parts`` of tensors of a checkpoint, whatever else it has, in one process.
 
     Every byte is verified first; MismatchError for what the checkpoint lacks.
@@ -328,7 +328,9 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:FEW]) + more
 
 
-def copies_of(stored: Stored, parts: Iterable[Held], allow_smaller: bool) -> dict[int, list[Copy]]:
+def copies_of(
+    stored: Stored, parts: Iterable[TensorPart], allow_smaller: bool
+) -> dict[int, list[Copy]]:
     """What is read from each rank's file; refuses shapes and dtypes that do not fit."""
     copies: dict[int, list[Copy]] = defaultdict(list)
     for part in parts:

@@ -30,7 +30,7 @@ class Box(NamedTuple):
     sizes: Ints
 
 
-class Part(NamedTuple):
+class BoxAt(NamedTuple):
     """A rectangle of a region that begins ``start`` elements into what the holder has of it."""
 
     box: Box
@@ -41,8 +41,8 @@ class Shared(NamedTuple):
     """A rectangle that two regions have in common, and the part of each in which it lies."""
 
     box: Box
-    first: Part
-    second: Part
+    first: BoxAt
+    second: BoxAt
 
 
 def is_range(shape: Ints, offsets: Ints) -> bool:
@@ -87,13 +87,13 @@ def blocks_of(shape: Ints, offsets: Ints, sizes: Ints, block: int) -> tuple[Ints
     return (-(-math.prod(shape) // block),), Box((first,), (end - first,))
 
 
-def parts(shape: Ints, offsets: Ints, sizes: Ints) -> list[Part]:
+def parts(shape: Ints, offsets: Ints, sizes: Ints) -> list[BoxAt]:
     """The region as rectangles, in the order of its elements."""
     if not is_range(shape, offsets):
-        return [Part(Box(offsets, sizes), 0)]
+        return [BoxAt(Box(offsets, sizes), 0)]
     found, start = [], 0
     for box in boxes_of_range(shape, offsets[0], offsets[0] + sizes[0]):
-        found.append(Part(box, start))
+        found.append(BoxAt(box, start))
         start += math.prod(box.sizes)
     return found
 
@@ -249,7 +249,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Held(NamedTuple):
+class TensorPart(NamedTuple):
     """This rank's part of a tensor of ``shape``.
 
     ``offsets`` and ``sizes`` are a rectangle, or with one offset on a tensor of another rank a
@@ -269,19 +269,19 @@ class Held(NamedTuple):
         return Box(self.offsets, self.sizes)
 
 
-def whole(name: str, tensor: torch.Tensor) -> Held:
+def whole(name: str, tensor: torch.Tensor) -> TensorPart:
     """A tensor that is held in full."""
     shape = tuple(tensor.shape)
-    return Held(name, shape, (0,) * len(shape), shape, tensor)
+    return TensorPart(name, shape, (0,) * len(shape), shape, tensor)
 
 
-def checked(held: Sequence[Held]) -> list[Held]:
+def checked(held: Sequence[TensorPart]) -> list[TensorPart]:
     """The parts that have elements; a tensor without any is kept once, as a whole.
 
     Raises InputError for a part outside its tensor, with another number of elements, of a dtype
     that cannot be stored, or listed twice.
     """
-    kept: dict[tuple[str, Box], Held] = {}
+    kept: dict[tuple[str, Box], TensorPart] = {}
     looks: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for part in map(_plain, held):
         _check(part)
@@ -304,12 +304,12 @@ def checked(held: Sequence[Held]) -> list[Held]:
     return list(kept.values())
 
 
-def _plain(part: Held) -> Held:
+def _plain(part: TensorPart) -> TensorPart:
     shape, offsets, sizes = (tuple(map(int, numbers)) for numbers in part[1:4])
-    return Held(part.name, shape, offsets, sizes, part.tensor)
+    return TensorPart(part.name, shape, offsets, sizes, part.tensor)
 
 
-def _check(part: Held) -> None:
+def _check(part: TensorPart) -> None:
     name, tensor = part.name, part.tensor
     if not name or not name.isprintable():
         raise InputError(expected("tensor", "a name of printable characters", repr(name)))
@@ -327,7 +327,7 @@ def _check(part: Held) -> None:
         )
 
 
-def window(tensor: torch.Tensor, part: Part, box: Box) -> torch.Tensor:
+def window(tensor: torch.Tensor, part: BoxAt, box: Box) -> torch.Tensor:
     """A view of ``box``, which lies in ``part``, in the tensor that holds the part's region."""
     tensor = tensor.detach()
     sizes = part.box.sizes

@@ -48,7 +48,7 @@ from shardwright.runtime.checkpoint.folders import (
     temporary_folder,
 )
 from shardwright.runtime.checkpoint.read import open_stored
-from shardwright.runtime.checkpoint.region import Held, checked
+from shardwright.runtime.checkpoint.region import TensorPart, checked
 
 if TYPE_CHECKING:
     from shardwright.runtime.comm import Comm
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 def write_checkpoint(
     folder: Path | str,
     step: int,
-    held: Sequence[Held],
+    held: Sequence[TensorPart],
     comm: Comm | None,
     *,
     facts: Mapping[str, str],
@@ -84,7 +84,7 @@ def write_checkpoint(
     return run_through(parts)
 
 
-class Work:
+class SaveWork:
     """A part of a save that needs no other rank: whoever drives the save runs it, in any thread."""
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -109,7 +109,7 @@ class Work:
             raise self._error
 
 
-def run_through(parts: Generator[Work, None, Path]) -> Path:
+def run_through(parts: Generator[SaveWork, None, Path]) -> Path:
     """Save at once."""
     while True:
         try:
@@ -121,7 +121,7 @@ def run_through(parts: Generator[Work, None, Path]) -> Path:
 def save_in_parts(
     folder: Path | str,
     step: int,
-    held: Sequence[Held],
+    held: Sequence[TensorPart],
     comm: Comm | None,
     *,
     facts: Mapping[str, str],
@@ -129,8 +129,8 @@ def save_in_parts(
     keep: int | None = None,
     newest: Newest | None = None,
     copied: bool = False,
-) -> Generator[Work, None, Path]:
-    """``write_checkpoint`` in parts: every ``Work`` is run before the next part is asked for.
+) -> Generator[SaveWork, None, Path]:
+    """``write_checkpoint`` in parts: every ``SaveWork`` is run before the next part is asked for.
 
     All ranks ask for a part together. ``copied``: what is held may change once the first part is
     there, for what this rank writes was copied to host memory.
@@ -151,7 +151,7 @@ def save_in_parts(
     with contextlib.ExitStack() as until_saved:
         number = new_number()
 
-        def prepare() -> tuple[list[Held], dict[str, Any]]:
+        def prepare() -> tuple[list[TensorPart], dict[str, Any]]:
             _check_call(step, facts, keep)
             own = checked(held), plain(scalars)
             if rank == 0:
@@ -171,16 +171,16 @@ def save_in_parts(
         if copied:
             mine = together(comm, "copy", lambda: [_on_host(part) for part in mine], failure)
         del own
-        write = Work(lambda: write_rank(temporary, step, rank, size, mine, values))
+        write = SaveWork(lambda: write_rank(temporary, step, rank, size, mine, values))
         yield write
         together(comm, "write", write.settle, failure)
-        end = Work(commit_by_first)
+        end = SaveWork(commit_by_first)
         yield end
         together(comm, "commit", end.settle, failure)
     return final
 
 
-def _on_host(part: Held) -> Held:
+def _on_host(part: TensorPart) -> TensorPart:
     own = torch.empty(part.tensor.shape, dtype=part.tensor.dtype)
     return part._replace(tensor=own.copy_(part.tensor.detach()))
 
@@ -190,7 +190,7 @@ def write_rank(
     step: int,
     rank: int,
     world_size: int,
-    held: Sequence[Held],
+    held: Sequence[TensorPart],
     scalars: dict[str, Any],
 ) -> None:
     """Write one rank's tensors and list, which the disk has on return."""
@@ -280,7 +280,7 @@ class Claim(NamedTuple):
     nbytes: int
 
 
-def claim(held: Held) -> Claim:
+def claim(held: TensorPart) -> Claim:
     """What the other ranks get to know about a part."""
     text = repr(piece_of(held)).encode()
     number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
@@ -306,7 +306,7 @@ def writers(claims: Sequence[Sequence[Claim]]) -> list[set[int]]:
     return chosen
 
 
-def without_copies(held: Sequence[Held], comm: Comm | None) -> list[Held]:
+def without_copies(held: Sequence[TensorPart], comm: Comm | None) -> list[TensorPart]:
     """Of what this rank holds, the parts that it has to write. Called by all ranks."""
     rank, size = rank_and_size(comm)
     if comm is None or size == 1:

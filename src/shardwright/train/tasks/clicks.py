@@ -16,7 +16,7 @@ from shardwright.data.logs import Part
 from shardwright.data.reading import (
     ClickBatch,
     ClickReader,
-    Dealt,
+    DealtRows,
     evaluation_batches,
     numbered_batches,
 )
@@ -44,7 +44,9 @@ class Clicks:
                 setattr(part, name, buffer.to(device))
         return model
 
-    def batches(self, rank: int, world_size: int, dealt: Sequence[Dealt] = ()) -> Iterator[Batch]:
+    def batches(
+        self, rank: int, world_size: int, dealt: Sequence[DealtRows] = ()
+    ) -> Iterator[Batch]:
         """Dense features [B, D], ids [B, F] or bags by feature, labels [B]."""
         place = (self.job.batch.size, rank, world_size)
         if folder := cache_of(self.job, "train"):

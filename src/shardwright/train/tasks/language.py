@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from shardwright.core.llama import LlamaShape
-from shardwright.data.reading import Dealt
+from shardwright.data.reading import DealtRows
 from shardwright.data.tokens import Text, TokenBatch, held_out_batches, training_batches
 from shardwright.estimate.task import Batch
 from shardwright.job.job import Job, data_files
@@ -37,7 +37,9 @@ class Language:
         llama.set_positions(device)
         return llama
 
-    def batches(self, rank: int, world_size: int, dealt: Sequence[Dealt] = ()) -> Iterator[Batch]:
+    def batches(
+        self, rank: int, world_size: int, dealt: Sequence[DealtRows] = ()
+    ) -> Iterator[Batch]:
         """Inputs and targets [B, T]."""
         job = self.job
         place = (job.batch.size, rank, world_size)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from shardwright.core.errors import InputError, ShardwrightError, expected
-from shardwright.data.reading import Dealt
+from shardwright.data.reading import DealtRows
 from shardwright.estimate.own_model import (
     Built,
     Call,
@@ -83,7 +83,9 @@ class Given:
                 part._buffers[name] = None if buffer is None else buffer.to(device)
         return self.built.module
 
-    def batches(self, rank: int, world_size: int, dealt: Sequence[Dealt] = ()) -> Iterator[Batch]:
+    def batches(
+        self, rank: int, world_size: int, dealt: Sequence[DealtRows] = ()
+    ) -> Iterator[Batch]:
         """Of the data's own function, or the same inputs in every step, others on every rank.
 
         A function with a parameter ``start`` begins after so many samples of all ranks; of another
@@ -129,7 +131,7 @@ class Given:
         return np.empty((0, 3))
 
     def _given(
-        self, name: str, rank: int, world_size: int, dealt: Sequence[Dealt]
+        self, name: str, rank: int, world_size: int, dealt: Sequence[DealtRows]
     ) -> Iterator[Batch]:
         """What the data's function gives, checked."""
         where = f"data.python '{name}'"
