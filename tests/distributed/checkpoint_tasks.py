@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.core.errors import ShardwrightError
-from shardwright.runtime.checkpoint import TensorPart, read_checkpoint, write_checkpoint
+from shardwright.runtime.checkpoint import TensorPart, read_checkpoint, run_through, save_in_parts
 from shardwright.runtime.comm import Comm
 
 
@@ -23,14 +23,16 @@ def held_by(mesh: DeviceMesh, seed: int) -> list[TensorPart]:
 def write(mesh: DeviceMesh, folder: str, step: int, seed: int, keep: int | None = None) -> str:
     """Save; the name of the folder."""
     rank = mesh.get_local_rank()
-    final = write_checkpoint(
-        folder,
-        step,
-        held_by(mesh, seed),
-        Comm(mesh),
-        facts={"plan": "p1"},
-        scalars={"rank": rank, "step": step},
-        keep=keep,
+    final = run_through(
+        save_in_parts(
+            folder,
+            step,
+            held_by(mesh, seed),
+            Comm(mesh),
+            facts={"plan": "p1"},
+            scalars={"rank": rank, "step": step},
+            keep=keep,
+        )
     )
     return final.name
 
@@ -39,7 +41,7 @@ def collectives_of_a_save(mesh: DeviceMesh, folder: str) -> int:
     """How many collectives a save takes."""
     comm = Comm(mesh)
     before = comm.sequence
-    write_checkpoint(folder, 1, held_by(mesh, 1), comm, facts={}, scalars={}, keep=1)
+    run_through(save_in_parts(folder, 1, held_by(mesh, 1), comm, facts={}, scalars={}, keep=1))
     return comm.sequence - before
 
 
@@ -49,7 +51,8 @@ def write_on_grid(mesh: DeviceMesh, folder: str) -> str:
     held = cases.deal(cases.tensors(), 2, seed=9, copies=True)[grid.get_local_rank(1)]
     rank = mesh.get_local_rank()
     facts, scalars = {"plan": "p1"}, {"rank": rank, "step": 4}
-    return write_checkpoint(folder, 4, held, Comm(grid), facts=facts, scalars=scalars).name
+    parts = save_in_parts(folder, 4, held, Comm(grid), facts=facts, scalars=scalars)
+    return run_through(parts).name
 
 
 def read_on_grid(mesh: DeviceMesh, folder: str) -> Any:
@@ -127,7 +130,7 @@ def refused_write(mesh: DeviceMesh, folder: str, how: str, rank: int) -> tuple[s
         elif how == "dtype":
             held[-1] = held[-1]._replace(tensor=held[-1].tensor.double())
     try:
-        write_checkpoint(place, step, held, comm, facts=facts, scalars=scalars, keep=1)
+        run_through(save_in_parts(place, step, held, comm, facts=facts, scalars=scalars, keep=1))
         text = "no error"
     except ShardwrightError as error:
         text = f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardwright.core.errors import InputError, RunError
-from shardwright.runtime.checkpoint import folders, read_full, write_checkpoint
+from shardwright.runtime.checkpoint import folders, read_full, run_through, save_in_parts
 from shardwright.runtime.checkpoint.folders import (
     complete_steps,
     give_name,
@@ -28,7 +28,7 @@ from shardwright.runtime.checkpoint.folders import (
 
 def write(folder: Path, step: int, **options: Any) -> Path:
     held = cases.all_of({"weight": torch.full((3,), float(step))})
-    return write_checkpoint(folder, step, held, None, facts={}, scalars={}, **options)
+    return run_through(save_in_parts(folder, step, held, None, facts={}, scalars={}, **options))
 
 
 def weight(folder: Path, step: int) -> list[float]:

@@ -21,7 +21,13 @@ import pytest
 import torch
 
 from shardwright.core.errors import InputError, MismatchError, RunError
-from shardwright.runtime.checkpoint import TensorPart, read_checkpoint, read_full, write_checkpoint
+from shardwright.runtime.checkpoint import (
+    TensorPart,
+    read_checkpoint,
+    read_full,
+    run_through,
+    save_in_parts,
+)
 from shardwright.runtime.checkpoint.folders import LOCK_FILE, temporary_folder
 from shardwright.runtime.checkpoint.write import Claim, write_rank, writers
 
@@ -33,7 +39,7 @@ def weights(value: float, count: int = 3) -> list[TensorPart]:
 def write(folder: Path, step: int, held: list[TensorPart] | None = None, **options: Any) -> Path:
     options = {"facts": {}, "scalars": {}, **options}
     parts = weights(float(step)) if held is None else held
-    return write_checkpoint(folder, step, parts, None, **options)
+    return run_through(save_in_parts(folder, step, parts, None, **options))
 
 
 def names(folder: Path) -> list[str]:
@@ -291,13 +297,13 @@ KILLED_AT_EACH_POINT = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from shardwright.runtime.checkpoint import TensorPart, write_checkpoint
+from shardwright.runtime.checkpoint import TensorPart, run_through, save_in_parts
 
 folder, points, fsync = Path(sys.argv[1]), int(sys.argv[2]), os.fsync
 
 def write(step, value):
     held = [TensorPart("weight", (3,), (0,), (3,), torch.full((3,), value))]
-    write_checkpoint(folder, step, held, None, facts={}, scalars={})
+    run_through(save_in_parts(folder, step, held, None, facts={}, scalars={}))
 
 write(1, 1.0)
 for point in range(points):

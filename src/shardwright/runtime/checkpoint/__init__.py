@@ -2,6 +2,6 @@
 
 from shardwright.runtime.checkpoint.read import Restored, read_checkpoint, read_full
 from shardwright.runtime.checkpoint.region import TensorPart
-from shardwright.runtime.checkpoint.write import write_checkpoint
+from shardwright.runtime.checkpoint.write import run_through, save_in_parts
 
-__all__ = ["Restored", "TensorPart", "read_checkpoint", "read_full", "write_checkpoint"]
+__all__ = ["Restored", "TensorPart", "read_checkpoint", "read_full", "run_through", "save_in_parts"]

@@ -54,36 +54,6 @@ if TYPE_CHECKING:
     from shardwright.runtime.comm import Comm
 
 
-def write_checkpoint(
-    folder: Path | str,
-    step: int,
-    held: Sequence[TensorPart],
-    comm: Comm | None,
-    *,
-    facts: Mapping[str, str],
-    scalars: Mapping[str, Any],
-    keep: int | None = None,
-    newest: Newest | None = None,
-) -> Path:
-    """Save what all ranks hold as ``folder/step-N`` and return that path. Called by all ranks.
-
-    ``facts`` are the same on every rank (plan fingerprint, versions), ``scalars`` are this rank's
-    plain values. A part that several ranks list is written by one. ``keep`` removes all but the
-    newest so many checkpoints once this one is committed; ``newest`` of rank 0 then keeps it from
-    the ``keep`` of other runs. Without ``comm`` this process is all.
-
-    Either the checkpoint is there in full, or every rank raises: InputError for a step that
-    exists or parts that cannot be stored, MismatchError for parts that leave gaps or overlap or
-    facts that differ, RunError naming the rank that could not write and why. Then nothing was
-    saved, earlier checkpoints are whole, and what is held is as it was. Any number of processes
-    may save into one folder at once.
-    """
-    parts = save_in_parts(
-        folder, step, held, comm, facts=facts, scalars=scalars, keep=keep, newest=newest
-    )
-    return run_through(parts)
-
-
 class SaveWork:
     """A part of a save that needs no other rank: whoever drives the save runs it, in any thread."""
 
@@ -130,10 +100,20 @@ def save_in_parts(
     newest: Newest | None = None,
     copied: bool = False,
 ) -> Generator[SaveWork, None, Path]:
-    """``write_checkpoint`` in parts: every ``SaveWork`` is run before the next part is asked for.
+    """Save what all ranks hold as ``folder/step-N``, whose path is returned, in parts: every
+    ``SaveWork`` is run before the next part is asked for, by all ranks together.
 
-    All ranks ask for a part together. ``copied``: what is held may change once the first part is
-    there, for what this rank writes was copied to host memory.
+    ``facts`` are the same on every rank (plan fingerprint, versions), ``scalars`` are this rank's
+    plain values. A part that several ranks list is written by one. ``keep`` removes all but the
+    newest so many checkpoints once this one is committed; ``newest`` of rank 0 then keeps it from
+    the ``keep`` of other runs. Without ``comm`` this process is all. ``copied``: what is held may
+    change once the first part is there, for what this rank writes was copied to host memory.
+
+    Either the checkpoint is there in full, or every rank raises: InputError for a step that
+    exists or parts that cannot be stored, MismatchError for parts that leave gaps or overlap or
+    facts that differ, RunError naming the rank that could not write and why. Then nothing was
+    saved, earlier checkpoints are whole, and what is held is as it was. Any number of processes
+    may save into one folder at once.
     """
     rank, size = rank_and_size(comm)
     folder = Path(folder)
