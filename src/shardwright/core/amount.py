@@ -11,6 +11,12 @@ become Amounts by a ``Lift``: ``bare`` leaves them as they are, ``leaf`` names t
 ``where`` is eager (both branches are evaluated), so a formula never divides in a dead branch.
 """
 
+# Two things must stay true. A formula gives the same value whether it is called with numbers or
+# with Amounts, so there is no `if` on a number in it: an Amount refuses to be a truth value,
+# because a branch that was not taken would be missing from the derivation, and nobody would
+# notice. And bytes stay Python ints: float64 misses by one byte on some tables that are partly
+# cached, and the replica of TorchRec's planner is compared byte by byte.
+
 from __future__ import annotations
 
 import functools

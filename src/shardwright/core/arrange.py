@@ -1,5 +1,11 @@
 """How tensors of one dtype and one way of being cut are arranged in their segment."""
 
+# The arithmetic here decides bytes on every rank, and planner, heap and runtime all rest on it.
+# What must hold: a share begins at a multiple of ALIGNMENT bytes on every rank, also once it is
+# gathered in a dtype half as wide; all ranks' shares of a segment are as long as each other, for
+# collectives take one length; and padding is at most an alignment a tensor and one share, never a
+# multiple of row sizes, which for odd vocabularies would be more than the tensor.
+
 from __future__ import annotations
 
 import math

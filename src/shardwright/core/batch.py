@@ -1,5 +1,9 @@
 """How much data a rank sees in a step, and how many rows of each table that touches."""
 
+# How many different rows a batch touches decides caches, dense gradients and exchanges with dedup.
+# Popularity is Zipf's; its sum over millions of ranks is taken exactly for the head, where single
+# ids matter, and in stretches after it. A plan would change with sampling, so nothing is drawn.
+
 from __future__ import annotations
 
 import math

@@ -1,6 +1,11 @@
 """The machine a plan is for: ranks, memory per rank, the constants its times rest on, and the TOML
 file of a measured one."""
 
+# A capacity or a constant without a source is worth nothing: a plan is refused or chosen by it. So
+# a cluster file says of each number where it is from and of how many measurements it is the
+# median, and what was not measured is listed. `compare` gates on seconds of a calibrated cluster
+# only.
+
 from __future__ import annotations
 
 from pathlib import Path

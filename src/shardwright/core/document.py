@@ -1,9 +1,12 @@
 """JSON documents with a schema tag: read with one-line errors, written whole or not at all; values
-of a document, where an error names the key; where a command may write one.
+of a document, where an error names the key; where a command may write one."""
 
-A command never writes over what it reads, and over nothing but its own kind: a mistyped ``-o``
-would otherwise take a user's file with it. ``check_output`` is asked before minutes of work.
-"""
+# Whatever a file holds, reading it ends in a value or in one line that names the key: users edit
+# jobs by hand, and a run that was killed leaves anything behind. Limits come before parsers,
+# because parsers cost: TOML's takes seconds for a MiB and grows with the square of a key's depth.
+# Writers rename: a reader, or a machine that loses power, never finds half of a document. And a
+# command never writes over what it reads, and over nothing but its own kind (check_output): a
+# mistyped -o would take a user's file with it; it is asked before minutes of work, not after.
 
 from __future__ import annotations
 

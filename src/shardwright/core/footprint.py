@@ -7,6 +7,11 @@ of the device (what its kernels keep, how its allocator rounds), ``assumed`` on 
 user may replace.
 """
 
+# "Fits" is said here once, for plan, memory, fit and train: a plan that one command makes and the
+# next refuses is worse than either. On accelerators what counts is what the allocator holds, not
+# what lives, plus what is outside of it. Both are ranges: a job fits for sure if the most does,
+# does not if the least does not, and between them the answer is perhaps.
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -23,6 +23,12 @@ Where an optimizer quantizes blocks of elements, tensors that are large enough c
 multiples of a block and are cut between blocks alone, counted from their first element.
 """
 
+# Where every element of a unit lives: the runtime's buffers, the heap's bytes, the planner's
+# prices and the blocks of a plan are all read off this one object. What breaks if one of them had
+# its own arithmetic: measured bytes would differ from predicted ones, or a checkpoint would put a
+# row into the wrong place. Nothing here may depend on the rank that asks, only on the rank asked
+# for.
+
 from __future__ import annotations
 
 import math

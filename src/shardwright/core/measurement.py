@@ -6,6 +6,10 @@ are exact; for AUC pairs within one bin count half, which is wrong by half of th
 is said with it.
 """
 
+# Predicted and measured numbers are joined by (rank, phase, kind, name), so a measurement keeps
+# them in the form that a plan has. Figures of clicks come from sums that add up over ranks,
+# because rows of a rank are no sample of all, and a mean of AUCs is no AUC.
+
 from __future__ import annotations
 
 import math

@@ -2,6 +2,11 @@
 reached by gather. Free of torch.
 """
 
+# Planner, clock, heap and report all see a model through this and nothing else. It imports no
+# torch and holds no module: a plan made on one machine is explained on another that has neither.
+# What is derived (units, the unfolded step) is found once and kept, for a search asks thousands of
+# times.
+
 from __future__ import annotations
 
 from functools import cached_property

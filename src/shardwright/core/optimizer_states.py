@@ -4,6 +4,10 @@ Averages of 8 bits are those of Dettmers et al., 8-bit Optimizers via Block-wise
 code per element, and for each block of elements the largest magnitude in it, its scale.
 """
 
+# Element counts are given as functions of a tensor, not as one number, because what a rank holds
+# is a piece of a tensor: a factor of rows depends on its shape, and whether a tensor is quantized
+# on its size.
+
 from __future__ import annotations
 
 from collections.abc import Callable

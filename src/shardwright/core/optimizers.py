@@ -5,6 +5,11 @@ optimizer. Rules are those of ``torch.optim`` (read and measured with torch 2.13
 of bitsandbytes' 8-bit Adam. A tensor is what a rank holds of a parameter, with its local shape.
 """
 
+# A step is written as the local names of torch's own code, because that is what decides the peak:
+# a list that is still bound while the next one is made counts twice, and Python frees at the
+# rebinding, not at the last use. So rows bind, drop and move names in the order of torch's source,
+# and tests hold them to the real optimizers under the tracker.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

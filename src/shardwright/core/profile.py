@@ -6,6 +6,11 @@ by it, those before that moment are waiting, and the others are moving. Moments 
 clock that all ranks share.
 """
 
+# A rank's own trace cannot tell waiting from moving: a collective that takes long because its peer
+# came late looks like one that moves many bytes. Only the arrivals of all ranks together tell, on
+# one clock; how far the clocks may be apart is kept beside, for a wait shorter than that means
+# nothing.
+
 from __future__ import annotations
 
 import statistics

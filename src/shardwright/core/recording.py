@@ -5,6 +5,13 @@ BlockNames that repeat are recorded three times, as the first, one between, and 
 between stands for all that lie between. :func:`moments` unfolds it to every block.
 """
 
+# A recording is made once and read by everything after it, so what it leaves out nobody sees. It
+# has to be exact at the places where a runtime acts (units entered and left, gradients that
+# arrive), and balanced: what is taken is freed or alive at the end, under one number. Blocks that
+# repeat are recorded three times, for the first and the last differ from those between (what is
+# alive before, which gradients are kept); the names of the others are made by exchanging the
+# block's part of a path.
+
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
@@ -99,15 +106,23 @@ class Series(msgspec.Struct, frozen=True):
     recorded: tuple[str, ...]
     period: int = 1
 
+    @property
+    def extra(self) -> int:
+        """Blocks that are not recorded: those between stand for them, too."""
+        return len(self.names) - len(self.recorded)
+
     def template(self, index: int) -> int:
         """Which recorded block stands for block ``index``."""
-        extra = len(self.names) - len(self.recorded)
-        if index < self.period or not extra:
+        if index < self.period or not self.extra:
             return index
         last = len(self.recorded) - 2 * self.period  # blocks after the middle ones
         if index >= len(self.names) - last:
-            return index - extra
+            return index - self.extra
         return self.period + (index - self.period) % self.period
+
+    def block(self, recorded: int) -> int:
+        """The block that a recorded one stands for; the last, where there are several."""
+        return recorded if recorded < self.period else recorded + self.extra
 
 
 class Collected(msgspec.Struct, frozen=True):
@@ -248,11 +263,20 @@ class BlockNames:
             return unit
         series, recorded = home
         if here is None or here[0] is not series:
-            extra = len(series.names) - len(series.recorded)
-            block = recorded if recorded < series.period else recorded + extra
+            block = series.block(recorded)
         else:
             block = moment.block + recorded - here[1]
         return self.renamed(unit, series, recorded, block)
+
+    def parameter(self, fqn: str, moment: Moment) -> str:
+        """The parameter that a recorded one stands for, where ``moment`` happens."""
+        unit = self.unit_of[fqn]
+        home = self._home.get(unit)
+        if home is None:
+            return fqn
+        old = home[0].recorded[home[1]]
+        own = self.beside(unit, moment)
+        return own[: len(own) - len(unit) + len(old)] + fqn[len(old) :]
 
     def unfolded(self) -> Iterator[tuple[str, RecordedUnit]]:
         """Every unit by its own name, beside the recorded one that stands for it."""
@@ -291,7 +315,7 @@ class BlockNames:
     def is_middle(self, unit: str) -> bool:
         """Whether a recorded unit is of the blocks that stand for several."""
         home = self._home.get(unit)
-        if home is None or len(home[0].names) == len(home[0].recorded):
+        if home is None or not home[0].extra:
             return False
         return home[0].period <= home[1] < 2 * home[0].period
 
@@ -308,8 +332,7 @@ def moments(recording: Recording, blocks: BlockNames) -> Iterator[Moment]:
                 yield Moment(piece, piece.unit)
                 continue
             series, recorded = home
-            extra = len(series.names) - len(series.recorded)
-            block = recorded if recorded < series.period else recorded + extra
+            block = series.block(recorded)
             yield Moment(piece, blocks.renamed(piece.unit, series, recorded, block), block)
 
 
@@ -332,8 +355,7 @@ def _rounds(blocks: BlockNames, unit: str) -> int:
     """How often the middle block of a unit comes."""
     home = blocks.home(unit)
     assert home is not None
-    extra = len(home[0].names) - len(home[0].recorded)
-    return extra // home[0].period + 1
+    return home[0].extra // home[0].period + 1
 
 
 class Unfolded:

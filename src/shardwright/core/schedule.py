@@ -4,6 +4,13 @@
 symbolic heap; the cost model puts seconds on a whole step of it.
 """
 
+# The order of a step is said once. Were it written in the runtime and again in the estimator,
+# peaks and seconds would drift from what runs with the first change, and only a measurement would
+# show it. So UnitFlow has no side effects: it answers with actions, and its three drivers do them.
+# It also may not assume that passes repeat: modules are called several times, in changing order,
+# or not at all, and a gather that was announced and never used has to be freed by the end of the
+# step.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,5 +1,11 @@
 """Names for the storages that the pieces of a recording touch, in whichever block."""
 
+# A block that is recorded once stands for many, and what one block takes the next may free
+# (residual streams, gradients of outputs). So a storage cannot be known by its number in the
+# recording. It is known by who takes it: the piece, which of its takes it is, and the block,
+# counted from the block in which it is touched. Two storages under one name would be freed twice
+# and the heap go below zero.
+
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
@@ -54,8 +60,7 @@ class Slots:
         if distance is not None and abs(distance) <= series.period:
             block = moment.block + distance
         else:
-            extra = len(series.names) - len(series.recorded)
-            block = recorded if recorded < series.period else recorded + extra
+            block = series.block(recorded)
         return (*mine, series.name, block, unit[len(series.recorded[recorded]) :])
 
     def units(self) -> Iterator[tuple[str, str]]:

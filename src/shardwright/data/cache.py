@@ -2,9 +2,13 @@
 
 A cache is a folder with an array for each column as its tables are given it, and a list of them.
 Nothing is read but the rows of a batch, and what was read is let go of again, so that a rank's
-memory does not grow with the log: pages of a map that were touched stay resident until then, and
-count as the process's own where memory is limited.
+memory does not grow with the log.
 """
+
+# Parsing text is what limits a CPU that trains a small DLRM, so rows are parsed once. A cache is
+# renamed into place whole: two runs may write it at the same time, and whoever is second throws
+# its own away. Pages of a map that were touched stay resident until they are given back; without
+# `_let_go` a rank would grow to the size of the log, and so would every other rank.
 
 from __future__ import annotations
 

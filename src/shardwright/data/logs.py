@@ -13,12 +13,13 @@ looked at.
 Days are one file that is cut, or a folder with a file for each. The last day is held out: its first
 half is for validation, its second half for the test. Rows without a click may be thinned out, the
 same ones in every pass, whoever reads them: what is left out follows from the seed and the row's
-place in its file alone.
+place in its file alone."""
 
-Both kinds parse a batch at a time and say nothing of what is wrong in it; ``fault`` looks at a row
-again, slowly, and names the field. The two have to agree on every row, or a reader would leave out
-good ones.
-"""
+# `parse` takes a batch at once and says nothing of what is wrong in it; `fault` looks at one row,
+# slowly, and names the field. The two have to agree on every row: where parse refuses and fault
+# finds nothing there is no batch to give and no field to name; where parse takes what fault
+# refuses, a row is good or bad by what else is in its batch. Which rows `drop` leaves out follows
+# from the seed and the row's place in its file alone, or ranks would not share one stream.
 
 from __future__ import annotations
 

@@ -6,8 +6,13 @@ without a character are not rows.
 Rows of an endless stream are dealt so that a global batch is the same for every number of ranks:
 of every ``batch * world_size`` rows rank r has ``batch``, from the one at ``r * batch`` on. What a
 run has dealt is a list of ``DealtRows``, which a checkpoint keeps: another number of ranks goes on
-with the rows that are left. No row may be dealt twice or lost, whatever ranks came and went.
+with the rows that are left.
 """
+
+# The global batch must be the same for every number of ranks, or a run could not be compared with,
+# or go on as, one of another size. So ranks take neighbouring blocks of one endless stream, and
+# none reads a share of its own. A checkpoint keeps what was dealt and to how many: no row may be
+# dealt twice or be lost, whatever ranks came and went between.
 
 from __future__ import annotations
 

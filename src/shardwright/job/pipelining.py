@@ -9,6 +9,10 @@ GPipe arXiv:1811.06965, 1F1B and interleaved 1F1B arXiv:2104.04473, breadth firs
 zero bubble arXiv:2401.10241, DualPipe arXiv:2412.19437.
 """
 
+# Memory of a stage is how many microbatches are in flight on it, so the order has to be the
+# engine's own, pass by pass: a test compares with torch.distributed.pipelining's tables. Orders
+# are in runs because a job may have thousands of microbatches, of which all but a few repeat.
+
 from __future__ import annotations
 
 from bisect import bisect_right

@@ -1,14 +1,14 @@
 """From the end of a launched run to its outcome: code, reason, and every rank's last word.
 
-Whose fault it is follows from what is seen of every rank, as pure functions. The order of blame: a
-rank that reports an error of its own; a rank whose process is gone without a word; a rank that was
-asked to stop; the rank that is behind while the others wait for it. A rank that only lost its peers
-is never blamed as long as there is another one: one dead rank makes all others fail within moments,
-and theirs is the louder message.
-
-The launcher writes ``outcome.json``, so it exists also when rank 0 died. Its ``code`` is what the
-``train`` command exits with (see :mod:`shardwright.core.errors`); torchrun's own is always 0 or 1.
+The ``code`` of ``outcome.json`` is what the ``train`` command exits with (see
+:mod:`shardwright.core.errors`).
 """
+
+# When one rank dies all others fail within moments, and theirs is the louder message. So the order
+# of blame is fixed: an error of its own, then a process that is gone without a word, then one
+# asked to stop, then the one the others wait for; who only lost its peers comes last. It is
+# decided from values alone (no clock, no process), which is what makes it testable. outcome.json
+# is the launcher's, since rank 0 may be the one that died; torchrun's own code is always 0 or 1.
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 """The run folder: what its files are called, and which of them a run writes over."""
 
+# Names of files follow from the rank and stand here alone: what a run writes is also what the next
+# one clears away, and what check_inputs keeps a user's files from. A name that is written
+# elsewhere and missing here would either survive into the next run's results or overwrite an
+# input.
+
 from __future__ import annotations
 
 import fcntl

@@ -1,9 +1,13 @@
 """What a rank shows of itself: a heartbeat while it works, and a last word when it ends.
 
-The heartbeat is 64 bytes of shared memory that say where it is and that it moves: a file in the run
-folder, so it survives the death of either side and needs no thread, socket or import of torch. The
-last word is ``rank-R.status.json``. The rank writes, the launcher reads.
+The heartbeat is 64 bytes of shared memory that say where it is and that it moves. The last word
+is ``rank-R.status.json``. The rank writes, the launcher reads.
 """
+
+# A file that both sides map: it outlives either side, needs no thread that a busy interpreter
+# could starve and no socket that a firewall could block, and costs a microsecond before each
+# collective. It is complete before it gets its name, and read until two reads agree, for writes
+# are not atomic.
 
 from __future__ import annotations
 

@@ -10,6 +10,12 @@ In the run folder: ``outcome.json``, ``torchrun.log``, the workers' output under
 ``rank-R.pulse`` and ``rank-R.status.json`` (see :mod:`shardwright.launcher.worker`).
 """
 
+# No process may be left, whatever happens: one that is would hold a device, a port or the folder,
+# and the next run fails for no visible reason. So a run has a number that every process of it
+# carries in its environment, the launcher holds a lock that ends with it, and workers that see the
+# lock go end by themselves. Nothing listens outside of loopback, for whoever reaches such a port
+# is a rank.
+
 from __future__ import annotations
 
 import contextlib

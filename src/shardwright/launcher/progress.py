@@ -3,6 +3,9 @@
 A bar for people at a terminal, sparse lines for logs.
 """
 
+# A rank only appends lines, opened and closed each time: where a rank is killed, or the folder is
+# moved, nothing is left half written but the last line, which readers pass over.
+
 from __future__ import annotations
 
 import os

@@ -1,10 +1,15 @@
 """A look at every rank of a run: its heartbeat, its last word, its process; is there trouble?
 
-A run's processes are found, asked how they are, and ended. They carry a mark (an environment
-variable with a random value), so that the ones no heartbeat names yet, and the ones whose parent is
-gone, are found too: none may be left over, for it would hold a port, a device or the run's folder.
-Where the system has no ``/proc`` (macOS), only the pids known from heartbeats are looked after.
+A run's processes are found by their mark (an environment variable with a random value), asked how
+they are, and ended.
 """
+
+# A look never blocks and never raises: files come and go while ranks start and die. The process is
+# looked at before the status, because a rank writes its last word before it ends; the other way
+# round a rank that ended in between would be taken for one that died without a word. Processes are
+# found by the run's mark in their environment, so that those without a heartbeat yet, and those
+# whose parent is gone, are ended too; where there is no /proc (macOS) only pids from heartbeats
+# are known.
 
 from __future__ import annotations
 

@@ -15,6 +15,10 @@ It shows a heartbeat, ends soon after its launcher is gone, and leaves its last 
     sys.exit(run_worker(folder, rank, body))
 """
 
+# A rank tells how it ended, because torchrun turns every code into 1 and its summary names whoever
+# exits first. Whether an error is a peer's is read off its text: gloo and NCCL have no types for
+# it, and the phrases differ between versions, so new ones are added below rather than guessed at.
+
 from __future__ import annotations
 
 import fcntl

@@ -5,6 +5,11 @@ same step. Nobody waits for a disk: a save is made of parts, a thread does what 
 and the next part begins at the first step's end at which no rank's thread is busy.
 """
 
+# Schedulers send SIGTERM to all ranks, but each hears it at another moment. If ranks acted on
+# their own they would save different steps, or one would leave a collective that the others are
+# in. So a signal is only a wish, all wishes are compared at a step's end, and the largest is
+# everybody's.
+
 from __future__ import annotations
 
 import contextlib

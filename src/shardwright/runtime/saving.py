@@ -1,5 +1,10 @@
 """Saving a model and its optimizers, and loading them under any world size, cut and grouping."""
 
+# What is saved goes by names in the unsharded model, never by units or ranks: that alone lets a
+# checkpoint be loaded under another world size, cut or grouping. Everything is looked up and
+# checked before a tensor changes; the exception, which the docstring names, is state of parameters
+# that share a flat tensor.
+
 from __future__ import annotations
 
 import contextlib

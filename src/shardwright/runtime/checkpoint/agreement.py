@@ -1,5 +1,9 @@
 """All ranks go on, or none: an error on one rank becomes the same error on every rank."""
 
+# An exception on one rank while the others go on is a hang: they wait in the next collective until
+# a timeout that says nothing. So whatever can fail on one rank alone runs inside `together`, which
+# costs one all-reduce when all is well, and raises the first rank's own words everywhere when not.
+
 from __future__ import annotations
 
 import math

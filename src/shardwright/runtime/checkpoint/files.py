@@ -3,10 +3,15 @@
 No document names a file: names follow from the rank, so no path in one can lead anywhere. A rank's
 list carries the digest of its tensor file, the manifest those of the lists, and its own.
 
-safetensors' own writer wants every tensor in host memory at once and a second pass for the digest,
-so its format (a length, a JSON header, the bytes) is written here in one pass with its digest, and
-read by safetensors, as a memory map.
+A tensor file is safetensors' format (a length, a JSON header, the bytes), written in one pass with
+its digest and read as a memory map.
 """
+
+# Digests make a chain: a rank's list has that of its tensors, the manifest those of the lists, and
+# its own. So one changed byte is found before anything is filled. safetensors' own writer wants
+# every tensor in host memory at once and a second pass for the digest; its format is simple and
+# written here in chunks. Its own reader maps privately, which a limit on a process's data counts
+# as a copy.
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""The folders of a run's checkpoints: which are complete, which are left over, which may go.
+"""The folders of a run's checkpoints: which are complete, which are left over, which may go."""
 
-Several processes may save into one folder at once, and any may die at any moment. Nothing is lost
-for it: a save has a folder of its own, and one rename decides whether it was removed or committed.
-Locks, which end with the process that holds them, keep a save that is under way from being taken
-for a left-over, and a run's newest checkpoint from the ``keep`` of another run. Where the file
-system has none, left-overs stay and ``keep`` counts all checkpoints alike.
-"""
+# Several processes may save into one folder at once and any may die at any moment. Nothing is lost
+# for it, because a save has a folder of its own and one rename decides whether it was removed or
+# committed. Locks only keep a save that is under way from being taken for a left-over, and a run's
+# newest checkpoint from the `keep` of another run; where the file system has none, left-overs stay
+# and `keep` counts all checkpoints alike.
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Read a checkpoint into any world size and any cut, after every byte of it was checked.
+"""Read a checkpoint into any world size and any cut, after every byte of it was checked."""
 
-Documents come first: they have to agree with each other and with the files that are there, before a
-tensor is looked at. Then every rank verifies its share of the files, and only when all have found
-theirs whole does the first tensor change: a model that is half of one step and half of another
-would train on without a word.
-"""
+# Documents come first: they have to agree with each other and with the files that are there before
+# a tensor is looked at. Then every rank verifies its share of the files, and only when all have
+# found theirs whole does the first tensor change: a model that is half of one step and half of
+# another would train on without a word.
 
 from __future__ import annotations
 

@@ -5,6 +5,12 @@ row-major elements. Ranges are taken apart into rectangles (at most 2N - 1 in N 
 that every question about two regions is one about rectangles.
 """
 
+# A checkpoint is read under any cut, so every question is about two regions of one tensor, and
+# those may be rectangles (rows, columns) or ranges of elements (flat cuts). Ranges become at most
+# 2N - 1 rectangles, so only rectangles are ever compared. A list in a checkpoint is input like any
+# other: one made to be slow, with thousands of tiny parts, must not be, so coverage is counted by
+# corners and no two parts are compared.
+
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,11 @@
 """Write a checkpoint: all ranks into a temporary folder, which one rename then makes real."""
 
+# Either the checkpoint is there in full or every rank raises and the earlier ones are whole: a
+# save is written under a temporary name and synced, its documents are read back as a reader would,
+# and then it is renamed, once. A save is cut into parts at its collectives, so that files are
+# written by a thread while training goes on; between two parts no rank may be ahead of another, or
+# collectives of the step and of the save would meet.
+
 from __future__ import annotations
 
 import contextlib
