@@ -99,6 +99,8 @@ def _owned(members: Members, dtype: str, world_size: int, block: int) -> Arrange
         assert isinstance(placement, Owned)
         inner.append(filled[placement.rank])
         filled[placement.rank] += _room(tensor, tensor.numel, dtype, block)
+    # As long as the fullest rank's: an all-gather takes equal shares, and offsets of all ranks'
+    # tensors then follow from their owner alone.
     share = _share(members, max(filled), dtype, block)
     slots = tuple(
         Slot(tensor, placement, placement.rank * share + at, at)
@@ -120,6 +122,8 @@ def _chunks(members: Members, dtype: str, world_size: int, block: int) -> Arrang
             _check_blocks(tensor, placement, chunk, block)
         slots.append(Slot(tensor, placement, start, inner, chunk))
         start += _room(tensor, tensor.numel, dtype, block)
+        # Ranks at the end hold less or nothing, but have room for a whole chunk: every rank's
+        # tensor begins at the same place of its share.
         held = tensor.numel // extent * chunk if extent else 0
         inner += _room(tensor, held, dtype, block)
     return tuple(slots), _share(members, inner, dtype, block), start

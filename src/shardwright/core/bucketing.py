@@ -117,6 +117,9 @@ class _Buckets:
         for number in sorted(numbers, reverse=True):
             yield Piece(point, self.units[number].name, ())
 
+    # A gather is asked for with the first unit that has a parameter in the bucket: nothing else
+    # says when, for a bucket is no module. All are left at the end, since a later layer may share
+    # one.
     def _forward(self) -> Iterator[Piece]:
         waiting = set(range(len(self.units)))
         for moment in self.step.forward:
@@ -146,6 +149,7 @@ class _Buckets:
             if touch.what == "gradient":
                 changes["name"] = self.step.blocks.parameter(touch.name, moment)
             touches.append(msgspec.structs.replace(touch, **changes))
+        # Units are not entered any more, buckets are: the module's own point would gather twice.
         point: Point = "begin" if piece.point in OF_UNITS else piece.point
         return Piece(point, moment.unit, tuple(touches), piece.work)
 
@@ -170,6 +174,7 @@ class _Buckets:
 def _shared(work: Work, marks: Sequence[int]) -> list[Work]:
     """Work of a piece for its parts between ``marks``, by how much each touches."""
     whole, numbers = max(marks[-1], 1), (work.calls, work.flops, work.moved)
+    # Counted from the start and taken apart again, so that rounding loses no operator and no FLOP.
     until = [tuple(n * mark // whole for n in numbers) for mark in marks[:-1]]
     until.append(numbers)
     return [

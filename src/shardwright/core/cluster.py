@@ -125,6 +125,7 @@ def parse_calibration(document: dict[str, Any], where: str) -> Calibration:
     found = document.get("schema", "none")
     if found != SCHEMA:
         raise InputError(expected(f"{where}: schema", f"'{SCHEMA}'", repr(found)[:60], MAKE))
+    # Figure by figure first, for an error of the whole would name the section only.
     for group in ("capacities", "constants"):
         figures = document.get(group)
         for name, figure in figures.items() if isinstance(figures, dict) else ():

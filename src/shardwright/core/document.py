@@ -168,6 +168,8 @@ def write_document(document: msgspec.Struct, path: Path | str) -> None:
 def write_atomically(path: Path | str, data: bytes) -> None:
     """Write to a temporary name beside ``path`` and rename."""
     path = Path(path)
+    # In the same folder, for a rename works within a file system only; with the process's number,
+    # for ranks may write at the same time.
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
         if path.is_dir():
@@ -238,6 +240,8 @@ def convert(
 
     ``hidden`` are keys, as Struct.field, that no document may have.
     """
+    # Before msgspec: it would name the first wrong value, while a misspelt key is the likelier
+    # mistake and often the cause (the right key is then missing).
     _refuse_unknown_keys(document, kind, where, at, frozenset(hidden))
     try:
         return to_kind(document, kind)
@@ -291,6 +295,7 @@ def _explain(message: str, document: Any, kind: Any, where: str, at: str) -> str
     spot = (at + place.rstrip("`.")).lstrip(".") or "job"
     found: Any = document
     for key in keys:
+        # Of mappings msgspec says that some value is wrong and not whose: each is tried by itself.
         if key == "...":  # msgspec does not say which
             wrong = _wrong(found, _inner(kind, key)) if isinstance(found, dict) else None
             if wrong is None:

@@ -152,6 +152,9 @@ def needs_of(
     """The least and the most bytes that a rank of one of the classes takes of its device: its live
     bytes or what the allocator holds for them, and the range of what is outside. The allocator of a
     class that was not replayed is taken to hold as many times its peak as that of any other."""
+    # An allocator is replayed for few classes of ranks, for it takes the longest. What it held for
+    # them beyond their peak is the measure for the others: the worst, since a plan must fit
+    # everywhere.
     replayed = [each for each in ranks if each.reserved_bytes]
     held = [rank] if rank in replayed else replayed
     holds = (rank.peak_bytes * each.reserved_bytes // each.peak_bytes for each in held)

@@ -174,6 +174,9 @@ class Segment(msgspec.Struct, frozen=True):
     def starts(self, heads: Sequence[int], rank: int) -> list[int]:
         """Where in the share of ``rank`` the runs of neighbours begin whose first slots are at
         ``heads``, and the share's end."""
+        # A run of neighbours begins where its first piece on this rank does, and where it has none,
+        # where the next run begins. Padding behind a run belongs to it, so that runs tile the
+        # share.
         if len(heads) == 1:
             return [0, self.share]
         starts = [self.share]
@@ -205,6 +208,8 @@ class Segment(msgspec.Struct, frozen=True):
             return (0,)
         if self.cut != "flat":
             return range(world_size)
+        # Of a flat cut ranks before the border have nothing but what is quantized, those behind
+        # nothing of it: only the border's two neighbours and the ends can be extreme.
         border = min(self.slots[first].start // self.share, world_size - 1)
         return {0, border, min(border + 1, world_size - 1), world_size - 1}
 
@@ -378,6 +383,8 @@ def unit_layout(
     grouped: dict[tuple[int, int, str, bool], Members] = {}
     for tensor in tensors:
         wanted = placement if isinstance(placement, Placement) else placement[tensor.fqn]
+        # Below stage 3 parameters are whole anyway and a frozen one has nothing else that could be
+        # cut.
         still = zero < 3 and tensor.fqn in frozen
         if still or (not tensor.shape and not isinstance(wanted, Flat)):
             wanted = Replicate()

@@ -196,6 +196,8 @@ def alike(step: Step, *, ranks: bool = False) -> Step:
         for tensor in tensors:
             matrix = ranks and len(tensor.shape) > 1
             found.setdefault((tensor.dtype, matrix), []).append(tensor)
+        # As torch groups lists: dtypes in the order in which they first come, matrices before
+        # vectors. Which list is stepped last decides what is still bound when a peak is reached.
         order = {dtype: place for place, (dtype, _) in reversed(list(enumerate(found)))}
         for key in sorted(found, key=lambda key: (order[key[0]], not key[1])):
             step(optimizer, found[key], names)

@@ -89,6 +89,8 @@ class Option(msgspec.Struct, frozen=True):
         return tuple(shape for run in self.runs for shape in run.shapes())
 
 
+# Which rank gets which shard is not said here: that is the search's. Shards of no rows stay in the
+# list where a type fixes rank by rank, so that shard k is rank k's.
 def shard_runs(
     table: TableSpec, sharding_type: ShardingType, world_size: int, group: int, width: int
 ) -> tuple[ShardRun, ...]:

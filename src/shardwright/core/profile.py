@@ -162,6 +162,8 @@ def waiting(
         if len(seen) != len(members[group]):
             unmatched += len(seen)
             continue
+        # Nothing moves before the last rank is there; a rank that left before (it timed out, or had
+        # nothing to wait for) waited no longer than it was held.
         last, arrived = max(((r, m.arrived) for r, m in seen), key=lambda pair: pair[1])
         found.extend((rank, m, max(0.0, min(m.ended, arrived) - m.began), last) for rank, m in seen)
     return found, unmatched

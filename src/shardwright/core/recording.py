@@ -199,6 +199,8 @@ def check_recording(recording: Recording) -> None:
     if len(policies) > 1:
         found = " and ".join(sorted(map(str, policies)))
         raise InputError(expected("recording: checkpointing", "one policy", found))
+    # Plans travel with their recording, and what `explain` recomputes rests on it: a recording that
+    # was edited is refused here and not found out by a heap below zero.
     held: dict[int, int] = {}
     gradients: set[tuple[str, int]] = set()
     for place, piece in enumerate(recording.pieces):
@@ -339,6 +341,8 @@ def moments(recording: Recording, blocks: BlockNames) -> Iterator[Moment]:
 def _repeated(pieces: tuple[Piece, ...], blocks: BlockNames) -> Iterator[Moment]:
     """Middle blocks, forward or backward, as often as it takes; those of several series take turns
     if they have as many rounds."""
+    # Encoder and decoder may alternate, or follow one another: pieces of series with as many rounds
+    # take turns round by round, those with different numbers are separate loops.
     for rounds, same in groupby(pieces, lambda piece: _rounds(blocks, piece.unit)):
         turn = tuple(same)
         backward = turn[0].point.endswith("backward")
@@ -431,6 +435,9 @@ class Unfolded:
             inside, found = [""], []
             for moment in pieces:
                 if moment.piece.point == entering and moment.unit in with_parameters:
+                    # A stack, since units nest: what runs between a unit's children is its own
+                    # again. It is no strict stack, for one whose modules overlap with another's is
+                    # left out of order.
                     if moment.unit not in inside:  # several of its modules enter it
                         inside.append(moment.unit)
                 elif moment.piece.point == leaving and moment.unit in inside[1:]:

@@ -56,6 +56,8 @@ class Slots:
         if home is None:
             return (*mine, unit)
         series, recorded = home
+        # Touched from a neighbour in the same series: the block is counted from there. Touched from
+        # outside (the loss, another series): the one that the recorded block stands for last.
         distance = recorded - here[1] if here is not None and here[0] is series else None
         if distance is not None and abs(distance) <= series.period:
             block = moment.block + distance

@@ -110,6 +110,8 @@ def check_runs(runs: Sequence[EventRun], world_size: int, where: str) -> None:
 
 def encode(events: Iterable[Event]) -> tuple[EventRun, ...]:
     """Merge events that differ only in rank; ranks must be consecutive."""
+    # Keyed by the whole event but its rank: what differs in a byte or a second is a line of its
+    # own, so that decoding gives back what was encoded.
     order: dict[Event, list[int]] = {}
     for event in events:
         rankless = msgspec.structs.replace(event, rank=0)

@@ -166,6 +166,7 @@ class CachedRows:
 
     def at(self, numbers: NDArray[np.int64]) -> ClickBatch:
         """Rows by their numbers, which count on from pass to pass; neighbours are read together."""
+        # A pass follows the last one without a seam, so a batch may end in the next pass.
         places = numbers % len(self)
         ends = np.flatnonzero(np.diff(places) != 1) + 1
         parts = [self.batch(int(own[0]), int(own[-1]) + 1) for own in np.split(places, ends)]

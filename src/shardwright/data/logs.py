@@ -389,6 +389,8 @@ class Days(ClickLog):
 
     def _thinned(self, rows: Iterator[Row], number: int, part: LogSlice) -> Iterator[Row]:
         draws = np.random.PCG64([self._seed, len(self.slices) > 1, number])
+        # A part of a file draws as the whole would: training and held-out rows of one log are
+        # thinned alike wherever it is cut.
         draws.advance(part.start)  # a number for every row of the file
         numbers = np.random.Generator(draws)
         while block := list(islice(rows, _DRAWN)):

@@ -376,6 +376,7 @@ def deal(
     # Of all ranks, in the batches that this one took whole.
     own = (taken[rank] - taken[rank] % batch) * world_size
     even = [each for each in before if each.even]
+    # The usual case by far, and the cheap one: nothing before that number need be walked through.
     if len(even) == len(before):  # all rows up to a number are taken
         rows = stream(sum(sum(each.taken) for each in even) + own)
     else:

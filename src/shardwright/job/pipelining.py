@@ -410,6 +410,7 @@ def representative(schedule: str, stages: int, microbatches: int, chunks: int | 
     """
     chunks = checked(schedule, stages, microbatches, chunks)
     found = named(schedule)
+    # Every microbatch is in flight at once, so no smaller number is like it.
     if found.growing:
         return microbatches
     step = per_round(stages, microbatches) if found.rounds else 1
@@ -449,6 +450,9 @@ def _states(runs: Sequence[PassRun], chunks: int) -> dict[tuple[str, int], set[S
             done += 1
             change = [b - a for a, b in zip(before, now, strict=True)]
             left = run.times - done - 1  # the last repetition is looked at
+            # Repetitions that only add or only remove have their highest state at an end; what lies
+            # between need not be walked, which is what keeps the cost apart from the number of
+            # microbatches.
             grows, falls = min(change) >= 0, max(change) <= 0
             if left > 0 and done > 1 and (grows or falls):  # those between lie between
                 for place, each in enumerate(change):

@@ -316,6 +316,8 @@ def _judged(
 def _first_to_go(verdict: Blame, exits: Mapping[int, int], views: Sequence[RankView]) -> Blame:
     """Of ranks without a word: those torchrun did not end itself, if any are known. One of them may
     not have been seen to go before those that it took along."""
+    # torchrun ends the others with SIGTERM once one has failed: a rank with that code is a
+    # consequence.
     ended = {-signal.SIGTERM, 0}
     silent = [view.rank for view in views if view.status is None]
     for ranks in (verdict.ranks, silent):

@@ -114,6 +114,7 @@ def is_going_on(folder: Path) -> bool:
     except OSError:
         return False
     try:
+        # Shared, so that two reports that look at once do not take each other for a run.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True

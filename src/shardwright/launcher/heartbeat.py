@@ -66,6 +66,8 @@ class Heartbeat:
     def create(cls, folder: Path, rank: int) -> Heartbeat:
         """Make ``rank-R.pulse`` anew, complete from the first moment it can be seen."""
         path = heartbeat_file(folder, rank)
+        # Under another name first: the launcher may look at any moment, and must not read half a
+        # header.
         fresh = path.with_name(f"{path.name}.{os.getpid()}")
         beat = _BEAT.pack(_NO_STEP, 0, 0, time.monotonic())
         fresh.write_bytes((_HEAD.pack(_MAGIC, os.getpid(), 0) + beat).ljust(_SIZE, b"\0"))

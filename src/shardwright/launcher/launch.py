@@ -196,6 +196,9 @@ def _watched(
     """Wait for the end, and see to it that it is one."""
     progress = ProgressReader(request.folder)
     listen_by = leave_by = float("inf")
+    # One rank's error makes others fail, and the first to be seen need not be the first that
+    # failed: a moment is left for last words (_LISTEN) before blame is decided on what was seen by
+    # then.
     while True:
         views = watch.look()
         for entry in progress.new():
@@ -220,6 +223,8 @@ def _end(request: Launch, watch: RunWatch, caught: list[int], *, gone: bool = Fa
     stopped_by = caught[0] if caught else None
     code = watch.torchrun.poll()
     views = watch.look()
+    # None where a rank failed: torchrun is then closing the run by itself, and its log is to say
+    # which.
     first, grace = None, _GRACE
     if stopped_by is not None:
         first = signal.SIGINT if stopped_by == signal.SIGINT else signal.SIGTERM
@@ -278,6 +283,8 @@ def _take_over(folder: Path, descriptor: int, mark: str) -> None:
 
     There are some if its launcher was killed a moment ago. InputError: they do not end.
     """
+    # The lock is free, so its launcher is dead; its workers may live for another moment, and would
+    # write into files of this run. The new number makes them end, and they are waited for.
     before = os.pread(descriptor, LONGEST_MARK, 0)
     if before and not re.fullmatch(rb"[0-9a-f]{12}", before):
         path = str(lock_file(folder))

@@ -112,6 +112,8 @@ def so_far(folder: Path, most: int = 1000) -> SoFar | None:
                 step, steps, seen = entry.step, entry.steps, seen + 1
                 if seen % stride == 0:
                     points.append((step, entry.loss))
+                # Every other point goes and the stride doubles, so that a run of any length is read
+                # in one pass and keeps at most `most` points, evenly apart.
                 if len(points) > most:
                     points, stride = points[1::2], 2 * stride
     except OSError:

@@ -85,6 +85,7 @@ def end_run(
         _send(run_processes(mark, known), signal.SIGTERM)
     elif first is not None:
         torchrun.send_signal(first)
+    # Workers before torchrun: it writes down how they ended, and is the only one who knows.
     _wait_until_gone(torchrun, mark, known, grace, hurry)
     _send(run_processes(mark, known) - {torchrun.pid}, signal.SIGKILL)
     try:

@@ -108,6 +108,8 @@ def run_worker(folder: Path, rank: int, body: Body, others: Mapping[int, Body] =
     """
     if sys.flags.safe_path:  # a user's module may import others of the folder later, after ours
         sys.path.append(os.getcwd())
+    # First of all a sign of life and the guard: an import of torch may take a minute, in which the
+    # launcher may die.
     heartbeat = Heartbeat.create(folder, rank)
     guard_parent(folder)
     signal.signal(signal.SIGTERM, _stop)

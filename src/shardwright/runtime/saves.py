@@ -128,6 +128,7 @@ class Saves:
     def words(self, step: int) -> tuple[int, int]:
         """What this rank wishes for at the end of ``step``, and whether its files are being
         written; ``after`` wants the largest of all ranks."""
+        # A signal is larger than a save that is due, so that the largest wish of all ranks is both.
         wish = SAVE + self._signal if self._signal else SAVE * self._is_due(step)
         return wish, int(self._work is not None and not self._work.done.is_set())
 
@@ -216,6 +217,8 @@ class Saves:
             with contextlib.suppress(OSError):
                 file = step_folder(self.folder, self.saved) / shard_name(rank)
                 self.nbytes = file.stat().st_size
+        # A full disk must not end a run of days: it is said, counted, and tried again at the next
+        # save.
         except RunError as error:  # the same on every rank: none has saved, and all go on
             self._end()
             self.failed += 1

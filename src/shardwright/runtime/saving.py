@@ -194,6 +194,8 @@ def load_checkpoint(
     incoming: list[Incoming] = []
     settings: list[Group] = []
 
+    # Asked once the documents are verified: which states there are to load is the checkpoint's to
+    # say, and an optimizer that has taken no step has none of its own to go by.
     def wanted(stored: Stored) -> list[TensorPart]:
         if random_state:
             check_random_states(stored)

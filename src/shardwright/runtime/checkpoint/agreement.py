@@ -95,6 +95,7 @@ def _settle(
     rank, size = rank_and_size(comm)
     own = {rank: int(error is not None)} | ({size: number} if rank == 0 else {})
     totals = total(comm, label, own, size + 1)
+    # The number of rank 0 travels with the flags, which saves a second collective in every save.
     failed = totals[:size]
     if not failed.any():
         return int(totals[size])

@@ -217,6 +217,7 @@ def piece_of(held: TensorPart) -> StoredPart:
 
 def write_shard(path: Path, held: Sequence[TensorPart]) -> FileDigest:
     """Write the parts to a new file, wait until the disk has it, and return its digest."""
+    # Widest elements first, so that all are aligned in the file without padding between them.
     ordered = sorted(held, key=lambda h: (-h.tensor.element_size(), piece_of(h).key))
     digest, nbytes = hashlib.sha256(), 0
     with path.open("xb") as file:

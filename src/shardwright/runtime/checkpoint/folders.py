@@ -40,6 +40,8 @@ def saving(folder: Path, tidy: Callable[[], list[Path]]) -> Iterator[list[Path]]
         yield []
         return
     try:
+        # Exclusive only for the moment of tidying: whoever gets it knows that no save is under way,
+        # since every save holds it shared. flock then turns the lock into a shared one.
         tidied = tidy() if _locked(descriptor, fcntl.LOCK_EX) else []
         deadline = time.monotonic() + PATIENCE
         while _locked(descriptor, fcntl.LOCK_SH) is False:
@@ -214,6 +216,7 @@ def retain(folder: Path, keep: int, saved: int) -> None:
     A folder loses its name first, so that one removed in part is no checkpoint. A failure is
     logged: the new checkpoint stands.
     """
+    # Never the one just saved: with steps of another run in the folder it need not be the newest.
     for step in complete_steps(folder)[:-keep]:
         path = step_folder(folder, step)
         if step == saved:

@@ -235,6 +235,8 @@ def read_checkpoint(
 
     def verify() -> tuple[Stored, set[str], list[TensorPart]]:
         stored = open_stored(step_folder(folder, chosen), chosen)
+        # Every rank hashes its share of the files; that together they are whole is known once all
+        # agree.
         stored.check_shards(range(rank, stored.manifest.world_size, size))
         parts = wanted(stored) if callable(wanted) else wanted
         return stored, {part.name for part in parts}, checked(parts)
@@ -340,6 +342,7 @@ def copies_of(
             raise MismatchError(expected(where, wanted, f"{found.shape}"))
         saved = dtype_of(found.dtype, where)
         check_readable(where, saved, part.tensor.dtype, allow_smaller)
+        # By file and not by tensor: each file is opened once, and mapped as far as it is copied.
         for rank, piece in found.pieces:
             areas = shared(found.shape, piece.region, part.region)
             copies[rank].extend(Copy(piece, part, area) for area in areas)

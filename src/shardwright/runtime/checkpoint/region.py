@@ -75,6 +75,7 @@ def as_range(shape: Ints, offsets: Ints, sizes: Ints) -> tuple[int, int] | None:
         return 0, 0
     if is_range(shape, offsets):
         return offsets[0], offsets[0] + sizes[0]
+    # One range if everything behind the first dimension that has more than one element is whole.
     cut = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
     if sizes[cut + 1 :] != shape[cut + 1 :]:
         return None
@@ -111,6 +112,8 @@ def boxes_of_range(shape: Ints, start: int, stop: int) -> Iterator[Box]:
     if not shape:
         yield Box((), ())
         return
+    # A range is the end of a row, whole rows, and the beginning of a row; the two ends are ranges
+    # of one dimension less.
     row = math.prod(shape[1:])
     first, last = start // row, (stop - 1) // row
     if first == last and stop - start < row:

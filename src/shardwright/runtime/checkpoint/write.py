@@ -268,6 +268,8 @@ class Claim(NamedTuple):
 
 def claim(held: TensorPart) -> Claim:
     """What the other ranks get to know about a part."""
+    # A hash travels and not the description: names are long, and the parts of all ranks are known
+    # to all ranks. Two parts with one hash would be one, at a chance of 2^-64 a pair.
     text = repr(piece_of(held)).encode()
     number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
     return Claim(number, held.tensor.numel() * held.tensor.element_size())
@@ -285,6 +287,7 @@ def writers(claims: Sequence[Sequence[Claim]]) -> list[set[int]]:
             holders[part].append(rank)
     load = [0] * len(claims)
     chosen: list[set[int]] = [set() for _ in claims]
+    # Parts with one holder first: where they go is fixed, and those with a choice even it out.
     for part in sorted(holders, key=lambda c: (len(holders[c]) > 1, -c.nbytes, c.part)):
         rank = min(holders[part], key=lambda r: (load[r], r))
         load[rank] += part.nbytes
