@@ -61,7 +61,7 @@ def read_on_grid(mesh: DeviceMesh, folder: str) -> Any:
     true = cases.deal(cases.tensors(), 2, seed=10, copies=True)[grid.get_local_rank(1)]
     wanted = cases.blank(true)
     restored = read_checkpoint(folder, wanted, Comm(grid))
-    return tuple(restored), cases.equal(wanted, true)
+    return cases.said(restored, mesh.get_local_rank()), cases.equal(wanted, true)
 
 
 def read(mesh: DeviceMesh, folder: str, seed: int, step: int | None = None) -> Any:
@@ -69,7 +69,7 @@ def read(mesh: DeviceMesh, folder: str, seed: int, step: int | None = None) -> A
     true = held_by(mesh, seed)
     wanted = cases.blank(true)
     restored = read_checkpoint(folder, wanted, Comm(mesh), step=step)
-    return tuple(restored), cases.equal(wanted, true)
+    return cases.said(restored, mesh.get_local_rank()), cases.equal(wanted, true)
 
 
 def refused_read(mesh: DeviceMesh, folder: str, spoil: str = "", rank: int = 0) -> tuple[str, bool]:

@@ -24,7 +24,7 @@ from shardwright.core.errors import InputError, MismatchError, ShardwrightError,
 from shardwright.runtime.checkpoint import TensorPart, read_checkpoint
 from shardwright.runtime.checkpoint.agreement import rank_and_size, reason, together
 from shardwright.runtime.checkpoint.files import list_name
-from shardwright.runtime.checkpoint.folders import Newest, step_folder
+from shardwright.runtime.checkpoint.folders import Newest
 from shardwright.runtime.checkpoint.read import Stored
 from shardwright.runtime.checkpoint.write import SaveWork, run_through, save_in_parts
 from shardwright.runtime.model_parts import (
@@ -224,13 +224,16 @@ def load_checkpoint(
 
     together(comm, "install", install, _failure("the optimizer to load"))
     if rank_and_size(comm)[0] == 0:
-        file = step_folder(Path(folder), found.step) / list_name(0)
+        file = found.folder / list_name(0)
         with contextlib.suppress(OSError), _NEWEST.setdefault(model, Newest()).becomes(file):
             pass  # what a run goes on from is its newest until it saves
-    restored = random_state and restore(found.scalars, found.world_size, rank_and_size(comm)[1])
-    extras = tuple(scalars.get("extra") for scalars in found.every)
-    own = found.scalars.get("extra")
-    return Resumed(found.step, own, found.facts, found.world_size, restored, extras)
+    rank, size = rank_and_size(comm)
+    saved = found.manifest
+    scalars = found.lists[rank % saved.world_size].scalars
+    restored = random_state and restore(scalars, saved.world_size, size)
+    extras = tuple(each.scalars.get("extra") for each in found.lists)
+    own = scalars.get("extra")
+    return Resumed(saved.step, own, saved.facts, saved.world_size, restored, extras)
 
 
 def _failure(what: str) -> Any:

@@ -14,6 +14,7 @@ import torch
 from shardwright.runtime.checkpoint import TensorPart
 from shardwright.runtime.checkpoint.files import digest_of, list_name, sealed, shard_name
 from shardwright.runtime.checkpoint.folders import step_folder, temporary_folder
+from shardwright.runtime.checkpoint.read import Stored
 from shardwright.runtime.checkpoint.region import Box, checked, is_range
 from shardwright.runtime.checkpoint.write import claim, commit, write_rank, writers
 
@@ -52,6 +53,14 @@ def filled(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 2 if dtype == torch.bool else 100, tuple(shape), generator=generator)
     return values.to(torch.float32).to(dtype)
+
+
+def said(stored: Stored, rank: int = 0) -> tuple[Any, ...]:
+    """What a checkpoint says besides its tensors: step, facts, the scalars that ``rank`` goes on
+    with, how many ranks saved it, and the scalars of all."""
+    every = tuple(found.scalars for found in stored.lists)
+    manifest = stored.manifest
+    return manifest.step, manifest.facts, every[rank % len(every)], len(every), every
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -73,9 +73,9 @@ def test_one_process_saves_and_restores_with_facts_and_scalars(tmp_path: Path) -
     wanted = cases.blank(cases.all_of(made))
     restored = read_checkpoint(tmp_path, wanted, None)
     assert cases.equal(wanted, cases.all_of(made))
-    assert restored.facts == facts
+    assert restored.manifest.facts == facts
     scalars["nested"] = {"on": True, "none": None, "pair": [1, "é"]}
-    assert restored.scalars == scalars
+    assert restored.lists[0].scalars == scalars
 
 
 def test_an_existing_step_is_never_overwritten(tmp_path: Path) -> None:

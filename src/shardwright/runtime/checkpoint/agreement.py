@@ -77,11 +77,11 @@ def together_numbered(
         error = raised
     except Exception as raised:  # a rank that left here would keep the others waiting
         error, cause = failure(raised), raised
-    first = _settle(comm, label, error, cause, number)
+    first = _raise_first(comm, label, error, cause, number)
     return result, first  # type: ignore[return-value]
 
 
-def _settle(
+def _raise_first(
     comm: Comm | None,
     label: str,
     error: ShardwrightError | None,

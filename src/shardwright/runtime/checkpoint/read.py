@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -175,20 +175,6 @@ def _check_cover(where: str, tensor: StoredTensor) -> None:
 FEW = 3  # names that a message lists
 
 
-class Restored(NamedTuple):
-    """What a checkpoint says besides its tensors.
-
-    ``world_size`` is that of the run that saved it; ``scalars`` are those of this rank there, or
-    of rank ``rank % world_size`` where there were fewer, ``every`` those of all.
-    """
-
-    step: int
-    facts: dict[str, str]
-    scalars: dict[str, Any]
-    world_size: int
-    every: tuple[dict[str, Any], ...]
-
-
 Wanted = Sequence[TensorPart] | Callable[[Stored], Sequence[TensorPart]]
 
 
@@ -208,8 +194,9 @@ def read_checkpoint(
     step: int | None = None,
     allow_smaller_dtype: bool = False,
     skip: tuple[str, ...] = (),
-) -> Restored:
-    """Fill ``wanted`` in place from ``step``, by default the newest. Called by all ranks.
+) -> Stored:
+    """Fill ``wanted`` in place from ``step``, by default the newest, and return what the checkpoint
+    says besides. Called by all ranks.
 
     The world size and the cut may be any. Together the ranks want every tensor of the checkpoint
     but those whose names start with one of ``skip``. A wider dtype than the stored one is exact; a
@@ -252,8 +239,7 @@ def read_checkpoint(
 
     copies = together(comm, "plan", plan, failure)
     together(comm, "read", lambda: _fill_all(stored, copies, global_rank(comm, rank)), failure)
-    every = tuple(found.scalars for found in stored.lists)
-    return Restored(chosen, stored.manifest.facts, every[rank % len(every)], len(every), every)
+    return stored
 
 
 def read_full(

@@ -70,7 +70,7 @@ class SaveWork:
         self.seconds = 0.0
 
     def run(self) -> None:
-        """Do it; what it raises is kept for ``settle``."""
+        """Do it; what it raises is kept for ``check``."""
         began = time.perf_counter()
         try:
             self._act()
@@ -79,7 +79,7 @@ class SaveWork:
         self.seconds = time.perf_counter() - began
         self.done.set()
 
-    def settle(self) -> None:
+    def check(self) -> None:
         """Raise what it raised."""
         if self._error is not None:
             raise self._error
@@ -159,10 +159,10 @@ def save_in_parts(
         del own
         write = SaveWork(lambda: write_rank(temporary, step, rank, size, mine, values))
         yield write
-        together(comm, "write", write.settle, failure)
+        together(comm, "write", write.check, failure)
         end = SaveWork(commit_by_first)
         yield end
-        together(comm, "commit", end.settle, failure)
+        together(comm, "commit", end.check, failure)
     return final
 
 
