@@ -15,11 +15,11 @@ from oracle import Record, check_fields, given, repeated, setting, table
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import NoPlanError
 from shardwright.core.model import TableSpec
-from shardwright.cost.imbalance import each_rank, unevenness
 from shardwright.cost.reservation import Reservation, reserve
 from shardwright.job.planner import PartitionerSection, ProposerSection, ReservationSection
 from shardwright.planner.choice import Choice
 from shardwright.planner.pricing.evaluate import PricingContext
+from shardwright.planner.statistics.ranks import each_rank, unevenness
 from shardwright.torchrec import partitioners, search
 from shardwright.torchrec.candidate import Bytes, Proposal
 from shardwright.torchrec.pricing import price

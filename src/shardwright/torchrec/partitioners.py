@@ -1,12 +1,13 @@
 """The ways to give the shards of a proposal to ranks."""
 
-# TorchRec's partitioner breaks ties by the time that ranks have taken so far, in doubles. A sum that
-# is rounded otherwise sends the next shard to another rank, and from there on every placement is
-# another one. So what ranks take is kept part by part, each part is added to in the order of the
-# proposal, and a total is made of the five parts anew: never a difference, never ``sum``, which may
-# round but once. Shortcuts (one addition for many like ranks, a heap that is kept between tables)
-# are taken only where they round alike. Why a proposal had no room is not kept: TorchRec's message
-# names a shard, but ours are of :mod:`shardwright.planner.shortage`, which looks at the job.
+# TorchRec's partitioner breaks ties by the time that ranks have taken so far, in doubles. A sum
+# that is rounded otherwise sends the next shard to another rank, and from there on every placement
+# is another one. So what ranks take is kept part by part, each part is added to in the order of
+# the proposal, and a total is made of the five parts anew: never a difference, never ``sum``,
+# which may round but once. Shortcuts (one addition for many like ranks, a heap that is kept
+# between tables) are taken only where they round alike. Why a proposal had no room is not kept:
+# TorchRec's message names a shard, but ours are of :mod:`shardwright.planner.shortage`, which
+# looks at the job.
 
 from __future__ import annotations
 

@@ -9,13 +9,13 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ComputeKernel, TableSpec
 from shardwright.core.option import Option, column_width, shard_runs
 from shardwright.core.sharding import ShardingType, traits
-from shardwright.core.statistics import CriticalTerm
 from shardwright.planner.options import (
     QUANTIZED_KERNELS,
     QUANTIZED_TYPES,
     USUAL_MIN_PARTITION,
     is_quantized,
 )
+from shardwright.planner.statistics.records import CriticalTerm
 from shardwright.planner.tally import Placed, tally
 from shardwright.torchrec.candidate import module_of
 from shardwright.torchrec.constants import PRESET
