@@ -13,10 +13,10 @@ from shardwright.cli import options as shared
 from shardwright.cli.planning import planned
 from shardwright.core.cluster import TIERS
 from shardwright.core.document import PLAN, check_output
-from shardwright.core.statistics import MemoryPrice, Statistics
 from shardwright.job.job import named_files
 from shardwright.job.plan import Plan, write_plan
 from shardwright.planner.statistics import memory_prices, statistics
+from shardwright.planner.statistics.records import MemoryPrice, Statistics
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,8 +29,8 @@ from shardwright.job.plan import Tried
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.problem import Problem, make_problem, reserve
 from shardwright.planner.search.bound import ROUNDING
-from shardwright.planner.search.least import fits_somehow, least_memory
 from shardwright.planner.search.watch import Watch
+from shardwright.planner.search.widening import fits_somehow, least_memory
 from shardwright.planner.sharing import Sharing, with_sharing
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found, ModelOf

@@ -24,7 +24,7 @@ from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.explain.explanation import same
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.proof import is_proven
-from shardwright.planner.statistics.holdings import as_planned, ranks_of
+from shardwright.planner.statistics.tables import as_planned, ranks_of
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy import bound_of
 from shardwright.planner.strategy.found import ModelOf
