@@ -32,7 +32,7 @@ def execute(options: argparse.Namespace) -> int:
     job = shared.job_of(options)
     if options.output:
         check_output(options.output, PLAN, (options.job, *named_files(job, options.job)))
-    if job.model.kind == "tables" and job.model.python is not UNSET:
+    if not job.model.traits.has_step and job.model.python is not UNSET:
         from shardwright.estimate.dense import with_traced_dense  # only such a job needs torch
 
         job = with_traced_dense(job)

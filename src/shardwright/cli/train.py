@@ -187,7 +187,7 @@ def _plan_of(options: argparse.Namespace) -> Plan:
                 f"Plan for {options.ranks} ranks first.",
             )
         )
-    if options.forward and given.job.model.kind != "dlrm":
+    if options.forward and not given.job.model.traits.reads_clicks:
         wanted = f"none beside model.kind '{given.job.model.kind}'"
         raise InputError(expected("--forward", wanted, f"'{options.forward}'"))
     changed = {key: value for key in ("out", "forward") if (value := getattr(options, key))}

@@ -210,11 +210,6 @@ class ModelSpec(msgspec.Struct, frozen=True, dict=True):
         """Whether there is a step to plan, not tables alone."""
         return self.recording is not None
 
-    @property
-    def reads_clicks(self) -> bool:
-        """Whether a rank reads rows of click logs, line by line."""
-        return self.kind == "dlrm"
-
     @cached_property
     def step(self) -> Unfolded:
         """The recording at its full depth."""

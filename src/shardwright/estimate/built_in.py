@@ -31,7 +31,7 @@ BLOCKS = "layers"  # of a transformer
 def built_in_recording(job: Job, treatment: Treatment) -> Recording:
     """A step of ``job``'s model on one rank, its tables apart."""
     model: DLRM | Transformer
-    if job.model.kind == "dlrm":
+    if job.model.traits.reads_clicks:
         model, of = DLRM(job, device="meta"), _dlrm
         model.tables = _stand_in(job)
         _expect_distinct(model, job)

@@ -7,7 +7,7 @@ from msgspec import UNSET
 
 from shardwright.estimate.unplanned import estimated
 from shardwright.job.job import Job
-from shardwright.job.model import ModelSection
+from shardwright.job.model import as_function
 
 
 def with_traced_dense(job: Job) -> Job:
@@ -18,10 +18,10 @@ def with_traced_dense(job: Job) -> Job:
     what the allocator reserves, for that is not there for tables.
     """
     section = job.planner.reservation
-    wanted = job.model.kind == "tables" and section.kind == "traced" and not section.nbytes
+    wanted = not job.model.traits.has_step and section.kind == "traced" and not section.nbytes
     if not wanted or job.model.python is UNSET:
         return job
-    model = ModelSection(kind="python", python=job.model.python, arguments=job.model.arguments)
+    model = as_function(job.model)
     worst = estimated(msgspec.structs.replace(job, tables=(), model=model)).worst
     nbytes = max(worst.peak_bytes, worst.reserved_bytes)
     planner = msgspec.structs.replace(

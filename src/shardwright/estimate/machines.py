@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from msgspec import UnsetType
 
+from shardwright.core.llama import LLAMA_EXPERTS
 from shardwright.core.optimizers import Optimizer, optimizer_named
 from shardwright.core.tensor import TensorSpec
 from shardwright.estimate.llama import KEPT
@@ -17,7 +18,7 @@ from shardwright.heap.rank_step import MakeMachine
 from shardwright.heap.replicated import Megatron, Replicated
 from shardwright.job.job import Job, memory_of
 from shardwright.job.memory import WHOLE, MemorySection, Runtime
-from shardwright.job.parallel import LLAMA_EXPERTS, Degrees
+from shardwright.job.parallel import Degrees
 from shardwright.tracker.private import fsdp2_holds_all_reduced
 
 

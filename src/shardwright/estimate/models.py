@@ -48,7 +48,7 @@ class RecordedModel(Protocol):
 
 def recorded_model(job: Job, degrees: Degrees, treatment: Treatment) -> RecordedModel:
     """The model of a job, to be recorded under degrees."""
-    kind = LlamaModel if job.model.kind == "llama" else PythonModel
+    kind = PythonModel if job.model.traits.is_function else LlamaModel
     return kind(job, degrees, treatment)
 
 
@@ -59,7 +59,7 @@ def recorded_whole(
     module of the user's own, embeddings that are ``routed`` are tables, or with None all that can
     be."""
     section = msgspec.structs.replace(parallel_of(job), data_replicate=1, data_shard=-1)
-    if job.model.kind == "python":
+    if job.model.traits.is_function:
         from shardwright.estimate.python_model import python_recording  # seconds of imports
 
         return python_recording(

@@ -39,7 +39,6 @@ from shardwright.job.job import (
     parse_job,
     table_optimizer,
 )
-from shardwright.job.model import ESTIMATED
 from shardwright.job.model_of_job import check_model, model_of, reads_bags, step_dtypes
 from shardwright.job.plan import Plan
 from shardwright.planner.kinds import find_kinds
@@ -84,7 +83,7 @@ def found_for(job: Job, watch: Watch, record: Recorded | None = None) -> Found:
         return models[key]
 
     def look(sure: bool) -> Found:
-        if job.model.kind != "python":
+        if not job.model.traits.is_function:
             return find_kinds(job, lambda its: find(its, model_of_job, watch, sure))
         return find_with_tables(job, own, watch, found_at_all=at_all, sure=sure)
 
@@ -144,7 +143,7 @@ def plan_module(
     _check_takes_nothing(build)
     name = f"{build.__module__}:{getattr(build, '__qualname__', type(build).__name__)}"
     document = {
-        "model": {"kind": "python", "python": re.sub(r"[^\w.:]", "", name)},
+        "model": {"python": re.sub(r"[^\w.:]", "", name)},
         "cluster": {"preset": cluster} if isinstance(cluster, str) else dict(cluster),
         **{section: dict(keys) for section, keys in sections.items()},
     }
@@ -203,7 +202,7 @@ def _samples(inputs: Any) -> int:
 def described(job: Job) -> ModelSpec:
     """The model of ``job`` with its recording; tables alone have none."""
     check_model(job)
-    return model_of(job, None if job.model.kind == "tables" else recorded(job))
+    return model_of(job, recorded(job) if job.model.traits.has_step else None)
 
 
 def recorded(job: Job, routed: tuple[str, ...] | None = ()) -> Recording:
@@ -244,20 +243,20 @@ def _record(job: Job, device: str, routed: tuple[str, ...] | None) -> Recording:
     from shardwright.trace.treatment import Treatment
 
     treatment = Treatment(device, checkpointing_of(job)[0])
-    if job.model.kind in ESTIMATED:
+    if job.model.traits.is_estimated:
         return recorded_whole(job, treatment, routed)
     return built_in_recording(job, treatment)
 
 
 def _path(job: Job, device: str) -> Path | None:
     folder = os.environ.get("SHARDWRIGHT_CACHE", "~/.cache/shardwright")
-    if not folder or job.model.kind == "python":  # whose code may change
+    if not folder or job.model.traits.is_function:  # whose code may change
         return None
     tables: list[Any] = [
         (t.dim, t.feature_names, t.pooling_factors, t.weighted) for t in job.tables
     ]
     tables += [(job.data, t) for t in job.tables if kind_of(t) != "full"]
-    bags = job.model.kind == "dlrm" and reads_bags(job)
+    bags = job.model.traits.reads_clicks and reads_bags(job)
     policy = checkpointing_of(job)[0]
     memory = msgspec.structs.replace(memory_of(job), checkpointing=policy, zero=3)
     run = (memory, parallel_of(job), device)

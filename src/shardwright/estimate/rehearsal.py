@@ -37,7 +37,7 @@ from shardwright.estimate.own_model import Call, built_of, importable, make, pyt
 from shardwright.estimate.stages import Stage
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import ComputeDtype, Fsdp2Section, MemorySection, ReduceDtype, Runtime
-from shardwright.job.model import ESTIMATED
+from shardwright.job.model import KINDS
 from shardwright.job.parallel import ParallelSection
 from shardwright.launcher.launch import Launch, launch
 from shardwright.models.llama import Llama
@@ -62,7 +62,7 @@ def among(job: Job, ranks: int) -> Job:
     """The job as ``ranks`` CPU ranks of this machine that share its parameters."""
     asked = memory_of(job)
     for where, value, known in (
-        ("--real: model.kind", job.model.kind, ESTIMATED),
+        ("--real: model.kind", job.model.kind, [k for k in KINDS if KINDS[k].is_estimated]),
         ("--real: memory.runtime", asked.runtime, ("fsdp2", "shardwright")),
     ):
         if value not in known:
@@ -82,7 +82,7 @@ def among(job: Job, ranks: int) -> Job:
 
 def alone(job: Job) -> Job:
     """The job as one rank that shards nothing."""
-    if job.model.kind != "llama":
+    if job.model.shape is UNSET:
         raise UnsupportedError(
             expected(
                 "--real",
@@ -276,7 +276,7 @@ def units_of(job: Job) -> list[RecordedUnit]:
 
 def _built(job: Job) -> tuple[nn.Module, Any, Loss]:
     """The model on this CPU, its batch, and the loss of a step."""
-    if job.model.kind == "python":
+    if job.model.traits.is_function:
         call = Call.of(job)
         built = built_of(make(call, python_function(call.name, call.where)), call.where)
         batch = (built.inputs, built.keywords, built.targets)

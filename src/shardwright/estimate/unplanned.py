@@ -61,7 +61,7 @@ class _Estimate:
         self.degrees = degrees_of(job, self.world)
         self.parallel: ParallelSection = parallel_of(job)
         self.device = self.section.lowering or self.cluster.compute_device
-        experts = experts_of(self.parallel, job.model.kind)
+        experts = experts_of(self.parallel, job.model.traits)
         block = optimizer_of(job).block
         self.sharding = sharding(self.section, self.degrees, self.device == "cuda", experts, block)
         self.treatment = Treatment(

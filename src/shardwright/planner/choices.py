@@ -194,7 +194,7 @@ def price(job: Job, context: PricingContext, cases: Sequence[Case]) -> list[Choi
         case "additive":
             return additive.price(context, cases)
         case "cluster":
-            return native.price(context, cases, exchange=job.model.kind == "tables")
+            return native.price(context, cases, exchange=not job.model.traits.has_step)
 
 
 def offers_slow(model: ModelSpec, job: Job, cluster: Cluster) -> bool:

@@ -44,7 +44,7 @@ class Source(Protocol):
 
 def source_of(job: Job) -> Source:
     """The source for the kind of model; tables alone have none."""
-    if job.model.kind == "tables":
+    if not job.model.traits.has_step:
         raise InputError(
             expected(
                 "model.kind",
@@ -56,4 +56,4 @@ def source_of(job: Job) -> Source:
         )
     from shardwright.train.sources import clicks, python, text
 
-    return {"dlrm": clicks, "python": python}.get(job.model.kind, text)
+    return {"clicks": clicks, "function": python}.get(job.model.traits.source, text)

@@ -57,7 +57,7 @@ def study_file(folder: Path) -> Path:
 def variants_of(job: Job) -> list[Variant]:
     """The job with every kind of its study; InputError for a kind that its tables cannot have."""
     section = _section(job)
-    if job.model.kind != "dlrm":
+    if not job.model.traits.reads_clicks:
         wanted = "'dlrm', which learns from clicks"
         raise InputError(expected("model.kind", wanted, f"'{job.model.kind}'"))
     if not _compared(job):

@@ -8,11 +8,11 @@ from shardwright.job.job import Job
 
 def task_of(job: Job) -> Task:
     """The task of a job, on every rank its own."""
-    if job.model.kind == "python":
+    if job.model.traits.is_function:
         from shardwright.train.tasks.python import python_task
 
         return python_task(job)
-    if job.model.kind == "dlrm":
+    if job.model.traits.reads_clicks:
         from shardwright.train.tasks.clicks import Clicks
 
         return Clicks(job)
