@@ -39,8 +39,8 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """What stands above the parts of every page."""
+class Page:
+    """What the template shows. Charts are markup; everything else is text, escaped there."""
 
     title: str
     subtitle: str
@@ -49,12 +49,6 @@ class Frame:
     outcome: str
     warnings: tuple[str, ...]
     figures: tuple[Figure, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Page(Frame):
-    """What the template shows. Charts are markup; everything else is text, escaped there."""
-
     quality: tuple[Sheet, ...]
     memory: Markup
     memory_caption: str
@@ -86,17 +80,14 @@ def render(
 
     ``curve`` is the loss so far of a run without a measurement.
     """
-    return document("report", _page(plan, measurement, comparison, outcome_text, curve))
-
-
-def document(template: str, page: object) -> str:
-    """``page`` as a template of this folder shows it, as a whole HTML document."""
-    environment, css = _templates()
-    return environment.get_template(f"{template}.html.j2").render(page=page, css=css).lstrip()
+    page = _page(plan, measurement, comparison, outcome_text, curve)
+    environment, css = templates()
+    return environment.get_template("report.html.j2").render(page=page, css=css).lstrip()
 
 
 @cache
-def _templates() -> tuple[Environment, Markup]:
+def templates() -> tuple[Environment, Markup]:
+    """What reads the templates of this folder, and the style of their pages."""
     here = files("shardwright.report")
     environment = Environment(
         loader=FunctionLoader(lambda name: here.joinpath(name).read_text("utf-8")),

@@ -180,17 +180,3 @@ def ticks(highest: float, binary: bool = False, most: int = 5, lowest: float = 0
     step = next(scale * m for m in (1, 2, 5, 10, 20, 50) if scale * m * most >= span)
     first = math.ceil(lowest / step - 1e-9)
     return [k * step for k in range(first, math.floor(highest / step + 1e-9) + 1)]
-
-
-def log_ticks(lowest: float, highest: float, most: int = 7) -> list[float]:
-    """Powers of ten between two positive numbers; twice and five times as much too, where that are
-    not more than ``most``."""
-    first, last = math.floor(math.log10(lowest)), math.ceil(math.log10(highest))
-    found: list[float] = []
-    for factors in ((1,), (1, 3), (1, 2, 5)):
-        powers = range(first, last + 1)
-        marks = [f * 10.0**power for power in powers for f in factors]
-        inside = [mark for mark in marks if lowest <= mark <= highest]
-        if not found or len(inside) <= most:
-            found = inside
-    return found
