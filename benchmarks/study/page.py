@@ -8,7 +8,7 @@ from pathlib import Path
 from markupsafe import Markup
 from msgspec import UNSET
 
-from shardwright.report.html import Figure, templates
+from shardwright.report.html import HeadlineFigure, templates
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import TEXT_LIMIT, counted, printable
 from study.charts import PARAMETERS, SECONDS, scatter
@@ -52,7 +52,7 @@ class StudyPage:
     verdict: str
     outcome: str
     warnings: tuple[str, ...]
-    figures: tuple[Figure, ...]
+    figures: tuple[HeadlineFigure, ...]
     sections: tuple[Section, ...]
 
 
@@ -78,13 +78,13 @@ def render_study(study: Study) -> str:
     return template.render(page=page, css=css).lstrip()
 
 
-def _figures(study: Study) -> tuple[Figure, ...]:
+def _figures(study: Study) -> tuple[HeadlineFigure, ...]:
     """The best possible on all held-out rows."""
     quality = any_quality(study)
     if quality is None:
         return ()
     return tuple(
-        Figure(
+        HeadlineFigure(
             f"Best possible {figure.name}",
             plain(figure.best(quality)),
             f"{figure.without_words} {plain(figure.without(quality))}",

@@ -163,7 +163,8 @@ def _check_timeline(path: Path | None) -> None:
 
 
 def _write_timeline(footprint: Footprint, rank: RankMemory, path: Path) -> None:
-    from shardwright.report.memory_timeline import chrome_trace, standalone, timeline_chart
+    from shardwright.report.memory_timeline import standalone, timeline_chart
+    from shardwright.report.traces import chrome_trace
 
     if not rank.timeline:
         raise InputError(
