@@ -58,10 +58,10 @@ def execute(options: argparse.Namespace) -> int:
     if options.timeline:
         inputs = (options.job, *named_files(job, options.job))
         check_output(options.timeline, PICTURES[options.timeline.suffix], inputs, "--timeline")
-    from shardwright.cli.planning import Listener
+    from shardwright.cli.planning import SearchListener
     from shardwright.estimate.footprint import footprint
 
-    with Listener(sys.stderr) as listener:
+    with SearchListener(sys.stderr) as listener:
         found = footprint(job, details=True, rank=options.rank or "", hear=listener)
     rank = _chosen(found, options.rank)
     if options.timeline:

@@ -11,8 +11,7 @@ from shardwright.core.footprint import Alive
 from shardwright.core.recording import Moment
 from shardwright.core.slots import Slots
 from shardwright.core.timeline import Kind, StorageChange
-from shardwright.heap.ledger import GradientRule, Ledger, Scene, Summary
-from shardwright.heap.pieces import STAYING
+from shardwright.heap.ledger import STAYING, GradientRule, Ledger, Scene, Summary
 
 # Which stream FSDP allocates a kind of buffer on: gathers and reduces have their own.
 STREAMS: dict[Kind, int] = {"all_gather": 1, "gradient": 2}
@@ -83,7 +82,7 @@ class _Followed(Ledger):
         """It is another kind of bytes from here on, where it was."""
 
 
-class Asks:
+class PieceRequests:
     """What the pieces of a recording ask an allocator for, found once however often they run."""
 
     def __init__(self, slots: Slots) -> None:
@@ -104,11 +103,11 @@ class Asks:
         return self._found[place]
 
 
-class Asking(_Followed):
+class RequestTape(_Followed):
     """A ledger that writes down what an allocator is asked for. ``asks`` are those of a rank's
     chunks."""
 
-    def __init__(self, asks: Sequence[Asks]) -> None:
+    def __init__(self, asks: Sequence[PieceRequests]) -> None:
         super().__init__()
         self._asks = asks
         self._before: list[Asked] = []

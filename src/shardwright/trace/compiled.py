@@ -139,7 +139,7 @@ class _Block:
         graphs = self.cache[key]
         if graphs is None:
             return self.original(*arguments, **keywords)
-        outputs = _Run.apply(graphs, *tensors)
+        outputs = _CompiledRun.apply(graphs, *tensors)
         return tree_unflatten(list(outputs), graphs.tree)
 
     def _trace(self, state: dict[str, Tensor], leaves: list[Any], tree: Any) -> _Graphs | None:
@@ -273,7 +273,7 @@ def _tag(joint: fx.GraphModule, chosen: Policy, outputs: int) -> None:
             )
 
 
-class _Run(torch.autograd.Function):
+class _CompiledRun(torch.autograd.Function):
     """A compiled block in a trace: takes and frees what its graphs do."""
 
     @staticmethod

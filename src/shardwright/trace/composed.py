@@ -30,7 +30,7 @@ from shardwright.core.recording import (
     moments,
 )
 from shardwright.core.tensor import TensorSpec
-from shardwright.heap.pieces import Summaries
+from shardwright.heap.ledger import Summaries
 from shardwright.trace.checks import Untraceable, first_line
 from shardwright.trace.module import NoUnitsError
 from shardwright.trace.structure import FEW, Container, called, containers, large_parts, repeats

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.trace.lowering import attention, losses, norms
+from shardwright.trace.lowering import functions
 from shardwright.trace.lowering.kernels import Kernels, kernels
 from shardwright.trace.lowering.operators import workspace
 from shardwright.tracker.private import operator_name, without_modes
@@ -184,7 +184,7 @@ def _replacements(kernels: Kernels) -> dict[Any, Callable[..., Any]]:
 
 def _attention(kernels: Kernels) -> Callable[..., Any]:
     def replaced(*arguments: Any, **keywords: Any) -> Any:
-        return attention.scaled_dot_product_attention(kernels.attention, *arguments, **keywords)
+        return functions.scaled_dot_product_attention(kernels.attention, *arguments, **keywords)
 
     return replaced
 
@@ -196,7 +196,7 @@ def _rms_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         weight: Tensor | None = None,
         eps: float | None = None,
     ) -> Any:
-        use = norms.rms_norm if norms.fusible(input, weight) else original
+        use = functions.rms_norm if functions.fusible(input, weight) else original
         return use(input, normalized_shape, weight, eps)
 
     return replaced
@@ -204,7 +204,7 @@ def _rms_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _cross_entropy(original: Callable[..., Any]) -> Callable[..., Any]:
     def replaced(*arguments: Any, **keywords: Any) -> Any:
-        fused = losses.cross_entropy(*arguments, **keywords)
+        fused = functions.cross_entropy(*arguments, **keywords)
         return original(*arguments, **keywords) if fused is None else fused
 
     return replaced
