@@ -6,6 +6,13 @@ until their unit's backward is over; then they are copied to where each rank's s
 and summed over ranks into the share that the optimizer reads. Below are the bytes of a unit.
 """
 
+# Why the schedule is not written here: ``core.schedule.UnitFlow`` says what is gathered, freed
+# and reduced when, to the runtime and to this heap alike. What is here is what each action
+# allocates, and in which order within it: in a reduce the buffer that is sent is there before the
+# gradients that are copied into it go, and the sum is there before the buffer goes. The bytes are
+# those of ``runtime.units``; tests train and hold the two against each other to the byte, so a
+# buffer that is added there is to be added here.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -19,18 +26,14 @@ from shardwright.core.placement import Flat, Replicate, Shard
 from shardwright.core.schedule import Action, Direction, Modes, UnitFlow
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
-from shardwright.heap.ledger import STAYING, GradientRule, Ledger
-from shardwright.heap.machine import Count, Sharding, Units
+from shardwright.heap.ledger import STAYING, GradientRule
+from shardwright.heap.machine import Machine, Sharding
 
 
 @dataclass(slots=True)
-class FlatUnits:
+class FlatUnits(Machine):
     """Units of our runtime on a rank, driven by the schedule that it follows."""
 
-    heap: Ledger
-    units: Units
-    sharding: Sharding
-    frozen: frozenset[str] = frozenset()
     layouts: dict[str, UnitLayout] = field(default_factory=dict)  # given as far as they are known
     sizes: dict[str, FlatBytes] = field(init=False)
     flows: dict[Sequence[str], UnitFlow] = field(default_factory=dict)
@@ -71,10 +74,6 @@ class FlatUnits:
         """What the flow of every chunk has under way, and whose gradients are there."""
         flows = {units: flow.state() for units, flow in self.flows.items()}
         return flows, dict(self.come), frozenset(self.absent)
-
-    def depths(self) -> list[Count]:
-        """Nothing."""
-        return []
 
     def resident(self) -> dict[Kind, int]:
         """The parameters' shares; of units that stay what they compute with."""

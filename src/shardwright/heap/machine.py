@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -125,70 +126,67 @@ class Count:
     number: int = 1
 
 
-class Machine(Protocol):
-    """A runtime at work on one rank's heap; units are known by name."""
+@dataclass(slots=True)
+class Machine(ABC):
+    """A runtime at work on one rank's heap; units are known by name, tensors in ``frozen`` have
+    neither gradients nor states. What a runtime does nothing at, it need not say."""
 
+    heap: Ledger
+    units: Units
     sharding: Sharding
-    frozen: frozenset[str]  # tensors without gradients and states
+    frozen: frozenset[str] = frozenset()
 
+    @abstractmethod
     def state(self) -> object:
         """What is done next follows from it and from what the heap holds by name; equal values are
         equal states."""
-        ...
 
     def depths(self) -> list[Count]:
         """How many of the same it remembers here and there, in the order of ``state``: passes move
         these numbers, and none does otherwise for one that is larger."""
-        ...
+        return []
 
+    @abstractmethod
     def resident(self) -> dict[Kind, int]:
         """What is there between steps, apart from optimizer states, in bytes."""
-        ...
 
+    @abstractmethod
     def updated(self) -> list[TensorSpec]:
         """What this rank's optimizer updates, tensor by tensor."""
-        ...
 
+    @abstractmethod
     def rule(self) -> GradientRule:
         """What becomes of a gradient of the microbatch whose backward is under way."""
-        ...
 
-    def begin(self, forward: Sequence[str], backward: Sequence[str], last: bool) -> None:
+    def begin(self, forward: Sequence[str], backward: Sequence[str], last: bool) -> None:  # noqa: B027
         """A pass through units begins, of which forwards and backwards enter these, some again and
         again; no backward through them follows the ``last`` one."""
-        ...
 
-    def enter(self, unit: str) -> None:
+    def enter(self, unit: str) -> None:  # noqa: B027
         """Before a unit's forward."""
-        ...
 
-    def leave(self, unit: str) -> None:
+    def leave(self, unit: str) -> None:  # noqa: B027
         """After a unit's forward."""
-        ...
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027
         """After the whole forward."""
-        ...
 
-    def enter_backward(self, unit: str) -> None:
+    def enter_backward(self, unit: str) -> None:  # noqa: B027
         """Before a unit's backward."""
-        ...
 
-    def arrive(self, unit: str, dtype: str, nbytes: int) -> None:
+    def arrive(self, unit: str, dtype: str, nbytes: int) -> None:  # noqa: B027
         """Gradients come of a unit's tensors of one dtype, of which so many bytes stay."""
-        ...
 
-    def leave_backward(self, unit: str) -> None:
+    def leave_backward(self, unit: str) -> None:  # noqa: B027
         """After a unit's backward."""
-        ...
 
+    @abstractmethod
     def finish_backward(self) -> None:
         """After the whole backward."""
-        ...
 
+    @abstractmethod
     def zero_grad(self) -> None:
         """After the optimizer's step: gradients go."""
-        ...
 
 
 class Repetition:
@@ -202,6 +200,8 @@ class Repetition:
     def skip(self, times: int) -> int:
         """Do again what was done since, ``times`` over, or as often as it does the same; how often
         that was."""
+        # Numbers that a pass moves (how many forwards no backward has met) are not of the state:
+        # they are moved on, and end the skipping before one of them would get below 0.
         if self.held != self.heap.names() or self.state != self.machine.state():
             return 0
         depths = self.machine.depths()
@@ -217,23 +217,15 @@ class Repetition:
 
 
 @dataclass(slots=True)
-class Replicated:
-    """Parameters in the dtype they compute in; gradients in buckets beside their own."""
+class Replicated(Machine):
+    """Parameters in the dtype they compute in; gradients in buckets beside their own, which are
+    reduced in place when all of a backward is over."""
 
-    heap: Ledger
-    units: Units
-    sharding: Sharding
-    frozen: frozenset[str] = frozenset()
     backwards: int = 0
-    left: list[str] = field(default_factory=list)
 
     def state(self) -> object:
         """Whether there was a backward."""
         return self.backwards > 0
-
-    def depths(self) -> list[Count]:
-        """Nothing."""
-        return []
 
     def resident(self) -> dict[Kind, int]:
         """Whole parameters, and DDP's buckets where there are ranks to average with."""
@@ -265,27 +257,6 @@ class Replicated:
     def rule(self) -> GradientRule:
         """Gradients of later microbatches are added to those of the first."""
         return "added" if self.backwards else "stays"
-
-    def begin(self, forward: Sequence[str], backward: Sequence[str], last: bool) -> None:
-        """Nothing depends on the microbatch but whether gradients are there."""
-
-    def enter(self, unit: str) -> None:
-        """Parameters are there."""
-
-    def leave(self, unit: str) -> None:
-        """Parameters stay."""
-
-    def finish(self) -> None:
-        """Nothing was taken."""
-
-    def enter_backward(self, unit: str) -> None:
-        """Parameters are there."""
-
-    def arrive(self, unit: str, dtype: str, nbytes: int) -> None:
-        """Buckets are reduced when all of the backward is over."""
-
-    def leave_backward(self, unit: str) -> None:
-        """Buckets are reduced in place."""
 
     def finish_backward(self) -> None:
         """One more backward has left its gradients, which are whole and complete."""

@@ -1,5 +1,19 @@
 """One step of one rank: its passes in order, with what its runtime takes and frees around them."""
 
+# Why one walk for three heaps: a ledger that only knows peaks, a tape of every event, and one
+# that writes down what an allocator is asked for. The peak that a plan is refused by, the tensors
+# that are shown for it and the bytes that are reserved around it must be those of the same step.
+#
+# What must stay true: the order of what comes and goes is the runtime's. Around every piece the
+# machine acts first (a unit is gathered before its forward takes anything), then the piece runs,
+# and gradients that stay get their unit's name after that, for the piece's own sums have counted
+# them.
+#
+# Why repetitions are skipped: a step of 1,000 microbatches is soon steady. Passes are left out
+# where heap and machine are in the state that they had, name by name; then what they did once
+# they do again, and no peak can be missed. A heap that keeps events never skips, since each is
+# asked for.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

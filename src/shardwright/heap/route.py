@@ -5,6 +5,13 @@ is known of made-up click logs; elsewhere ids are assumed to spread evenly over 
 which bounds that from above.
 """
 
+# Why each sort and each copy has its line: at a batch of millions of ids what an exchange takes
+# for a moment (ids before and after a sort, rows beside rows put in order) is more than what it
+# keeps, and often the peak of the step. Functions are in the order in which a step calls them,
+# and a name that one of them takes another one frees: ``take`` refuses one that is there already,
+# which is how a change in the runtime's order that was not made here shows. Tests train and
+# compare to the byte.
+
 from __future__ import annotations
 
 import msgspec

@@ -1,6 +1,17 @@
 """Heaps that keep every change: for timelines, for the tensors that are alive at the peak and for
 what each module takes, or for an allocator to replay."""
 
+# Why two of them: an allocator is asked by numbers, millions of times, and what for does not
+# matter; a timeline needs every name, place and kind. Why a step is asked for twice: the first
+# one finds an empty cache, so only the second shows what a steady step leaves in segments that it
+# cannot use.
+#
+# What must stay true: a gradient that stays where autograd left it is a storage that some piece
+# took and that the runtime frees later by its unit's name. The two meet in ``hold``, which gives
+# bytes that the last piece left to a name, in the order in which they came. A piece whose
+# gradients are counted (``Ledger.run``) must be followed by ``hold`` of as many bytes, or frees
+# go to others.
+
 from __future__ import annotations
 
 from abc import abstractmethod

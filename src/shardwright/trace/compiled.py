@@ -6,6 +6,11 @@ one would: results of products, attention and reductions, and what those read. W
 fused into kernels and never stored.
 """
 
+# Why no compiler runs: Inductor's code decides which buffers exist, but takes seconds a block and
+# a device. What is kept for the backward is decided before that, by the partitioner, which runs
+# on fake tensors; what exists within a pass is what products, attention and reductions write, for
+# all that is between them is fused into their kernels.
+
 from __future__ import annotations
 
 import gc

@@ -105,6 +105,9 @@ def record(subject: TracedModule) -> Recording:
 @contextmanager
 def _garbage_stays() -> Iterator[None]:
     """No collection inside: what cycles hold would be freed at random."""
+    # A model with a cycle (a hook that knows its module) frees its activations when Python
+    # collects, which in a trace is at another moment in every run. Off, they stay in every run
+    # alike.
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -7,6 +7,12 @@ a part is and not how it is built. Parts that share parameters with others are l
 parts without a forward that have parameters beside those of their own parts that run.
 """
 
+# Why parts are compared by all that they have and not by class and shapes: two layers of one
+# class may differ by a flag, a function or a number, and one would be recorded for both. Whatever
+# cannot be compared makes parts different, which costs time only; alike parts that are not would
+# cost a wrong estimate. A number that goes up evenly is the exception, since nearly every layer
+# knows its place.
+
 from __future__ import annotations
 
 import math

@@ -5,6 +5,11 @@ to nothing. The mode sees each new tensor below autograd; memory inside one kern
 and the allocator's own are not seen.
 """
 
+# Why a dispatch mode: below autograd every tensor that an operation makes passes by, also those
+# that autograd makes in a backward, which no hook of Python sees. What must stay true: a storage
+# is known by its key and never held; the tracker would otherwise be the reason for the memory
+# that it reports.
+
 from __future__ import annotations
 
 import weakref

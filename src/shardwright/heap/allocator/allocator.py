@@ -7,6 +7,11 @@ private pools of CUDA graphs, memory shared between processes. New segments have
 which decides between free blocks of one size.
 """
 
+# Why the rules of torch's allocator are followed and not approximated: what it holds beyond live
+# bytes depends on the order of sizes alone, and no share of the peak stands for it. Which free
+# block is taken, whether its rest is cut off, and when cached segments are given back decide it,
+# so each of these is the same comparison as in CUDACachingAllocator.cpp, in the same order.
+
 from __future__ import annotations
 
 from bisect import bisect_left, insort

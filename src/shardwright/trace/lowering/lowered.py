@@ -1,5 +1,18 @@
 """The context in which a trace on CPU tensors keeps and takes what the device's kernels do."""
 
+# Why functions are replaced and not operators: a call of attention on the CPU is taken apart into
+# other operators than on CUDA, which keep other tensors for the backward. When a dispatch mode
+# sees it, that choice has been made. So the call itself is replaced, at the three doors that lead
+# to it: the name in ``torch.nn.functional``, a name that a module imported before (by the
+# function mode), and torch's own function of the same name.
+#
+# Why autograd's engine is wrapped: a function mode is off inside of a function that it handles,
+# and ``backward`` is one; what a checkpointed block computes again there would run on the CPU's
+# kernels.
+#
+# What must stay true: all of it is undone at the end. A module that is imported meanwhile may
+# keep a replacement for good, so each asks whether its lowering is still entered.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
