@@ -341,22 +341,6 @@ def local_chunk(tensor: TensorSpec, shards: int, *, experts: bool = False) -> Te
     return msgspec.structs.replace(tensor, shape=tuple(shape))
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    """Bytes of a parameter: ``whole`` with the padding of equal shares, its share as it is ``cast``
-    before it is sent (0 where it is not), ``stored`` and ``summed``; its full ``gradient`` as
-    autograd makes it, and in the dtype of sums (``total``)."""
-
-    whole: int
-    cast: int
-    stored: int
-    summed: int
-    gradient: int
-    total: int
-    turned: bool  # not cut along its first dimension, so put together from a copy
-    trained: bool
-
-
 def unit_sizes(
     tensors: Sequence[TensorSpec],
     sharding: Sharding,
@@ -367,44 +351,40 @@ def unit_sizes(
 ) -> FSDP2Bytes:
     """Bytes that a unit of ``tensors`` has on a rank; ``experts``: it has nothing else."""
     chunks = [local_chunk(tensor, shards, experts=experts) for tensor in tensors]
-    parameters = [
-        _Parameter(
-            whole=chunk.numel * shards * sharding.computed(tensor),
-            cast=_cast(chunk, sharding),
-            stored=chunk.nbytes,
-            summed=chunk.numel * sharding.reduced(tensor),
-            gradient=tensor.numel * sharding.computed(tensor),
-            total=tensor.numel * sharding.reduced(tensor),
-            turned=bool(cut_dim(tensor, shards, experts=experts)),
-            trained=tensor.fqn not in frozen,
-        )
-        for tensor, chunk in zip(tensors, chunks, strict=True)
-    ]
-    trained = [parameter for parameter in parameters if parameter.trained]
+    # by parameter, whole with the padding of equal shares; those cut along another dimension than
+    # the first are put together from a copy
+    whole = [c.numel * shards * sharding.computed(t) for t, c in zip(tensors, chunks, strict=True)]
+    casts = [_cast(chunk, sharding) for chunk in chunks]
+    turned = [cut_dim(tensor, shards, experts=experts) > 0 for tensor in tensors]
+    trained = [k for k, tensor in enumerate(tensors) if tensor.fqn not in frozen]
+    # full gradients as autograd makes them, and in the dtype of sums
+    gradients = [tensors[k].numel * sharding.computed(tensors[k]) for k in trained]
+    totals = [tensors[k].numel * sharding.reduced(tensors[k]) for k in trained]
+    scattered = sum(chunks[k].numel * sharding.reduced(tensors[k]) for k in trained)
+    gradient = sum(chunks[k].nbytes for k in trained)
     several = shards > 1 and bool(tensors)
-    gathered, cast, copied = _gathering(parameters, several)
-    narrow, narrowing = _narrowing(parameters, sharding.ranks_after_forward)
-    accumulated, accumulating = _accumulation(trained)
-    scattered = sum(parameter.summed for parameter in trained)
-    gradient = sum(parameter.stored for parameter in trained)
+    copied = sum(size for size, is_turned in zip(whole, turned, strict=True) if is_turned)
+    ranks = sharding.ranks_after_forward
+    narrow = [size // ranks for size in whole] if ranks else []
+    is_cast = gradients != totals
     # a loop variable of foreach_reduce keeps the last gradient until it returns
-    last = trained[-1] if several and trained else None
+    last = gradients[-1] if several and trained else 0
     return FSDP2Bytes(
-        gathered=gathered,
-        cast=cast,
-        unsharded=sum(parameter.whole for parameter in parameters),
-        copied=copied,
+        gathered=sum(whole) if several else 0,
+        cast=sum(casts) if several else 0,
+        unsharded=sum(whole),
+        copied=copied if several else _beside(casts, whole),
         reduced=scattered * shards,
         scattered=scattered if scattered != gradient else 0,
         gradient=gradient,
-        stored=sum(parameter.stored for parameter in parameters),
-        narrow=narrow,
-        narrowing=narrowing,
-        accumulated=accumulated,
-        accumulating=accumulating,
-        last=last.gradient if last else 0,
-        last_accumulated=last.total if last else 0,
-        turned=last.gradient if last and parameters[-1].turned else 0,
+        stored=sum(chunk.nbytes for chunk in chunks),
+        narrow=sum(narrow),
+        narrowing=_beside_new(whole, narrow) if ranks else 0,
+        accumulated=sum(totals) if is_cast else 0,
+        accumulating=_beside_new(gradients, totals) if is_cast else 0,
+        last=last,
+        last_accumulated=totals[-1] if several and trained else 0,
+        turned=last if turned and turned[-1] else 0,
     )
 
 
@@ -414,36 +394,6 @@ def _cast(chunk: TensorSpec, sharding: Sharding) -> int:
     if sharding.casts(chunk):
         return chunk.numel * sharding.computed(chunk)
     return chunk.nbytes if sharding.offload else 0
-
-
-def _gathering(parameters: Sequence[_Parameter], several: bool) -> tuple[int, int, int]:
-    """What is gathered, cast, and copied beside the whole parameters; ``several`` ranks gather."""
-    whole = [parameter.whole for parameter in parameters]
-    casts = [parameter.cast for parameter in parameters]
-    if not several:
-        return 0, 0, _beside(casts, whole)
-    moved = sum(parameter.whole for parameter in parameters if parameter.turned)
-    return sum(whole), sum(casts), moved
-
-
-def _narrowing(parameters: Sequence[_Parameter], ranks: int) -> tuple[int, int]:
-    """What a rank keeps after a forward where ``ranks`` share the parameters (0: all do), and what
-    is there beside while it is copied."""
-    if not ranks:
-        return 0, 0
-    whole = [parameter.whole for parameter in parameters]
-    narrow = [size // ranks for size in whole]
-    return sum(narrow), _beside_new(whole, narrow)
-
-
-def _accumulation(trained: Sequence[_Parameter]) -> tuple[int, int]:
-    """Gradients in the dtype of sums, and what is there beside while they are cast; 0 where
-    autograd makes them in it."""
-    gradients = [parameter.gradient for parameter in trained]
-    totals = [parameter.total for parameter in trained]
-    if gradients == totals:
-        return 0, 0
-    return sum(totals), _beside_new(gradients, totals)
 
 
 def _beside(casts: Sequence[int], whole: Sequence[int]) -> int:
