@@ -21,7 +21,7 @@ from shardwright.planner.problem import batch_of
 from shardwright.trace.checkpointing import policy, treated
 from shardwright.trace.composed import Composer, Shortened
 from shardwright.trace.faked import settle
-from shardwright.trace.module import Subject, held_tensors, record, storage_bytes
+from shardwright.trace.module import TracedModule, held_tensors, record, storage_bytes
 from shardwright.trace.tables import RoutedRows
 from shardwright.trace.treatment import Treatment
 
@@ -58,7 +58,9 @@ def _dlrm(model: DLRM, job: Job, treatment: Treatment) -> Recording:
         units["interact"] = [model.interact]
     units["top"] = [model.top]
     with treatment.applied(model, [], []) as applied:
-        subject = Subject(model, (dense, ids), units, loss, extra=(labels,), around=applied.around)
+        subject = TracedModule(
+            model, (dense, ids), units, loss, extra=(labels,), around=applied.around
+        )
         return record(subject)
 
 
@@ -108,7 +110,7 @@ def _transformer(model: Transformer, job: Job, treatment: Treatment) -> Recordin
         places = shortened.places or range(len(blocks))
         with treatment.applied(model, blocks, treated(places, every)) as applied:
             return record(
-                Subject(
+                TracedModule(
                     model,
                     (tokens,),
                     units,

@@ -16,8 +16,8 @@ from shardwright.core.recording import Recording
 from shardwright.estimate.stages import Stage
 from shardwright.models.llama import Llama
 from shardwright.trace.checkpointing import policy
-from shardwright.trace.module import Subject, record
-from shardwright.trace.structure import Stretch, series_of, stretches
+from shardwright.trace.module import TracedModule, record
+from shardwright.trace.structure import series_of, stretches
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.tensors import DTYPES
 
@@ -99,7 +99,7 @@ def _recorded(request: Request, treated: tuple[int, ...]) -> Recording:
 
             loss = compiled_loss
         with request.treatment.applied(model, blocks, treated) as treatment:
-            subject = Subject(
+            subject = TracedModule(
                 module=model,
                 inputs=(x,),
                 extra=(targets,) if local.last else (),
@@ -160,4 +160,4 @@ def _units(model: Llama, root: bool) -> dict[str, Sequence[nn.Module]]:
     return found
 
 
-__all__ = ["HEAD", "KEPT", "Kept", "Request", "Stretch", "forget_recordings", "stage_recording"]
+__all__ = ["HEAD", "KEPT", "Kept", "Request", "forget_recordings", "stage_recording"]

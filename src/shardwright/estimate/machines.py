@@ -13,9 +13,8 @@ from shardwright.estimate.llama import KEPT
 from shardwright.heap.flat import FlatUnits
 from shardwright.heap.fsdp2 import FSDP2
 from shardwright.heap.ledger import Ledger
-from shardwright.heap.machine import Machine, Reduces, Sharding, Shares
+from shardwright.heap.machine import Machine, Megatron, Reduces, Replicated, Sharding, Shares
 from shardwright.heap.rank_step import MakeMachine
-from shardwright.heap.replicated import Megatron, Replicated
 from shardwright.job.job import Job, memory_of
 from shardwright.job.memory import WHOLE, MemorySection, Runtime
 from shardwright.job.parallel import Degrees

@@ -28,8 +28,7 @@ from shardwright.job.job import Job
 from shardwright.launcher.exhausted import out_of_memory
 from shardwright.launcher.worker import from_a_peer
 from shardwright.runtime.embeddings.bags import bad_id
-from shardwright.trace.checks import first_line, named, no_gradient
-from shardwright.trace.places import place_of, wrong_id
+from shardwright.trace.checks import first_line, named, no_gradient, place_of, wrong_id
 
 RETURNS = (
     "a module, (module, inputs), (module, inputs, loss), (module, inputs, loss, targets) or a task"

@@ -22,7 +22,7 @@ from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.recording import OF_UNITS, Piece, Recording
 from shardwright.estimate.llama import HEAD, Kept
 from shardwright.estimate.stages import Stage
-from shardwright.trace.module import Subject, storage_bytes
+from shardwright.trace.module import TracedModule, storage_bytes
 from shardwright.trace.recorder import Recorder
 from shardwright.trace.structure import Container, containers
 from shardwright.tracker.private import own_children
@@ -111,12 +111,12 @@ class StageOf:
         units = {c.names[k] for c in containers(self.module, every) for k in c.units}
         return [name for name in self.blocks if name not in units]
 
-    def run(self, subject: Subject, recorder: Recorder) -> Any:
+    def run(self, subject: TracedModule, recorder: Recorder) -> Any:
         """One forward of the stage under ``recorder``: what it sends on, or its result."""
         self.ran, self.after, self.skipped = set(), set(), set()
         return _Run(self, subject, recorder).result()
 
-    def of_stage(self, found: Recording, subject: Subject) -> Recording:
+    def of_stage(self, found: Recording, subject: TracedModule) -> Recording:
         """A recording without the parameters and inputs of other stages; parameters that nobody
         runs or trains are the first one's. UnsupportedError where the stage used more of what runs
         before it than the stream."""
@@ -175,7 +175,7 @@ def _behind(found: Recording) -> Recording:
 class _Run:
     """One forward of a stage."""
 
-    def __init__(self, of: StageOf, subject: Subject, recorder: Recorder) -> None:
+    def __init__(self, of: StageOf, subject: TracedModule, recorder: Recorder) -> None:
         self.of, self.stage, self.subject, self.recorder = of, of.stage, subject, recorder
         self.kept = Kept(pipelined=not of.stage.first)
         self.sent: Any = None

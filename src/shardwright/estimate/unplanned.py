@@ -22,10 +22,8 @@ from shardwright.estimate.models import recorded_model
 from shardwright.estimate.settings import assumptions_on_gpu, settings_of
 from shardwright.estimate.stages import PipelineRank, pipeline_ranks
 from shardwright.heap.allocator import AllocatorSettings
-from shardwright.heap.classes import RankClass, Setting, rank_memories
-from shardwright.heap.outside import outside
+from shardwright.heap.classes import MODELLED, RankClass, Setting, outside, rank_memories
 from shardwright.heap.rank_step import Chunk, RankStep
-from shardwright.heap.results import MODELLED
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import check_memory, float8_scaling
 from shardwright.job.model_of_job import unplanned

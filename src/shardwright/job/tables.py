@@ -176,7 +176,7 @@ def _check_packed(table: TableSpec, planner: PlannerSection, model: ModelKind, s
     kind = kind_of(table)
     if KINDS[model].has_step:
         wanted = "a kind that is trained"
-        remedy = "Train it full; shardwright.train.serving packs the rows of a checkpoint."
+        remedy = "Train it full; examples/packing.py packs the rows of a checkpoint."
         raise InputError(expected(f"{spot}.kind", wanted, f"'{kind}', for inference", remedy))
     if planner.constants != "cluster":
         wanted = f"planner.constants = 'cluster' beside kind '{kind}'"

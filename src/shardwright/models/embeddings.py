@@ -1,52 +1,37 @@
-"""Embeddings of any kinds on one device, all tables of a width in one tensor, and what serves their
-rows without training: full tables or rows of bytes."""
+"""Embeddings of any kinds on one device, all tables of a width in one tensor, and full tables of
+their rows, for inference."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.kinds import (
     dense_of,
     is_packed,
     join_of,
     kind_of,
     members_of,
-    packed_bytes,
     parts_of,
 )
 from shardwright.core.model import TableSpec
 from shardwright.core.schedule import BAGS_OF_ONE
 from shardwright.models.kinds import Kinds
-from shardwright.models.packed import looked_up, packed
 from shardwright.models.start import generator_of
 
-AT_A_TIME = 65_536  # rows that are materialised or packed
-
-
-def _key(member: TableSpec) -> str:
-    """The name of the weight that has a member's rows: all of a width that are kept alike."""
-    return f"{member.dim}_{kind_of(member)}" if is_packed(member) else str(member.dim)
-
-
-def _empty(rows: int, member: TableSpec, device: torch.device | str) -> nn.Parameter:
-    if not is_packed(member):
-        return nn.Parameter(torch.empty(rows, member.dim, device=device))
-    width = packed_bytes(member.dim, kind_of(member))
-    found = torch.empty(rows, width, dtype=torch.uint8, device=device)
-    return nn.Parameter(found, requires_grad=False)
+AT_A_TIME = 65_536  # rows that are drawn, or made of another kind's
 
 
 class Embeddings(nn.Module):
     """Ids [B, F] int64, one for each of F settled ``tables`` of one dim -> rows [B, F, D].
 
     One gather for all parts of a width, then the joins of the kinds. ``sparse`` gradients are those
-    of ``torch.nn.Embedding``. Without ``start`` parameters have no values yet.
+    of ``torch.nn.Embedding``. Without ``start`` parameters have no values yet. UnsupportedError for
+    rows of bytes.
     """
 
     def __init__(
@@ -59,21 +44,24 @@ class Embeddings(nn.Module):
         start: bool = True,
     ) -> None:
         super().__init__()
+        for table in tables:
+            if is_packed(table):
+                wanted, got = "a kind that is trained", f"'{kind_of(table)}'"
+                remedy = "examples/packing.py looks rows of bytes up."
+                raise UnsupportedError(expected(f"table '{table.name}'.kind", wanted, got, remedy))
         self.kinds, self.sparse, self.seed = Kinds(tables, device, bags=False), sparse, seed
         # Parts of a tensor train are wider than its rows: they are best gone before the next ones'.
         self.is_widened = any(join_of(table) == "tensor_train" for table in tables)
         self.weights = nn.ParameterDict()
         self.bases: dict[str, int] = {}  # the first row of every member in its weight
         ends: dict[str, int] = {}
-        like: dict[str, TableSpec] = {}
         for member in self.kinds.members:
-            key = _key(member)
+            key = str(member.dim)
             self.bases[member.name] = ends.get(key, 0)
             ends[key] = self.bases[member.name] + member.rows
-            like[key] = member
         for key, rows in ends.items():
-            self.weights[key] = _empty(rows, like[key], device)
-        alone = all(kind_of(table) == "full" or is_packed(table) for table in tables)
+            self.weights[key] = nn.Parameter(torch.empty(rows, int(key), device=device))
+        alone = all(kind_of(table) == "full" for table in tables)
         self.is_plain = alone and len(self.weights) == 1  # one gather, of rows as they are asked
         limits = torch.tensor([table.rows for table in tables], device=device)
         first = torch.tensor(list(self.bases.values()), dtype=torch.int64, device=device)
@@ -92,12 +80,9 @@ class Embeddings(nn.Module):
                 random = generator_of(self.seed, member.name)
                 low, high = part.centre - part.bound, part.centre + part.bound
                 own = self.rows_of(member)
-                dtype = torch.float32 if is_packed(member) else own.dtype
-                for first in range(0, member.rows, AT_A_TIME):
-                    count = min(AT_A_TIME, member.rows - first)
-                    rows = torch.empty(count, member.dim, dtype=dtype, device="cpu")
-                    rows.uniform_(low, high, generator=random)
-                    self._keep(member, first, rows.to(own.device))
+                for some in own.split(AT_A_TIME):
+                    rows = torch.empty(some.shape, dtype=own.dtype, device="cpu")
+                    some.copy_(rows.uniform_(low, high, generator=random))
             for each in dense_of(table):
                 random = generator_of(self.seed, table.name, each.name)
                 own = self.kinds.get_submodule(table.name).get_parameter(each.name)
@@ -105,15 +90,8 @@ class Embeddings(nn.Module):
                 own.copy_(values.uniform_(-each.bound, each.bound, generator=random))
 
     def rows_of(self, member: TableSpec) -> torch.Tensor:
-        """The weight [rows, dim] of one of ``kinds.members``; of packed rows their bytes."""
-        return self.weights[_key(member)].narrow(0, self.bases[member.name], member.rows)
-
-    def _keep(self, member: TableSpec, first: int, rows: torch.Tensor) -> None:
-        """Have ``rows`` [N, dim] for those of a member from ``first`` on."""
-        own = self.rows_of(member).narrow(0, first, len(rows))
-        if is_packed(member):
-            rows = packed(rows, kind_of(member), f"table '{member.name}'")
-        own.copy_(rows)
+        """The weight [rows, dim] of one of ``kinds.members``."""
+        return self.weights[str(member.dim)].narrow(0, self.bases[member.name], member.rows)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of every table; InputError for an id that is none."""
@@ -123,12 +101,12 @@ class Embeddings(nn.Module):
             # (a copy in any case: the ids of one sample are contiguous the other way round as well)
             places = ids.t().clone(memory_format=torch.contiguous_format)
             places += self.first.unsqueeze(1)
-            return self._looked(places, self.kinds.members[0]).transpose(0, 1)
+            return self._looked(places, self.kinds.members[0].dim).transpose(0, 1)
         if self.is_widened and not torch.is_grad_enabled():
-            return torch.stack([self._one(n, own) for n, own in enumerate(ids.unbind(1))], 1)
+            return torch.stack([self.made(n, own) for n, own in enumerate(ids.unbind(1))], 1)
         asked = self.kinds.asked(ids)
         if isinstance(asked, torch.Tensor):
-            found = self._looked(asked.add_(self.first), self.kinds.members[0])
+            found = self._looked(asked.add_(self.first), self.kinds.members[0].dim)
             rows = self.kinds(found, ids)
         else:
             rows = self.kinds(self._by_width(asked), ids)
@@ -137,23 +115,21 @@ class Embeddings(nn.Module):
     def _by_width(self, asked: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Rows [B, dim] of every member, one gather for each weight."""
         found = {}
-        for key in self.weights:
-            members = [member for member in self.kinds.members if _key(member) == key]
+        for dim in map(int, self.weights):
+            members = [member for member in self.kinds.members if member.dim == dim]
             ids = torch.stack([asked[m.name] + self.bases[m.name] for m in members])
-            rows = self._looked(ids, members[0]).unbind()
+            rows = self._looked(ids, dim).unbind()
             found.update(zip((member.name for member in members), rows, strict=True))
         return found
 
-    def _looked(self, ids: torch.Tensor, member: TableSpec) -> torch.Tensor:
-        """Rows of the weight that has those of ``member``."""
-        weight = self.weights[_key(member)]
-        if is_packed(member):
-            return looked_up(weight, ids, kind_of(member), member.dim)
+    def _looked(self, ids: torch.Tensor, dim: int) -> torch.Tensor:
+        """Rows of the weight of a width."""
+        weight = self.weights[str(dim)]
         if torch.is_grad_enabled() or ids.device.type != "cpu" or ids.numel() < BAGS_OF_ONE:
             return functional.embedding(ids, weight, sparse=self.sparse)
         flat = ids.reshape(-1)
         rows = functional.embedding_bag(flat, weight, torch.arange(len(flat)), mode="sum")
-        return rows.view(*ids.shape, member.dim)
+        return rows.view(*ids.shape, dim)
 
     def _check(self, ids: torch.Tensor) -> None:
         tables = self.kinds.tables
@@ -167,25 +143,25 @@ class Embeddings(nn.Module):
         raise InputError(expected(spot, wanted, str(int(ids[sample, place]))))
 
     @torch.no_grad()
-    def materialised(self, kind: Literal["full", "int8", "int4"] = "full") -> Embeddings:
-        """Tables of ``kind`` with the rows that these make, for inference: a gather and nothing
-        else.
+    def materialised(self) -> Embeddings:
+        """Full tables with the rows that these make, for inference: a gather and nothing else.
 
         Every row is computed once; full tables take their bytes whatever these take.
         """
         tables = [
-            TableSpec(table.name, table.rows, table.dim, kind=kind) for table in self.kinds.tables
+            TableSpec(table.name, table.rows, table.dim, kind="full") for table in self.kinds.tables
         ]
         device = self.limits.device
         full = Embeddings(tables, device=device, start=False)
         for place, member in enumerate(full.kinds.members):
-            for ids in torch.arange(member.rows, device=device).split(AT_A_TIME):
-                full._keep(member, int(ids[0]), self._one(place, ids))
+            every = torch.arange(member.rows, device=device).split(AT_A_TIME)
+            for ids, own in zip(every, full.rows_of(member).split(AT_A_TIME), strict=True):
+                own.copy_(self.made(place, ids))
         return full.eval()
 
-    def _one(self, number: int, ids: torch.Tensor) -> torch.Tensor:
-        """Rows [N, D] of one table."""
+    def made(self, number: int, ids: torch.Tensor) -> torch.Tensor:
+        """Rows [N, D] of one table, by its place."""
         table = self.kinds.tables[number]
         asked = zip(members_of(table), self.kinds.rows_of(number, ids), strict=True)
-        parts = [self._looked(i + self.bases[m.name], m) for m, i in asked]
+        parts = [self._looked(i + self.bases[m.name], m.dim) for m, i in asked]
         return self.kinds.joined(table, parts, ids)

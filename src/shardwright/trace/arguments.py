@@ -13,7 +13,7 @@ Path = tuple[Any, ...]  # keys one inside of another, from (arguments, keywords)
 _DEPTH = 3
 
 
-class Given(NamedTuple):
+class GivenArguments(NamedTuple):
     """Where a part's arguments are among those of the module."""
 
     arguments: tuple[Path, ...]
@@ -25,7 +25,7 @@ class Reached:
     nothing but what the module was given."""
 
     def __init__(self, root: nn.Module, parts: Mapping[str, nn.Module]) -> None:
-        self.found: dict[str, Given] = {}
+        self.found: dict[str, GivenArguments] = {}
         self._places: list[tuple[Path, Any]] = []
         self._seen: set[str] = set()
         self._handles: list[Any] = [
@@ -56,7 +56,7 @@ class Reached:
             self._seen.add(path)
             self.found.pop(path, None)
             if once and None not in given and None not in named.values():
-                self.found[path] = Given(
+                self.found[path] = GivenArguments(
                     tuple(p for p in given if p is not None),
                     tuple((key, p) for key, p in named.items() if p is not None),
                 )

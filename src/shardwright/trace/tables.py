@@ -155,13 +155,13 @@ class RoutedRows(nn.Module):
         return len(bag[0]) if name in self.each else len(bag[1]) - 1
 
     def _rows(self, shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
-        rows: tuple[torch.Tensor, ...] = _Rows.apply(self.handle, shapes, self.path, self.mark)
+        rows: tuple[torch.Tensor, ...] = _TableRows.apply(self.handle, shapes, self.path, self.mark)
         if self.mark is not None:
             self.mark(self.path, "rows")
         return rows
 
 
-class _Rows(torch.autograd.Function):
+class _TableRows(torch.autograd.Function):
     """Rows come; their gradient goes back and is gone."""
 
     @staticmethod

@@ -7,9 +7,11 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from shardwright.core.document import convert
 from shardwright.core.errors import InputError, expected
 from shardwright.core.kinds import EmbeddingsSection, check_kind
 from shardwright.job.data import Count
+from shardwright.job.job import Job
 
 _USUAL = tuple(EmbeddingsSection(kind=kind) for kind in ("full", "hash", "double_hash", "qr"))
 
@@ -43,13 +45,13 @@ def _words(section: EmbeddingsSection) -> list[str]:
     ]
 
 
-def check_study(section: StudySection | UnsetType, beside: dict[str, bool], where: str) -> None:
-    """InputError for kinds that nobody could compare. ``beside`` are other keys of the job that
-    choose kinds, and whether they are given."""
-    if section is UNSET:
-        return
-    for key, given in beside.items():
-        if given:
+def section_of(job: Job, where: str = "job") -> StudySection:
+    """What a job says of its study; InputError for a key that there is not, and for kinds that
+    nobody could compare."""
+    section = convert({} if job.study is UNSET else job.study, StudySection, where, "study")
+    chosen = {"embeddings": job.embeddings, "planner.kinds": job.planner.kinds}
+    for key, given in chosen.items():
+        if given is not UNSET:
             wanted = f"none beside {key}, for a study gives the tables their kinds"
             raise InputError(expected(f"{where}: study", wanted, "both"))
     for index, each in enumerate(section.kinds):
@@ -61,3 +63,4 @@ def check_study(section: StudySection | UnsetType, beside: dict[str, bool], wher
     if not names or len(set(names)) != len(names):
         wanted = "at least one kind" if not names else "kinds that differ"
         raise InputError(expected(f"{where}: study.kinds", wanted, str(list(names))))
+    return section

@@ -12,9 +12,9 @@ import torch
 
 from shardwright.core.kinds import flops, nbytes, parameters
 from shardwright.core.model import TableSpec
-from shardwright.core.study import Lookup
 from shardwright.data.synthetic import ClickModel
 from shardwright.models.embeddings import Embeddings
+from study.found import Lookup
 
 ROUNDS, LEAST = 30, 3  # calls of a kind: at most, and at least
 ENOUGH = 10.0  # seconds of calls, after which a kind is measured no more

@@ -7,14 +7,14 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from study.charts import PARAMETERS, SECONDS, log_ticks, scatter
+from study.found import SCHEMA, KindStudy, Lookup, Study, Trial
+from study.page import render_study
+from study.sheets import AUC, LOG_LOSS, study_sheets, study_summary
 
 from shardwright.core.kinds import EmbeddingsSection
 from shardwright.core.measurement import Quality
-from shardwright.core.study import SCHEMA, KindStudy, Lookup, Study, Trial
-from shardwright.report.marks import log_ticks, text_width
-from shardwright.report.study_charts import PARAMETERS, SECONDS, scatter
-from shardwright.report.study_page import render_study
-from shardwright.report.study_sheets import AUC, LOG_LOSS, study_sheets, study_summary
+from shardwright.report.marks import text_width
 from shardwright.report.table import text_of
 
 

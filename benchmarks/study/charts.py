@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from shardwright.core.measurement import Quality
 from shardwright.core.quantities import format_seconds
-from shardwright.core.study import KindStudy, Part, Spread, Study, any_quality, spread_of
 from shardwright.report.marks import (
     FILLS,
     WIDTH,
@@ -16,11 +15,11 @@ from shardwright.report.marks import (
     chart,
     label,
     line,
-    log_ticks,
     text_width,
     ticks,
 )
-from shardwright.report.study_sheets import BEST, PART_WORDS, Quantity
+from study.found import KindStudy, Part, Spread, Study, any_quality, spread_of
+from study.sheets import BEST, PART_WORDS, Quantity
 
 _LEFT, _END, _TOP, _BOTTOM = 56.0, WIDTH - 14.0, 16.0, 250.0
 _SIDE = 10.0  # of a point
@@ -194,3 +193,17 @@ def _meets(
     return any(
         left < end and begin < right and abs(at - other) < _NEAR for begin, end, other in taken
     )
+
+
+def log_ticks(lowest: float, highest: float, most: int = 7) -> list[float]:
+    """Powers of ten between two positive numbers; twice and five times as much too, where that are
+    not more than ``most``."""
+    first, last = math.floor(math.log10(lowest)), math.ceil(math.log10(highest))
+    found: list[float] = []
+    for factors in ((1,), (1, 3), (1, 2, 5)):
+        powers = range(first, last + 1)
+        marks = [f * 10.0**power for power in powers for f in factors]
+        inside = [mark for mark in marks if lowest <= mark <= highest]
+        if not found or len(inside) <= most:
+            found = inside
+    return found

@@ -20,11 +20,9 @@ from shardwright.core.errors import EXIT_OK, InputError, expected
 from shardwright.core.kinds import EmbeddingsSection, members_of, nbytes, parameters, settled
 from shardwright.core.measurement import Measurement, read_measurement
 from shardwright.core.model import TableSpec
-from shardwright.core.study import SCHEMA, KindStudy, Lookup, Study, Trial, read_study
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import DataSection, Job, run_in
 from shardwright.job.plan import Plan, read_plan, sealed
-from shardwright.job.study import StudySection, kind_names
 from shardwright.job.tables import check_constraints, free_tables, with_kinds
 from shardwright.launcher.ending import RunOutcome, decode_outcome
 from shardwright.launcher.folder import measurement_file, outcome_file, plan_file
@@ -32,8 +30,10 @@ from shardwright.launcher.launch import hold
 from shardwright.planner.problem import batch_of
 from shardwright.train.session import run, scores_of
 from shardwright.train.sources import source_of
-from shardwright.train.sources.clicks import as_log, is_folder
-from shardwright.train.study.seen import Quarters, quarters
+from shardwright.train.sources.clicks import is_folder
+from study.found import SCHEMA, KindStudy, Lookup, Study, Trial, read_study
+from study.section import StudySection, kind_names, section_of
+from study.seen import Quarters, as_log, quarters
 
 Done = Callable[[Study], None]
 
@@ -54,13 +54,12 @@ def study_file(folder: Path) -> Path:
     return folder / "study.json"
 
 
-def variants_of(job: Job) -> list[Variant]:
+def variants_of(job: Job, section: StudySection) -> list[Variant]:
     """The job with every kind of its study; InputError for a kind that its tables cannot have."""
-    section = _section(job)
     if not job.model.traits.reads_clicks:
         wanted = "'dlrm', which learns from clicks"
         raise InputError(expected("model.kind", wanted, f"'{job.model.kind}'"))
-    if not _compared(job):
+    if not _compared(job, section):
         above = min(each.above for each in section.kinds)
         wanted = f"tables of more than {above:,} rows that name no kind of their own"
         raise InputError(expected("study.kinds", wanted, "none", "Or say above = ROWS of a kind."))
@@ -87,11 +86,12 @@ def study(
 
     InputError: the data cannot be used, nothing is held out, or a folder cannot be written.
     """
-    variants = variants_of(job)
+    section = section_of(job, "job" if given is None else str(given))
+    variants = variants_of(job, section)
     _check_held_out(job)
     source_of(job).check(job)
     with hold(folder, secrets.token_hex(6)):
-        return _Going(job, folder, stream, done, given, variants).go()
+        return _Going(job, section, folder, stream, done, given, variants).go()
 
 
 class _Going:
@@ -100,16 +100,17 @@ class _Going:
     def __init__(
         self,
         job: Job,
+        section: StudySection,
         folder: Path,
         stream: TextIO,
         done: Done,
         given: Path | None,
         variants: list[Variant],
     ) -> None:
-        self.job, self.folder, self.given = job, folder, given
+        self.job, self.section, self.folder, self.given = job, section, folder, given
         self.stream, self.done, self.variants = stream, done, variants
         first = job.train.seed
-        self.seeds = tuple(range(first, first + _section(job).seeds))
+        self.seeds = tuple(range(first, first + section.seeds))
         self.trials: dict[str, list[Trial]] = {variant.name: [] for variant in variants}
         self.plans: dict[str, Plan] = {}
         self.last: Measurement | None = None
@@ -189,7 +190,7 @@ class _Going:
 
     def _lookups(self) -> dict[str, Lookup]:
         """Those that an earlier start of this study measured, and the others."""
-        found, rows = {}, _section(self.job).rows
+        found, rows = {}, self.section.rows
         with suppress(InputError):
             before = read_study(study_file(self.folder))
             same = before.rows == rows and before.batch == self.job.batch.size
@@ -200,7 +201,7 @@ class _Going:
                     found[variant.name] = own.lookup
         left = {each.name: each.sized for each in self.variants if each.name not in found}
         if left:
-            from shardwright.train.study.lookups import measure_lookups
+            from study.lookups import measure_lookups
 
             self._say(f"timing lookups of {', '.join(left)}")
             found |= measure_lookups(left, self.job.batch.size, batch_of(self.job).zipf)
@@ -215,7 +216,7 @@ class _Going:
         if self.quarters is None:
             trained = job.train.steps * job.batch.size * self.last.world_size
             self._say("counting how often ids were seen")
-            self.quarters = quarters(self.job, job, _compared(self.job), trained)
+            self.quarters = quarters(self.job, job, _compared(self.job, self.section), trained)
         quality = {"all": self.last.quality}
         if self.quarters:
             quality |= self.quarters.quality(scores)
@@ -241,21 +242,16 @@ class _Going:
                 )
                 for each in self.variants
             ),
-            rows=_section(self.job).rows,
+            rows=self.section.rows,
             seen=self.quarters.seen if self.quarters else UNSET,
             versions=self.last.versions,
             machine=self.last.machine,
         )
 
 
-def _section(job: Job) -> StudySection:
-    return StudySection() if job.study is UNSET else job.study
-
-
-def _compared(job: Job) -> tuple[TableSpec, ...]:
+def _compared(job: Job, section: StudySection) -> tuple[TableSpec, ...]:
     """The tables whose kinds a study changes."""
-    sections = _section(job).kinds
-    return free_tables(job.tables, min(sections, key=lambda each: each.above), ("full",))
+    return free_tables(job.tables, min(section.kinds, key=lambda each: each.above), ("full",))
 
 
 def _slug(name: str) -> str:

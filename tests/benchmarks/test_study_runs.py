@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from study.lookups import LEAST, measure_lookups
+from study.runs import study, variants_of
+from study.section import section_of
 
 from shardwright.core.errors import InputError
 from shardwright.core.kinds import EmbeddingsSection, settled
 from shardwright.core.model import TableSpec
 from shardwright.job.job import Job, parse_job
-from shardwright.train.study import study, variants_of
-from shardwright.train.study.lookups import LEAST, measure_lookups
 
 
 def job(section: dict[str, Any] | None = None, **sections: Any) -> Job:
@@ -30,7 +31,8 @@ def job(section: dict[str, Any] | None = None, **sections: Any) -> Job:
 
 def test_a_kind_is_that_of_large_tables_and_its_job_has_no_study() -> None:
     kinds = [{"kind": "full"}, {"kind": "qr", "collisions": 10}]
-    full, qr = variants_of(job({"kinds": kinds, "rows": 5000}))
+    made = job({"kinds": kinds, "rows": 5000})
+    full, qr = variants_of(made, section_of(made))
     assert [table.kind for table in qr.job.tables] == ["qr", job().tables[1].kind]
     assert [table.rows for table in qr.job.tables] == [1000, 50]
     assert [table.rows for table in qr.sized] == [5000, 5000]
@@ -75,7 +77,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(
 def test_a_model_without_clicks_is_refused() -> None:
     transformer = parse_job({"model": {"kind": "transformer"}})
     with pytest.raises(InputError, match="expected 'dlrm', which learns from clicks"):
-        variants_of(transformer)
+        variants_of(transformer, section_of(transformer))
 
 
 def test_lookups_are_measured_side_by_side_and_threads_stay_as_they_were() -> None:

@@ -128,4 +128,4 @@ def write_study(study: Study, path: Path) -> None:
 
 def read_study(path: Path) -> Study:
     """Read what ``write_study`` wrote."""
-    return read_document(path, Study, SCHEMA, "shardwright study embeddings")
+    return read_document(path, Study, SCHEMA, "PYTHONPATH=benchmarks python -m study")

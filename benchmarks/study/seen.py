@@ -6,19 +6,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import msgspec
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from shardwright.core.measurement import Quality
 from shardwright.core.model import TableSpec
-from shardwright.core.study import Part
 from shardwright.data.cache import CachedRows, cached_evaluation
 from shardwright.data.logs import Part as PartOfLog
+from shardwright.data.logs import bounds
 from shardwright.data.reading import ClickBatch, evaluation_batches
-from shardwright.job.job import Job
-from shardwright.train.sources.clicks import cache_of, chances, quality_of, rows_of
+from shardwright.job.job import DataSection, Job, data_files
+from shardwright.planner.problem import batch_of
+from shardwright.train.sources.clicks import (
+    cache_of,
+    is_criteo,
+    model_of_clicks,
+    quality_of,
+    rows_of,
+)
+from study.found import Part
 
-ROWS = 8192  # that are read at a time
+ROWS = 8192  # that are read, or made up, at a time
 QUARTERS = 4
 
 
@@ -97,6 +107,34 @@ def quarters(
     rarely[order[:count]] = often[order[-count:]] = True
     seen_often, seen_rarely = (float(np.exp(measure[own].mean())) for own in (often, rarely))
     return Quarters(number, often, rarely, chances(job, number), (seen_often, seen_rarely))
+
+
+def as_log(job: Job) -> DataSection:
+    """What reads the rows that were made up for ``job`` from where they lie."""
+    files, data = data_files(job), job.data
+    return msgspec.structs.replace(
+        data,
+        kind="criteo" if is_criteo(job) else "columns",
+        path=files.train,
+        test_path=files.test,
+        zipf=batch_of(job).zipf,
+        drift=UNSET,
+    )
+
+
+def chances(job: Job, numbers: NDArray[np.int64]) -> NDArray[np.float64] | None:
+    """The chance of a click of held-out rows of the test, ascending ``numbers`` [n], with which
+    they were made up; None of rows that were not."""
+    if job.data.kind != "synthetic":
+        return None
+    days, rows = job.data.days, job.data.rows
+    first = rows if days is UNSET else bounds(rows, days)[1]
+    model, most = model_of_clicks(job), int(numbers[-1]) + 1 if len(numbers) else 0
+    parts = [
+        model.rows(first + begin, first + min(begin + ROWS, most)).probabilities
+        for begin in range(0, most, ROWS)
+    ]
+    return np.concatenate(parts)[numbers] if parts else np.empty(0)
 
 
 def _batches(

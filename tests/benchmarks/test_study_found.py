@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 from msgspec import UNSET
-
-from shardwright.core.errors import InputError
-from shardwright.core.kinds import EmbeddingsSection
-from shardwright.core.measurement import Quality
-from shardwright.core.study import (
+from study.found import (
     SCHEMA,
     KindStudy,
     Lookup,
@@ -21,8 +17,12 @@ from shardwright.core.study import (
     spread_of,
     write_study,
 )
+from study.section import kind_names, section_of
+
+from shardwright.core.errors import InputError
+from shardwright.core.kinds import EmbeddingsSection
+from shardwright.core.measurement import Quality
 from shardwright.job.job import Job, parse_job
-from shardwright.job.study import kind_names
 
 LOOKUP = Lookup(parameters=80, nbytes=320, flops=0, seconds=1e-3, calls=30)
 
@@ -75,10 +75,15 @@ def test_what_is_the_same_of_all_kinds_is_read_from_any() -> None:
     assert any_quality(study(kind("full"))) is None
 
 
+def test_a_study_of_before_is_read_and_written_as_it_was(tmp_path: Path) -> None:
+    before, again = Path(__file__).with_name("study.json"), tmp_path / "study.json"
+    write_study(read_study(before), again)
+    assert again.read_bytes() == before.read_bytes()
+
+
 def test_a_job_without_a_study_has_none_and_one_has_usual_kinds() -> None:
     assert parse_job({"tables": [{"name": "a", "rows": 9, "dim": 8}]}).study is UNSET
-    section = job({}).study
-    assert section is not UNSET
+    section = section_of(job({}))
     assert kind_names(section) == ("full", "hash", "double_hash", "qr")
     assert section.seeds == 3
 
@@ -89,8 +94,7 @@ def test_kinds_of_one_name_are_told_apart_by_what_is_said_of_them() -> None:
         {"kind": "qr", "collisions": 10},
         {"kind": "qr", "collisions": 10, "operation": "add"},
     ]
-    section = job({"kinds": kinds}).study
-    assert section is not UNSET
+    section = section_of(job({"kinds": kinds}))
     assert kind_names(section) == ("full", "qr collisions=10", "qr collisions=10 operation=add")
 
 
@@ -112,6 +116,6 @@ def test_a_study_that_compares_nothing_is_refused_by_its_key(
     section: Any, beside: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        job(section, **beside)
+        section_of(job(section, **beside))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from markupsafe import Markup
 from msgspec import UNSET
 
-from shardwright.core.study import PARTS, Part, Study, any_quality
-from shardwright.report.html import Figure, Frame, document
+from shardwright.report.html import HeadlineFigure, templates
 from shardwright.report.sheet import Column, Sheet
-from shardwright.report.study_charts import PARAMETERS, SECONDS, scatter
-from shardwright.report.study_sheets import (
+from shardwright.report.wording import TEXT_LIMIT, counted, printable
+from study.charts import PARAMETERS, SECONDS, scatter
+from study.found import PARTS, Part, Study, any_quality
+from study.sheets import (
     AUC,
     FIGURES,
     LOG_LOSS,
@@ -21,7 +23,6 @@ from shardwright.report.study_sheets import (
     plain,
     study_sheets,
 )
-from shardwright.report.wording import TEXT_LIMIT, counted, printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,16 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class StudyPage(Frame):
+class StudyPage:
     """What the template shows."""
 
+    title: str
+    subtitle: str
+    state: str
+    verdict: str
+    outcome: str
+    warnings: tuple[str, ...]
+    figures: tuple[HeadlineFigure, ...]
     sections: tuple[Section, ...]
 
 
@@ -65,16 +73,18 @@ def render_study(study: Study) -> str:
         figures=_figures(study),
         sections=_sections(study),
     )
-    return document("study", page)
+    environment, css = templates()
+    template = environment.from_string(Path(__file__).with_name("study.html.j2").read_text())
+    return template.render(page=page, css=css).lstrip()
 
 
-def _figures(study: Study) -> tuple[Figure, ...]:
+def _figures(study: Study) -> tuple[HeadlineFigure, ...]:
     """The best possible on all held-out rows."""
     quality = any_quality(study)
     if quality is None:
         return ()
     return tuple(
-        Figure(
+        HeadlineFigure(
             f"Best possible {figure.name}",
             plain(figure.best(quality)),
             f"{figure.without_words} {plain(figure.without(quality))}",

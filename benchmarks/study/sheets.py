@@ -10,10 +10,10 @@ from rich.console import RenderableType
 
 from shardwright.core.measurement import Quality
 from shardwright.core.quantities import format_seconds
-from shardwright.core.study import KindStudy, Part, Spread, Study, any_quality, spread_of
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.table import drawn, prose, spaced
 from shardwright.report.wording import counted, percent, printable
+from study.found import KindStudy, Part, Spread, Study, any_quality, spread_of
 
 PART_WORDS: dict[Part, str] = {
     "all": "all held-out rows",

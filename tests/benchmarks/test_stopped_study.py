@@ -12,11 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from combinations import slow
+from study.found import Study, read_study
 
-from shardwright.core.study import Study, read_study
 from shardwright.launcher.heartbeat import read_heartbeat
 
 HANGS = 180.0
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 JOB = """
 [model]
 dense_features = 3
@@ -55,8 +56,9 @@ dim = 8
 
 
 def start(folder: Path, out: str, *words: str) -> subprocess.Popen[str]:
-    line = [sys.executable, "-m", "shardwright", "study", "embeddings", "job.toml", "--out", out]
-    environment = os.environ | {"COLUMNS": "80"}
+    line = [sys.executable, "-m", "study", "job.toml", "--out", out]
+    paths = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"COLUMNS": "80", "PYTHONPATH": paths}
     return subprocess.Popen(
         [*line, *words],
         cwd=folder,

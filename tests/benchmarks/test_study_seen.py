@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import UNSET, structs
+from study.seen import Quarters, as_log, quarters
 
 from shardwright.data.quality import bayes_auc
 from shardwright.job.job import Job, parse_job
 from shardwright.train.sources import source_of
-from shardwright.train.sources.clicks import as_log, model_of_clicks
-from shardwright.train.study.seen import Quarters, quarters
+from shardwright.train.sources.clicks import model_of_clicks
 
 
 def columns(tmp_path: Path, train: list[str], test: list[str]) -> Job:
