@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -22,8 +23,9 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.errors import check_type
-from shardwright.core.profile import ProfiledStage, RankProfile
 from shardwright.core.timeline import Event, EventRun, check_runs
+
+MOST_KERNELS = 100  # lines of a profile that are kept; what is left is one line more
 
 BINS = 8192
 EDGE = 16.0  # logits beyond it, on either side, fall into the last bin
@@ -88,6 +90,85 @@ def scores_text(found: Scores) -> str:
 RECORD_SCHEMA = "shardwright.record/1"
 SCHEMA = "shardwright.measurement/1"
 COMPARISON_SCHEMA = "shardwright.comparison/1"
+
+
+class Meeting(msgspec.Struct, frozen=True, array_like=True):
+    """Collective ``number`` of a ``group`` as one rank saw it: it ``arrived`` (the collective
+    could begin), and was held by it from ``began`` to ``ended``."""
+
+    group: str
+    number: int
+    kind: str
+    label: str
+    bytes: int
+    arrived: float
+    began: float
+    ended: float
+    phase: str = ""
+
+
+class RankProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank saw of ``steps`` steps of a stage: seconds of every call of each kernel, seconds
+    of the steps by phase, and its collectives. ``clock_error`` seconds is the most by which its
+    clock may be off that of rank 0."""
+
+    stage: str
+    rank: int
+    steps: int
+    kernels: dict[str, tuple[float, ...]]
+    phases: dict[str, float]
+    meetings: tuple[Meeting, ...]
+    clock_error: float = 0.0
+
+
+class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Calls of a kernel on all ranks and their seconds; ``share`` of those of all kernels."""
+
+    name: str
+    calls: int
+    seconds: float
+    mean: float
+    median: float
+    longest: float
+    share: float
+
+
+class PhaseTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank's seconds of a phase in a step, and those of them that it waited for a rank that came
+    later, and that it moved bytes."""
+
+    rank: int
+    phase: str
+    seconds: float
+    waiting: float
+    moving: float
+
+
+class Awaited(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The seconds in a step that the other ranks together waited for ``rank``, which came last."""
+
+    rank: int
+    seconds: float
+
+
+class ProfiledStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The profile of one stage, such as training: seconds by kernel, by rank and phase, and for
+    whom ranks waited. ``unmatched`` collectives were not seen by all of their ranks."""
+
+    name: str
+    steps: int
+    kernels: tuple[Kernel, ...]
+    phases: tuple[PhaseTime, ...]
+    awaited: tuple[Awaited, ...]
+    clock_error: float
+    unmatched: int = 0
+
+
+def by_phase(stage: ProfiledStage) -> dict[str, list[PhaseTime]]:
+    """The lines of each phase, on the ranks that have it."""
+    order = list(dict.fromkeys(line.phase for line in stage.phases))
+    lines = sorted(stage.phases, key=lambda line: order.index(line.phase))
+    return {phase: list(own) for phase, own in groupby(lines, key=lambda line: line.phase)}
 
 
 class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
