@@ -1,19 +1,10 @@
-"""What a run measured, what of it one rank leaves behind, and predicted beside measured.
-
-How well clicks were told while training is found from sums that add up over ranks: clicks and other
-rows by the logit that they were given, in ``BINS`` equal bins, and five totals. All figures but AUC
-are exact; for AUC pairs within one bin count half, which is wrong by half of them at most, and that
-is said with it.
-"""
+"""What a run measured, what of it one rank leaves behind, and predicted beside measured."""
 
 # Predicted and measured numbers are joined by (rank, phase, kind, name), so a measurement keeps
-# them in the form that a plan has. Figures of clicks come from sums that add up over ranks,
-# because rows of a rank are no sample of all, and a mean of AUCs is no AUC.
+# them in the form that a plan has: events in runs over ranks, which a report decodes once.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
@@ -26,11 +17,6 @@ from shardwright.core.errors import check_type
 from shardwright.core.timeline import Event, EventRun, check_runs
 
 MOST_KERNELS = 100  # lines of a profile that are kept; what is left is one line more
-
-BINS = 8192
-EDGE = 16.0  # logits beyond it, on either side, fall into the last bin
-TOTALS = ("rows", "clicks", "log_loss", "predicted", "right")  # behind both halves of the bins
-SIZE = 2 * BINS + len(TOTALS)
 
 
 class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,32 +33,6 @@ class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     auc_error: float | None = None
     normalized_entropy: float | None = None
     calibration: float | None = None
-
-
-def scores_of(step: int, sums: Sequence[float]) -> Scores:
-    """The figures of ``sums`` [SIZE]: bins of other rows, bins of clicks, totals."""
-    others, clicked = sums[:BINS], sums[BINS : 2 * BINS]
-    rows, clicks, loss, predicted, right = sums[2 * BINS :]
-    share = clicks / rows
-    found = Scores(step, int(rows), loss / rows, right / rows, max(share, 1 - share))
-    if not 0 < clicks < rows:
-        return (
-            found if not clicks else msgspec.structs.replace(found, calibration=predicted / clicks)
-        )
-    pairs = clicks * (rows - clicks)
-    below = ordered = tied = 0.0
-    for other, click in zip(others, clicked, strict=True):
-        ordered += click * below
-        tied += click * other
-        below += other
-    base = -(share * math.log(share) + (1 - share) * math.log1p(-share))
-    return msgspec.structs.replace(
-        found,
-        auc=(ordered + tied / 2) / pairs,
-        auc_error=tied / 2 / pairs,
-        normalized_entropy=loss / rows / base,
-        calibration=predicted / clicks,
-    )
 
 
 def scores_text(found: Scores) -> str:
