@@ -232,7 +232,11 @@ def load_checkpoint(
         file = found.folder / list_name(0)
         with contextlib.suppress(OSError), _NEWEST.setdefault(model, Newest()).becomes(file):
             pass  # what a run goes on from is its newest until it saves
-    rank, size = rank_and_size(comm)
+    return _resumed(found, *rank_and_size(comm), random_state=random_state)
+
+
+def _resumed(found: Stored, rank: int, size: int, *, random_state: bool) -> Resumed:
+    """What a checkpoint says to ``rank`` of so many, whose random numbers may go on."""
     saved = found.manifest
     scalars = found.lists[rank % saved.world_size].scalars
     restored = random_state and restore(scalars, saved.world_size, size)
