@@ -35,7 +35,7 @@ class Task(Protocol):
     def batches(self, rank: int, world_size: int) -> Iterator[Batch]:
         """The batches of a rank, without end.
 
-        With a parameter ``dealt`` they go on after what was (``data.dealing``); without one the
+        With a parameter ``dealt`` they go on after what was (``data.reading``); without one the
         same ranks leave out what they have had, and others are refused.
         """
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwright.core.profile import PhaseTime, ProfiledStage, by_phase
+from shardwright.core.measurement import PhaseTime, ProfiledStage, by_phase
 from shardwright.core.quantities import format_seconds
 from shardwright.report.sheet import Sheet, number, sheet_of, text
 from shardwright.report.wording import counted, percent, printable

@@ -18,8 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.core.cluster import Calibration, SourcedFigure
-from shardwright.core.measurement import Comparison
-from shardwright.core.profile import MOST_KERNELS, ProfiledStage
+from shardwright.core.measurement import MOST_KERNELS, Comparison, ProfiledStage
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.job.plan import Plan
 from shardwright.report import comparison_sheets

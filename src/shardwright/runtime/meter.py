@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from shardwright.core.amount import ceil_div
 from shardwright.core.errors import InputError, expected
-from shardwright.core.profile import Meeting
+from shardwright.core.measurement import Meeting
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import PEAK, Event, Kind, Phase
 from shardwright.runtime.comm import Comm

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.core.measurement import BINS, EDGE, SIZE, scores_of, scores_text
+from shardwright.core.measurement import scores_text
 from shardwright.data import quality
+from shardwright.train.scoring import BINS, EDGE, SIZE, scores_of
 
 ROWS = st.lists(
     st.tuples(st.floats(-20, 20, allow_subnormal=False), st.booleans()), min_size=2, max_size=60

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.core.profile import (
-    MOST_KERNELS,
-    OTHERS,
-    Awaited,
-    Meeting,
-    RankProfile,
-    by_phase,
-    stages_of,
-    waiting,
-)
+from shardwright.core.measurement import MOST_KERNELS, Awaited, Meeting, RankProfile, by_phase
+from shardwright.train.records import OTHERS, stages_of, waiting
 
 
 def meeting(number: int, arrived: float, ended: float, began: float | None = None) -> Meeting:
