@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwright.core.errors import InputError, expected
 from shardwright.runtime.torch_private import C_GRAD, local_of
 from shardwright.runtime.units.cut import Cut
-from shardwright.runtime.units.dstorage import DStorage
 from shardwright.runtime.units.linked import (
     FlatReplica,
     Home,
@@ -24,6 +23,7 @@ from shardwright.runtime.units.linked import (
     trainable,
 )
 from shardwright.runtime.units.shard_tensor import OPERATORS, ShardTensor, as_parameter
+from shardwright.runtime.units.unit import Unit
 from shardwright.tracker.private import gradient_hooks
 
 
@@ -34,7 +34,7 @@ class Run(NamedTuple):
     elements from ``begin``, padding after them included; on another rank they may be none.
     """
 
-    unit: DStorage
+    unit: Unit
     segment: int
     group: int
     places: range
@@ -76,7 +76,7 @@ class Run(NamedTuple):
         return share[self.begin : self.begin + self.length]
 
 
-def runs_of(unit: DStorage, group_of: Mapping[tuple[int, str], int]) -> Iterator[Run]:
+def runs_of(unit: Unit, group_of: Mapping[tuple[int, str], int]) -> Iterator[Run]:
     """The runs of a unit, cut where frozen tensors begin and end, and after those that are
     quantized; what no group has is in none. The same on every rank."""
     first = 0
@@ -149,7 +149,7 @@ class FlatTensor:
                 home.follow_strays()
             homes.append(home)
         self.homes.extend(homes)
-        unit.takers.setdefault(run.segment, []).append(Stretch(self, run, offset, homes))
+        unit.stretches.setdefault(run.segment, []).append(Stretch(self, run, offset, homes))
 
     @property
     def local_gradient(self) -> torch.Tensor | None:
@@ -290,10 +290,6 @@ class Stretch(NamedTuple):
             )
         gradient = part if flat.cut is None else ShardTensor(part, flat.cut)
         call_gradient_hooks(flat.parameter, gradient)
-
-    def follow_freezing(self) -> None:
-        """See :meth:`FlatTensor.follow_freezing`."""
-        self.flat.follow_freezing()
 
 
 class FlatHome(Home):

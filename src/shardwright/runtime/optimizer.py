@@ -17,10 +17,11 @@ from shardwright.core.optimizers import MADE, Implementation, OptimizerName, opt
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.flat_tensors import FlatTensor, Run, runs_of
 from shardwright.runtime.torch_private import storage_of
-from shardwright.runtime.units.dstorage import DStorage, storages_in
+from shardwright.runtime.units.dstorage import units_in
 from shardwright.runtime.units.host_memory import shard_room
 from shardwright.runtime.units.parameter import plain_name
 from shardwright.runtime.units.rebind import rebase
+from shardwright.runtime.units.unit import Unit
 
 PROBED = 64  # values: more than a vector of any machine has
 Groups = Sequence[Mapping[str, Any]]
@@ -64,7 +65,7 @@ def optimizer_parameters(
     Raises InputError for parameters that other flat tensors have; the same call again gives the
     same tensors.
     """
-    units = list(storages_in(model))
+    units = list(units_in(model))
     if not units and any(isinstance(module, ShardedTables) for module in model.modules()):
         return [{"params": []}]  # no optimizer takes a list without any
     if not units:
@@ -80,7 +81,7 @@ def optimizer_parameters(
         unit.free()
         unit.absorb()
     options, group_of = _grouping(model, groups, units)
-    if not per_unit and not any(unit.takers for unit in units):
+    if not per_unit and not any(unit.stretches for unit in units):
         for offloaded in (False, True):
             _share_one_store([unit for unit in units if unit.offloaded is offloaded])
     made: list[list[nn.Parameter]] = [[] for _ in options]
@@ -147,7 +148,7 @@ def _flat(runs: list[Run]) -> nn.Parameter:
     return flat.parameter
 
 
-def _share_one_store(units: Sequence[DStorage]) -> None:
+def _share_one_store(units: Sequence[Unit]) -> None:
     """Let the shards of all units, which are in the same memory, be slices of one tensor."""
     if len(units) < 2:
         return
@@ -167,7 +168,7 @@ GroupOfPlace = dict[tuple[int, str], int]  # by unit and fqn
 
 
 def _grouping(
-    model: nn.Module, groups: Groups | GroupOf | None, units: Sequence[DStorage]
+    model: nn.Module, groups: Groups | GroupOf | None, units: Sequence[Unit]
 ) -> tuple[list[dict[str, Any]], GroupOfPlace]:
     """The options of every group, and the number of the group of every member."""
     places = {id(m.parameter): (id(unit), m.fqn) for unit in units for m in unit.members}

@@ -69,7 +69,7 @@ def uses_of(parts: Sequence[Part], optimizer: Optimizer) -> Uses:
     """For every parameter of the optimizer, in its order, the parts of the model it has."""
     known: dict[int, list[Use]] = {id(part.parameter): [Use(part)] for part in parts}
     for unit in {id(p.unit): p.unit for p in parts if p.unit is not None}.values():
-        known.update({id(taker.flat.parameter): [] for taker in unit.all_takers})
+        known.update({id(each.flat.parameter): [] for each in unit.all_stretches})
     for part in parts:
         home = getattr(part.parameter, "home", None)
         if isinstance(home, FlatHome) and part.numel:

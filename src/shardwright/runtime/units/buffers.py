@@ -17,9 +17,9 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import Segment, ShardPiece, UnitLayout
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.torch_private import storage_of
+from shardwright.runtime.units.cutting import MixedPrecision
 from shardwright.runtime.units.host_memory import IN_ORDER, copy_stream, shard_room
 from shardwright.runtime.units.linked import LinkedParameter
-from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.regroup import Together
 from shardwright.tracker.tensors import DTYPES
 

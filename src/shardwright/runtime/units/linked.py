@@ -115,8 +115,8 @@ def follow_accumulation(whole: nn.Parameter, place: int, unit: weakref.ref[Any])
 
 def _is_left(of: weakref.ref[Any], place: int, _: torch.Tensor) -> None:
     unit = of()
-    if unit is not None:
-        unit.follow_gradient(place)
+    if unit is not None and unit.gradients.expected:
+        unit.flow.come(unit, place)
 
 
 def _comes(of: weakref.ref[Any], whole: weakref.ref[nn.Parameter], _: torch.Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -10,25 +12,23 @@ from shardwright.core.errors import InputError, expected
 from shardwright.runtime.torch_private import address_of, local_of
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import part_of
+from shardwright.runtime.units.cutting import MixedPrecision
 from shardwright.runtime.units.parameter import Member
-from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.shard_tensor import OPERATORS, ShardTensor
-from shardwright.runtime.units.unit import UNSHARDED, Unit
+
+if TYPE_CHECKING:
+    from shardwright.runtime.units.unit import Unit
 
 
 def absorb(unit: Unit) -> None:
-    """Take over what was done to the sharded parameters behind the unit's back.
+    """Take over what was done to the sharded parameters behind the back of a SHARDED unit.
 
     ``to``, ``to_empty``, ``p.data = x`` and assigning loads leave tensors that are no views of
     the shard. Their values are copied to new memory; what was here before is left as it is.
     """
-    if unit.state is UNSHARDED:
-        if unit.writes.whole_is_written:
-            unit.writes.keep(unit.name)
-        return
     moved = [
         index
-        for index, shown, name, parameter, local in unit.expected
+        for index, shown, name, parameter, local in unit.showing.expected
         if shown.get(name) is not parameter
         # first what holds of nearly all, with no call: this is done for every parameter and step
         or (
@@ -38,7 +38,6 @@ def absorb(unit: Unit) -> None:
     ]
     if moved:
         _take_over(unit, moved)
-    unit.follow_freezing()
 
 
 def _is_moved(parameter: nn.Parameter, local: torch.Tensor) -> bool:
@@ -70,7 +69,7 @@ def _take_over(unit: Unit, moved: list[int]) -> None:
                 "Move the whole model at once.",
             )
         )
-    if unit.takers:
+    if unit.stretches:
         raise InputError(
             expected(
                 f"unit '{unit.name}'",
