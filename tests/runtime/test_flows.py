@@ -40,5 +40,5 @@ def test_one_reduce_of_a_group_is_under_way_whichever_flow_began_it(
         x.register_hook(look)
     x.sum().backward()
     assert most == 1
-    assert not any(each.gradients.under_way for each in storages)
+    assert not any(each.unit.gradients.under_way for each in storages)
     assert all(p.grad is not None for p in model.parameters())

@@ -58,6 +58,7 @@ from shardwright.runtime.units.dstorage import units_in
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.hooks import cast_inputs
 from shardwright.runtime.units.parameter import DTYPES, Member, find_members
+from shardwright.runtime.units.rebind import absorb
 from shardwright.trace.checkpointing import apply_checkpointing
 from shardwright.trace.tables import collected
 
@@ -248,7 +249,7 @@ def _agree_on_replicas(comm: Comm, model: nn.Module) -> None:
     facts: dict[str, str] = {}
     for unit in units_in(model):
         if unit.is_replicated:
-            unit.absorb()
+            absorb(unit)
             facts[f"start of unit '{unit.name}'"] = fingerprint_of(unit.buffers.shard)
     for module in model.modules():
         for store in module.replicas.stores if isinstance(module, ShardedTables) else ():

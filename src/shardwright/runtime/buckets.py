@@ -16,6 +16,7 @@ from shardwright.runtime.comm import check_mesh
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.units.cutting import MixedPrecision
 from shardwright.runtime.units.dstorage import storages_of, units_of
+from shardwright.runtime.units.rebind import absorb
 from shardwright.tracker.private import in_backward
 
 # Other fields of DistributedDataParallelConfig: the value that asks for nothing, and what to do.
@@ -115,7 +116,7 @@ class Buckets:
         """Gather what an optimizer has changed (collective), in the order of a forward: only begin
         to with ``overlap_param_gather``, unless ``force_sync``. A forward would do it, too."""
         for unit in reversed(self._units):
-            unit.absorb()
+            absorb(unit)
             if not unit.is_current and not unit.is_present:
                 unit.start_gather()
         if force_sync or not self.overlap_param_gather:

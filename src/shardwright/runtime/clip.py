@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, RunError, check_type, expected
-from shardwright.runtime.torch_private import local_of
+from shardwright.runtime.torch_private import C_GRAD, local_of
 from shardwright.runtime.units.dstorage import units_in
 from shardwright.runtime.units.reductions import norms
 from shardwright.runtime.units.shard_tensor import ShardTensor
@@ -56,8 +56,9 @@ def _gradients(model: nn.Module) -> Iterator[torch.Tensor]:
     """Every gradient once: of flat tensors, and of the parameters that none has."""
     flats = {id(s.flat): s.flat for unit in units_in(model) for s in unit.all_stretches}
     for flat in flats.values():
-        if flat.parameter.grad is not None:
-            yield flat.parameter.grad
+        gradient = C_GRAD.__get__(flat.parameter)  # whether or not all of it has one
+        if gradient is not None:
+            yield gradient
     sharded = [m.parameter for unit in units_in(model) for m in unit.members]  # whatever shows
     known = set(map(id, sharded))
     for parameter in (*sharded, *(p for p in model.parameters() if id(p) not in known)):

@@ -16,7 +16,7 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.layout import balanced_owners
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard, Zero
 from shardwright.runtime.comm import Comm, CutTwice, check_mesh
-from shardwright.runtime.flat_tensors import TAKEN, follow_optimizers
+from shardwright.runtime.flat_tensors import TAKEN, take
 from shardwright.runtime.sharded_module import as_sharded, class_name, move_buffers
 from shardwright.runtime.state import follow_state_dict
 from shardwright.runtime.units import replicas
@@ -422,9 +422,8 @@ def make_unit(
     """The unit of ``members``, whose parameters no other unit can have from then on."""
     originals = [(member.parameter, member.fqn) for member in members]
     unit = Unit(members, comm, cutting, names, reshard_after_forward, initial)
-    follow_optimizers()
     for parameter, fqn in originals:
-        setattr(parameter, TAKEN, (fqn, names.name or names.bucket))
+        take(parameter, fqn, names.name or names.bucket)
     return unit
 
 

@@ -397,7 +397,7 @@ def _unit_events(rank: int, unit: Unit, optimizer: torch.optim.Optimizer) -> Ite
     gradient = state = extra = 0
     for stretch in unit.all_stretches:
         flat = stretch.flat.parameter
-        size = stretch.run.length * flat.element_size()
+        size = stretch.length * flat.element_size()
         gradient += size if flat.grad is not None else 0
         kept, rest = _state_bytes(stretch, optimizer)
         state, extra = state + kept, extra + rest
@@ -418,7 +418,7 @@ def _state_bytes(stretch: Stretch, optimizer: torch.optim.Optimizer) -> tuple[in
             found += _bytes(value) if torch.is_tensor(value) else 0
             continue
         block, item = blocks.get(name, 1), value.element_size()
-        kept = ceil_div(stretch.run.length, block)
+        kept = ceil_div(stretch.length, block)
         own = sum(ceil_div(home.sizes.numel(), block) for home in stretch.homes)
         found, extra = found + kept * item, extra + (kept - own) * item
     return found, extra

@@ -19,6 +19,7 @@ from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.embeddings.update import RULES
 from shardwright.runtime.units.dstorage import units_in
 from shardwright.runtime.units.parameter import plain_name
+from shardwright.runtime.units.rebind import absorb
 from shardwright.runtime.units.unit import Unit
 from shardwright.tracker.private import own_buffers
 
@@ -55,7 +56,7 @@ def settle(model: nn.Module) -> list[Unit]:
     units = list(units_in(model))
     for unit in units:
         unit.free()
-        unit.absorb()
+        absorb(unit)
         if unit.buffers.shard.is_meta:
             raise InputError(
                 expected(

@@ -19,6 +19,7 @@ from shardwright.runtime.units.dstorage import (
     units_in,
     units_of,
 )
+from shardwright.runtime.units.rebind import start_gather
 from shardwright.runtime.units.unit import Unit
 from shardwright.tracker.private import own_buffers
 
@@ -37,7 +38,7 @@ class ShardedModule:
             if not async_op:
                 storage.unshard()
             elif not storage.unit.is_present:
-                storage.unit.start_gather()
+                start_gather(storage.unit)
         return UnshardHandle(_own(self)) if async_op else None
 
     def reshard(self) -> None:

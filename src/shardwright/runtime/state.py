@@ -13,6 +13,7 @@ from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.patience import patience
 from shardwright.runtime.units.dstorage import DStorage, units_in
 from shardwright.runtime.units.parameter import DTYPES, plain_name
+from shardwright.runtime.units.rebind import absorb
 from shardwright.runtime.units.shard_tensor import OPERATORS
 from shardwright.runtime.units.unit import Unit
 
@@ -108,7 +109,7 @@ class _Saving:
         self.unit = unit
 
     def __call__(self, *_: Any) -> None:
-        self.unit.absorb()
+        absorb(self.unit)
         self.unit.show_sharded()
 
 
@@ -131,7 +132,7 @@ class _Loading(_Saving):
     ) -> None:
         unit = self.unit
         unit.free()
-        unit.absorb()
+        absorb(unit)
         if not local.get("assign_to_params_buffers", False):
             return
         keys = {plain_name(key): key for key in state if key.startswith(prefix)}
@@ -151,4 +152,4 @@ class _Loaded(_Saving):
     """What an assigning load put in place of the parameters becomes their values."""
 
     def __call__(self, *_: Any) -> None:
-        self.unit.absorb()
+        absorb(self.unit)

@@ -23,6 +23,7 @@ from shardwright.runtime.units.buffers import Buffers, CachedViews
 from shardwright.runtime.units.cutting import FULL_PRECISION
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.parameter import ParamInfo
+from shardwright.runtime.units.rebind import absorb, start_gather
 from shardwright.runtime.units.unit import SHARDED, UNSHARDED, State, Unit
 
 
@@ -84,7 +85,7 @@ class DStorage:
         return self._settled().shard
 
     def _settled(self) -> Buffers:
-        self.unit.absorb()
+        absorb(self.unit)
         return self.unit.buffers
 
     def get_local_view(self, fqn: str) -> torch.Tensor:
@@ -133,7 +134,7 @@ class DStorage:
         if unit.driven_by_hand and torch.is_grad_enabled():
             unit.gradients.expect()
         if not unit.is_present:
-            unit.start_gather()
+            start_gather(unit)
         unit.finish_gather()
 
     def reshard(self) -> None:
@@ -151,7 +152,7 @@ class DStorage:
         """Full parameters inside (collective); with ``write`` every rank keeps its part of what is
         in them at the end, so all ranks must have written the same."""
         unit = self.unit
-        unit.absorb()
+        absorb(unit)
         was = unit.state
         if unit.buffers.shard.is_meta:
             raise unit.on_meta()

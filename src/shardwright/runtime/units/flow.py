@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from shardwright.core.schedule import Action, Direction, Order, UnitFlow
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import adds_to, outside_of_transforms
 from shardwright.runtime.units.linked import asked_for
+from shardwright.runtime.units.rebind import absorb, copied, start_gather
 from shardwright.runtime.units.unit import Unit
 from shardwright.tracker.private import after_backward, in_backward
 
@@ -188,6 +190,14 @@ class Flow(UnitFlow):
         made.settings = self.settings
         return made
 
+    def copied(self, unit: Unit, memo: dict[int, Any]) -> Unit:
+        """``unit`` of modules that are being copied, in one flow with the others of them."""
+        made, flow = copied(unit, memo), copy.deepcopy(self, memo)
+        if self.is_led_by(unit) or not flow.has_units:
+            flow.lead(made)
+        flow.add(made)
+        return made
+
     # ---- what the schedule asks ------------------------------------------------------------------
 
     def _unit(self, key: str) -> Unit | None:
@@ -231,7 +241,7 @@ class Flow(UnitFlow):
             if verb == "gather":
                 if unit.is_present:  # asked for twice, by someone who looks far ahead
                     continue
-                unit.start_gather()
+                start_gather(unit)
             elif verb == "free":
                 unit.free(after_forward=action.phase == "forward")
                 if unit.keeps_whole:
@@ -326,14 +336,14 @@ class Flow(UnitFlow):
         for unit in self.units():
             unit.recover(failed=failed)
             if absorbs:
-                unit.absorb()
+                absorb(unit)
 
     def need(self, unit: Unit, direction: Direction) -> None:
         """Gather ``unit`` now, and let what will be needed next be on its way."""
         with outside_of_transforms():
             if unit.is_current and not unit.is_coming:  # nothing travels
                 if not unit.is_present:
-                    unit.start_gather()
+                    start_gather(unit)
                 unit.finish_gather()
                 return
             if unit.writes.is_changed:
@@ -345,7 +355,7 @@ class Flow(UnitFlow):
             for reference in chosen or ():
                 following = reference()
                 if following and not (following.is_present or following.is_current):
-                    following.start_gather()
+                    start_gather(following)
                     self._report(following, Action("gather", following.key, direction, direction))
             unit.finish_gather()
 

@@ -194,6 +194,19 @@ def _take_stray(parameter: Any) -> None:
 class FlatReplica(LinkedParameter):
     """An optimizer's flat tensor of what every rank has whole, the memory of many parameters."""
 
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient, which its home looks at first."""
+        return C_GRAD.__get__(self) if self.home is None else self.home.gradient()
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        C_GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "norm" in getattr(func, "__name__", ""):

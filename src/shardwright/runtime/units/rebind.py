@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,17 +15,19 @@ from shardwright.runtime.units.cut import part_of
 from shardwright.runtime.units.cutting import MixedPrecision
 from shardwright.runtime.units.parameter import Member
 from shardwright.runtime.units.shard_tensor import OPERATORS, ShardTensor
-
-if TYPE_CHECKING:
-    from shardwright.runtime.units.unit import Unit
+from shardwright.runtime.units.unit import UNSHARDED, Unit
 
 
 def absorb(unit: Unit) -> None:
-    """Take over what was done to the sharded parameters behind the back of a SHARDED unit.
+    """Take over what was done to parameters behind the unit's back.
 
     ``to``, ``to_empty``, ``p.data = x`` and assigning loads leave tensors that are no views of
     the shard. Their values are copied to new memory; what was here before is left as it is.
     """
+    if unit.state is UNSHARDED:
+        if unit.writes.whole_is_written:
+            unit.writes.keep(unit.name)
+        return
     moved = [
         index
         for index, shown, name, parameter, local in unit.showing.expected
@@ -38,6 +40,7 @@ def absorb(unit: Unit) -> None:
     ]
     if moved:
         _take_over(unit, moved)
+    unit.follow_freezing()
 
 
 def _is_moved(parameter: nn.Parameter, local: torch.Tensor) -> bool:
@@ -204,3 +207,25 @@ def rebase(unit: Unit, shard: torch.Tensor) -> None:
     shard.copy_(unit.buffers.shard)
     unit.lay_out(shard.device, shard)
     follow_objects(unit)
+
+
+def start_gather(unit: Unit) -> None:
+    """Begin to gather (collective), a unit that was on the meta device with its new memory."""
+    if unit.buffers.shard.is_meta:
+        absorb(unit)
+    unit.start_gather()
+
+
+def copied(unit: Unit, memo: dict[int, Any]) -> Unit:
+    """``unit`` of modules that are being copied, driven by nobody yet: its memory is its own, the
+    ranks are the same. No optimizer has its parameters."""
+    made = memo[id(unit)] = object.__new__(Unit)
+    unit.free()
+    absorb(unit)
+    made.__dict__.update(unit.__dict__)
+    made.forget_users()
+    made.members = [member.copied(memo) for member in unit.members]
+    made.lay_out(unit.buffers.shard.device)
+    made.buffers.shard.copy_(unit.buffers.shard)
+    follow_objects(made)
+    return made

@@ -25,11 +25,10 @@ the shards have changed. An offloaded unit has its shard and its reduced gradien
 
 from __future__ import annotations
 
-import copy
 import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -37,6 +36,8 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.timeline import Kind
 from shardwright.runtime.comm import Comm
+from shardwright.runtime.flat_tensors import Stretch
+from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import local_of, storage_of
 from shardwright.runtime.units import replicas
 from shardwright.runtime.units.buffers import Awaited, Buffers
@@ -53,14 +54,9 @@ from shardwright.runtime.units.linked import (
     on_meta,
 )
 from shardwright.runtime.units.parameter import DTYPES, Member, Structure, infos_of
-from shardwright.runtime.units.rebind import absorb, follow_objects
 from shardwright.runtime.units.sharded_parameters import ShardedParameters, Showing, Writes
 from shardwright.runtime.units.tensor_parallel import joints
 from shardwright.tracker.private import accumulated_hooks, gradient_hooks
-
-if TYPE_CHECKING:
-    from shardwright.runtime.flat_tensors import Stretch
-    from shardwright.runtime.units.flow import Flow
 
 Ahead = dict[str, "list[weakref.ref[Unit]] | None"]  # what a user wants gathered meanwhile
 Initial = Callable[[str], torch.Tensor]
@@ -76,11 +72,32 @@ class State(enum.Enum):
 SHARDED, UNSHARDED = State.SHARDED, State.UNSHARDED
 
 
+class Driver(Protocol):
+    """Who gathers, frees and reduces the units of a model: their flow, as they need it."""
+
+    @property
+    def guard(self) -> Guard | None:
+        """Looks at every gradient before it is summed."""
+        ...
+
+    def arrive(self, unit: Unit) -> None:
+        """A gradient comes to ``unit`` that none of its outputs announced."""
+        ...
+
+    def tell_of_buffers(self) -> None:
+        """A forward begins: say which buffers have no values."""
+        ...
+
+    def copied(self, unit: Unit, memo: dict[int, Any]) -> Unit:
+        """``unit`` of modules that are being copied."""
+        ...
+
+
 class Unit:
     """One unit's buffers on this rank; ``DStorage`` is what users see of it. A flow drives it,
     which knows it by ``key``."""
 
-    flow: Flow
+    flow: Driver
     key: str
 
     def __init__(
@@ -142,9 +159,15 @@ class Unit:
         if len(paths) == 1:
             self.sharded.rename(paths[0])
 
+    def forget_users(self) -> None:
+        """Of a unit that was just copied: modules, optimizers and passes are the other one's."""
+        self.ahead = {"forward": None, "backward": None}
+        self.stretches, self.structure, self.laid_out = {}, Structure(), 0
+        self._gathering = self._narrow = None
+
     # ---- what is set -----------------------------------------------------------------------------
 
-    def follow(self, flow: Flow, key: str) -> None:
+    def follow(self, flow: Driver, key: str) -> None:
         """Be driven by ``flow`` from now on, which knows the unit by ``key``."""
         self.flow, self.key = flow, key
 
@@ -254,22 +277,12 @@ class Unit:
     def show_sharded(self) -> None:
         """Let every module have its sharded parameters, whatever the state."""
         state = self.state
-        self.absorb()
         self._show(SHARDED)
         self.state = state
 
     def show_again(self) -> None:
         """After ``show_sharded``: the parameters of the state."""
         self._show(self.state)
-
-    def absorb(self) -> None:
-        """Take over what was done to parameters behind the unit's back."""
-        if self.state is UNSHARDED:
-            if self.writes.whole_is_written:
-                self.writes.keep(self.name)
-            return
-        absorb(self)
-        self.follow_freezing()
 
     # ---- what the flow calls --------------------------------------------------------------------
 
@@ -290,12 +303,9 @@ class Unit:
         return bool(self._gathering)
 
     def start_gather(self) -> None:
-        """Begin to gather (collective), or only to show what is current; of a unit that was on the
-        meta device what it has now."""
+        """Begin to gather (collective), or only to show what is current."""
         if self.buffers.shard.is_meta:
-            self.absorb()
-            if self.buffers.shard.is_meta:
-                raise self.on_meta()
+            raise self.on_meta()
         if self.is_current and not self.is_replicated:
             self._gathering = []
             return
@@ -474,24 +484,7 @@ class Unit:
         return on_meta(f"{self.members[0].fqn} of unit '{self.name}'")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        """Of modules that are being copied: memory and flow are its own, the ranks the same. No
-        optimizer has its parameters yet."""
-        made = memo[id(self)] = object.__new__(Unit)
-        self.free()
-        self.absorb()
-        made.__dict__.update(self.__dict__)
-        made.ahead = {"forward": None, "backward": None}
-        made.stretches, made.structure, made.laid_out = {}, Structure(), 0
-        made._gathering = made._narrow = None
-        made.members = [member.copied(memo) for member in self.members]
-        made.lay_out(self.buffers.shard.device)
-        made.buffers.shard.copy_(self.buffers.shard)
-        follow_objects(made)
-        flow = copy.deepcopy(self.flow, memo)
-        if self.flow.is_led_by(self) or not flow.has_units:
-            flow.lead(made)
-        flow.add(made)
-        return made
+        return self.flow.copied(self, memo)
 
 
 def _own(member: Member) -> torch.Tensor:
