@@ -253,15 +253,13 @@ class Flow(UnitFlow):
             else:
                 unit.gradients.keep()
                 continue
-            if reports:
+            if reports and unit.comm.probe.listens:
                 self._report(unit, action)
             if verb == "reduce" and self.pending != action.target:
                 unit.finish_reduce()
 
     def _report(self, unit: Unit, action: Action) -> None:
-        probe = unit.comm.probe
-        if probe.listens:
-            probe.did(Action(action.verb, unit.name, action.phase, action.direction))
+        unit.comm.probe.did(Action(action.verb, unit.name, action.phase, action.direction))
 
     # ---- a forward ------------------------------------------------------------------------------
 
@@ -325,7 +323,7 @@ class Flow(UnitFlow):
             self._is_open = False
         unit.free()
         unit.buffers.let_change()
-        if not unit.keeps_whole:
+        if not unit.keeps_whole and unit.comm.probe.listens:
             self._report(unit, Action("free", unit.key, "forward"))
 
     def recover(self, *, absorbs: bool = True) -> None:
@@ -356,7 +354,9 @@ class Flow(UnitFlow):
                 following = reference()
                 if following and not (following.is_present or following.is_current):
                     start_gather(following)
-                    self._report(following, Action("gather", following.key, direction, direction))
+                    if following.comm.probe.listens:
+                        action = Action("gather", following.key, direction, direction)
+                        self._report(following, action)
             unit.finish_gather()
 
     # ---- a backward -----------------------------------------------------------------------------

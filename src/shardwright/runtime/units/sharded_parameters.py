@@ -172,7 +172,8 @@ class Showing:
         if whole:
             for shown, name, _, full in self._places:
                 shown[name] = full
-            self.show_parallel()
+            if self._parallel:
+                self.show_parallel()
         else:
             for shown, name, sharded, _ in self._places:
                 shown[name] = sharded
