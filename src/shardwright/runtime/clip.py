@@ -54,7 +54,7 @@ def clip_grad_norm_(
 
 def _gradients(model: nn.Module) -> Iterator[torch.Tensor]:
     """Every gradient once: of flat tensors, and of the parameters that none has."""
-    flats = {id(s.flat): s.flat for unit in units_in(model) for s in unit.all_stretches}
+    flats = {id(s.flat): s.flat for unit in units_in(model) for s in unit.all_flat_parts}
     for flat in flats.values():
         gradient = C_GRAD.__get__(flat.parameter)  # whether or not all of it has one
         if gradient is not None:

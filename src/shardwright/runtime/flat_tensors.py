@@ -146,7 +146,7 @@ class FlatTensor(Home):
         )
 
 
-class Stretch(NamedTuple):
+class FlatPart(NamedTuple):
     """What a flat tensor has of a segment's share: ``length`` elements from ``begin``, where it
     has them itself from ``offset`` on. Its first tensor is at ``place`` of the segment's."""
 

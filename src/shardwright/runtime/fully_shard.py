@@ -1,5 +1,9 @@
 """``fully_shard_flat``: wrap modules so that their parameters live as one sharded buffer."""
 
+# Ranks that disagree on what a unit is would exchange bytes of other tensors, or wait for ever. So
+# everything is checked before anything moves, the arguments by each rank and that all have the same
+# ones by one exchange (``_agree``), and an error is one on every rank.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -24,7 +24,7 @@ from shardwright.core.schedule import Action
 from shardwright.core.timeline import PEAK, Event, Kind, Phase
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.flat_tensors import Stretch
+from shardwright.runtime.flat_tensors import FlatPart
 from shardwright.runtime.optimizer_state import per_block
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.torch_private import following_backwards
@@ -395,11 +395,11 @@ def _unit_events(rank: int, unit: Unit, optimizer: torch.optim.Optimizer) -> Ite
     yield Event(rank, 0, "setup", "weight", unit.name, buffer - padding)
     yield Event(rank, 0, "setup", "padding", f"{unit.name}.parameter", padding)
     gradient = state = extra = 0
-    for stretch in unit.all_stretches:
-        flat = stretch.flat.parameter
-        size = stretch.length * flat.element_size()
+    for part in unit.all_flat_parts:
+        flat = part.flat.parameter
+        size = part.length * flat.element_size()
         gradient += size if flat.grad is not None else 0
-        kept, rest = _state_bytes(stretch, optimizer)
+        kept, rest = _state_bytes(part, optimizer)
         state, extra = state + kept, extra + rest
     if gradient:
         yield Event(rank, STEADY, "reduce", "gradient", unit.name, gradient - trained)
@@ -409,17 +409,17 @@ def _unit_events(rank: int, unit: Unit, optimizer: torch.optim.Optimizer) -> Ite
         yield Event(rank, STEADY, "step", "padding", f"{unit.name}.optimizer_state", extra)
 
 
-def _state_bytes(stretch: Stretch, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Bytes of state of a stretch, and those of them that belong to padding."""
+def _state_bytes(part: FlatPart, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Bytes of state of a part, and those of them that belong to padding."""
     found = extra = 0
     blocks = per_block(optimizer)
-    for name, value in optimizer.state.get(stretch.flat.parameter, {}).items():
+    for name, value in optimizer.state.get(part.flat.parameter, {}).items():
         if not torch.is_tensor(value) or not value.dim():
             found += _bytes(value) if torch.is_tensor(value) else 0
             continue
         block, item = blocks.get(name, 1), value.element_size()
-        kept = ceil_div(stretch.length, block)
-        own = sum(ceil_div(home.sizes.numel(), block) for home in stretch.homes)
+        kept = ceil_div(part.length, block)
+        own = sum(ceil_div(home.sizes.numel(), block) for home in part.homes)
         found, extra = found + kept * item, extra + (kept - own) * item
     return found, extra
 

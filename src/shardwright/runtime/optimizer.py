@@ -15,7 +15,7 @@ from torch.optim.sgd import sgd
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.optimizers import MADE, Implementation, OptimizerName, optimizer_named
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.flat_tensors import FlatHome, FlatTensor, Stretch
+from shardwright.runtime.flat_tensors import FlatHome, FlatPart, FlatTensor
 from shardwright.runtime.torch_private import storage_of
 from shardwright.runtime.units.dstorage import units_in
 from shardwright.runtime.units.host_memory import shard_room
@@ -81,7 +81,7 @@ def optimizer_parameters(
         unit.free()
         absorb(unit)
     options, group_of = _grouping(model, groups, units)
-    if not per_unit and not any(unit.stretches for unit in units):
+    if not per_unit and not any(unit.flat_parts for unit in units):
         for offloaded in (False, True):
             _share_one_store([unit for unit in units if unit.offloaded is offloaded])
     made: list[list[nn.Parameter]] = [[] for _ in options]
@@ -92,7 +92,7 @@ def optimizer_parameters(
     return [{**given, "params": flat} for given, flat in zip(options, made, strict=True)]
 
 
-class Run(NamedTuple):
+class GroupRun(NamedTuple):
     """Tensors of a unit's segment that follow each other and belong to one group.
 
     ``places`` are theirs in the unit's layout. Of this rank's share they are ``lengths[rank]``
@@ -140,7 +140,7 @@ class Run(NamedTuple):
         return self.unit.members[self.places[0]].parameter.requires_grad
 
 
-def _runs_of(unit: Unit, group_of: Mapping[tuple[int, str], int]) -> Iterator[Run]:
+def _runs_of(unit: Unit, group_of: Mapping[tuple[int, str], int]) -> Iterator[GroupRun]:
     """The runs of a unit, cut where frozen tensors begin and end, and after those that are
     quantized; what no group has is in none. The same on every rank."""
     first = 0
@@ -161,13 +161,13 @@ def _runs_of(unit: Unit, group_of: Mapping[tuple[int, str], int]) -> Iterator[Ru
             if group is not None:
                 lengths = tuple(starts[number + 1] - starts[number] for starts in each)
                 begin = each[unit.comm.rank][number]
-                yield Run(unit, index, group, range(first + head, first + end), begin, lengths)
+                yield GroupRun(unit, index, group, range(first + head, first + end), begin, lengths)
         first += len(groups)
 
 
-def _joined(runs: Sequence[Run], *, per_unit: bool) -> Iterator[list[Run]]:
+def _joined(runs: Sequence[GroupRun], *, per_unit: bool) -> Iterator[list[GroupRun]]:
     """Runs that touch and can be one tensor."""
-    group: list[Run] = []
+    group: list[GroupRun] = []
     for run in runs:
         if group and not (
             run.kind == group[-1].kind
@@ -181,18 +181,18 @@ def _joined(runs: Sequence[Run], *, per_unit: bool) -> Iterator[list[Run]]:
         yield group
 
 
-def _begin(run: Run) -> tuple[int, int]:
+def _begin(run: GroupRun) -> tuple[int, int]:
     """The storage that a run is in, and where it begins there, in elements."""
     share = run.unit.buffers.segments[run.segment].share
     return storage_of(share), share.storage_offset() + run.begin
 
 
-def _end(run: Run) -> tuple[int, int]:
+def _end(run: GroupRun) -> tuple[int, int]:
     storage, begin = _begin(run)
     return storage, begin + run.length
 
 
-def _flat(runs: list[Run]) -> nn.Parameter:
+def _flat(runs: list[GroupRun]) -> nn.Parameter:
     """The flat parameter over ``runs``, the one that exists already if there is one."""
     members = [run.unit.members[place] for run in runs for place in run.places]
     homes = [getattr(member.parameter, "home", None) for member in members]
@@ -221,7 +221,7 @@ def _flat(runs: list[Run]) -> nn.Parameter:
     return flat.parameter
 
 
-def _made(runs: list[Run]) -> FlatTensor:
+def _made(runs: list[GroupRun]) -> FlatTensor:
     """A flat tensor over ``runs``, whose units know of it from then on."""
     unit, length = runs[0].unit, sum(run.length for run in runs)
     views = unit.buffers.segments[runs[0].segment]
@@ -242,13 +242,13 @@ def _made(runs: list[Run]) -> FlatTensor:
         homes = list(_homes(run, flat, offset))
         flat.add(homes)
         first = run.unit.sharded.places[run.segment][0]
-        stretch = Stretch(flat, offset, run.begin, run.length, run.places[0] - first, homes)
-        run.unit.stretches.setdefault(run.segment, []).append(stretch)
+        part = FlatPart(flat, offset, run.begin, run.length, run.places[0] - first, homes)
+        run.unit.flat_parts.setdefault(run.segment, []).append(part)
         offset += run.length
     return flat
 
 
-def _homes(run: Run, flat: FlatTensor, offset: int) -> Iterator[FlatHome]:
+def _homes(run: GroupRun, flat: FlatTensor, offset: int) -> Iterator[FlatHome]:
     """Where the parameters of a run are in ``flat``, which has the run from ``offset`` on."""
     unit = run.unit
     segment = unit.buffers.segments[run.segment].segment

@@ -1,5 +1,17 @@
 """When a unit is gathered, reduced and freed: hooks on its modules and marks in the graph."""
 
+# A unit has to be there before its modules compute and before the first of its gradients is
+# computed, and may go when the last one is. Modules' own backward hooks tell neither of units of
+# several modules, nor of outputs in containers, so the graph itself is marked: an identity on every
+# output, whose backward is the first thing of the unit that runs (``_BeforeBackward``), and one
+# identity on all inputs together, whose backward runs when the gradients of all of them are there
+# (``_AfterBackward``). Of inputs that need no gradient nothing tells; the end of the backward does.
+# ``anchor``, a leaf in every graph of the unit, tells a mark whether the backward adds gradients to
+# leaves, or somebody asked torch.autograd.grad for others and parameters get none.
+#
+# Hooks come before a user's (``prepend``), who may look at whole parameters, and are called when a
+# forward raised (``always_call``), or a unit would stay whole for ever.
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +58,7 @@ class UnitHooks:
         self.owners: list[_Owner] = []
         self.is_running = False  # a forward of one of its modules
         self.anchor = torch.empty(0, requires_grad=True)  # a leaf of every graph of the unit
-        self.lent: Lent = []  # callers' containers that have marked tensors during a forward
+        self.replaced: Replaced = []  # in callers' containers, during a forward
         self._looks = LOOKS
         self._stashes: dict[tuple[int, str], dict[str, Any]] = {}
 
@@ -232,40 +244,40 @@ class _Before:
         if all(new is old for new, old in zip(changed, leaves, strict=True)):
             return None
         found = {id(old): new for old, new in zip(leaves, changed, strict=True)}
-        return _put(given, found, self.hooks.lent)
+        return _with_leaves(given, found, self.hooks.replaced)
 
 
-Lent = list[tuple[Any, Any, Any, Any]]  # a container, where in it, what it had and what it has
+Replaced = list[tuple[Any, Any, Any, Any]]  # a container, where in it, what it had and what it has
 
 
-def _put(value: Any, found: dict[int, Any], lent: Lent) -> Any:
+def _with_leaves(value: Any, found: dict[int, Any], replaced: Replaced) -> Any:
     """``value`` with other leaves; lists and dictionaries are the same objects as before."""
     if id(value) in found:
         return found[id(value)]
     if isinstance(value, list | dict):
         places = enumerate(value) if isinstance(value, list) else value.items()
         for key, before in list(places):
-            after = _put(before, found, lent)
+            after = _with_leaves(before, found, replaced)
             if after is not before:
                 value[key] = after
-                lent.append((value, key, before, after))
+                replaced.append((value, key, before, after))
     elif isinstance(value, tuple):
-        every = [_put(each, found, lent) for each in value]
+        every = [_with_leaves(each, found, replaced) for each in value]
         return type(value)(*every) if hasattr(value, "_fields") else type(value)(every)
     else:
         leaves, shape = tree_flatten(value)
-        return tree_unflatten([_put(leaf, found, lent) for leaf in leaves], shape)
+        return tree_unflatten([_with_leaves(leaf, found, replaced) for leaf in leaves], shape)
     return value
 
 
-def _give_back(lent: Lent) -> None:
+def _restore(replaced: Replaced) -> None:
     """Let callers' containers have their own again, where a forward left what it was given."""
-    for value, key, before, after in reversed(lent):
+    for value, key, before, after in reversed(replaced):
         places = enumerate(value) if isinstance(value, list) else [(key, value.get(key))]
         for place, each in list(places):
             if each is after:
                 value[place] = before
-    lent.clear()
+    replaced.clear()
 
 
 class _After:
@@ -282,7 +294,7 @@ class _After:
     def __call__(self, module: nn.Module, arguments: Any, output: Any) -> Any:
         unit = self.hooks.unit
         recomputed = in_backward()
-        _give_back(self.hooks.lent)
+        _restore(self.hooks.replaced)
         if output is None:  # it raised, or has nothing to say
             self.hooks.fail(recomputed=recomputed)
             return None

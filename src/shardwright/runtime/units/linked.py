@@ -1,5 +1,11 @@
 """Parameters whose gradient is somewhere else, and say so to whoever asks or clears it."""
 
+# Every parameter exists twice, whole while its unit computes and sharded otherwise, and an
+# optimizer may have it a third time, as a part of a flat tensor. Users read, clear and clip the
+# gradient of whichever they hold, so ``grad`` is a property here that leads to the one place where
+# the gradient is. Autograd knows nothing of properties: it reads and writes the field beneath,
+# which is reached by ``C_GRAD`` and must be empty when a backward ends, or gradients count twice.
+
 from __future__ import annotations
 
 import weakref

@@ -1,5 +1,11 @@
 """Taking over sharded parameters that were moved, cast or replaced behind their unit's back."""
 
+# ``model.to(...)``, ``p.data = x``, assigning loads and ``to_empty`` put other tensors in the place
+# of parameters and tell nobody. What computes is the shard, so a unit that did not look would go on
+# with values that a user believes to be replaced. It looks when a forward of the model begins and
+# before anything is saved or shown, by comparing what modules show with what it gave them: objects
+# and addresses, no values.
+
 from __future__ import annotations
 
 from typing import Any
@@ -72,7 +78,7 @@ def _take_over(unit: Unit, moved: list[int]) -> None:
                 "Move the whole model at once.",
             )
         )
-    if unit.stretches:
+    if unit.flat_parts:
         raise InputError(
             expected(
                 f"unit '{unit.name}'",

@@ -191,6 +191,11 @@ class Showing:
 Versions = tuple[int, int]  # of the whole parameters, and of those that are where the shard is
 
 
+# Torch's optimizers, users and loads write parameters in place, and no hook tells of it. Version
+# counters do, and cost nothing: of the shard, of the whole parameters, and of an alias of the shard
+# where it is computed with directly. Every way in which both kinds of parameters could be written
+# between a gather and its release ends in one of: kept, refused, or gathered again; never in one
+# copy that silently wins.
 class Writes:
     """Versions of a unit's memory, which say who wrote what since it was gathered.
 

@@ -36,7 +36,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.timeline import Kind
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.flat_tensors import Stretch
+from shardwright.runtime.flat_tensors import FlatPart
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import local_of, storage_of
 from shardwright.runtime.units import replicas
@@ -126,7 +126,7 @@ class Unit:
         self.state = State.SHARDED
         self.members = list(members)
         # What optimizers' flat tensors have of each segment's shares, besides the parameters
-        self.stretches: dict[int, list[Stretch]] = {}
+        self.flat_parts: dict[int, list[FlatPart]] = {}
         self.structure = Structure()
         self.frozen = [m.fqn for m in members if not m.parameter.requires_grad]  # when sharded
         self.laid_out = 0  # how often memory and views were made
@@ -162,7 +162,7 @@ class Unit:
     def forget_users(self) -> None:
         """Of a unit that was just copied: modules, optimizers and passes are the other one's."""
         self.ahead = {"forward": None, "backward": None}
-        self.stretches, self.structure, self.laid_out = {}, Structure(), 0
+        self.flat_parts, self.structure, self.laid_out = {}, Structure(), 0
         self._gathering = self._narrow = None
 
     # ---- what is set -----------------------------------------------------------------------------
@@ -271,8 +271,8 @@ class Unit:
     def follow_freezing(self) -> None:
         """Full parameters train as the sharded ones do; users freeze whichever is shown."""
         if self.sharded.follow_freezing(self.buffers.parameters):
-            for stretch in self.all_stretches:
-                stretch.flat.follow_freezing()
+            for part in self.all_flat_parts:
+                part.flat.follow_freezing()
 
     def show_sharded(self) -> None:
         """Let every module have its sharded parameters, whatever the state."""
@@ -384,7 +384,7 @@ class Unit:
 
     def start_reduce(self) -> None:
         """Begin to sum the gradient over ranks (collective)."""
-        if self.gradients.under_way:  # in the room that this one takes
+        if self.gradients.under_way:  # in the memory that this one takes
             self.finish_reduce()
         with self.comm.probe.phase("reduce"):
             guard, all_ranks = self.flow.guard, self._sums_all
@@ -403,12 +403,13 @@ class Unit:
 
     def _accept(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
         self.sharded.hooked(index, share, present)
-        for stretch in self.stretches.get(index, ()):
-            stretch.accept(share, present)
+        for part in self.flat_parts.get(index, ()):
+            part.accept(share, present)
         self.sharded.accept(index, share, present)
 
     def recover(self, *, failed: bool) -> None:
         """Be SHARDED; after a failed backward also without what it left of a gradient."""
+        # Of a gather among few ranks that is under way ``free`` needs it to finish.
         self._narrow = None if self._gathering is None else self._narrow
         if failed:
             self.gradients.drop()
@@ -462,10 +463,10 @@ class Unit:
     # ---- small things ---------------------------------------------------------------------------
 
     @property
-    def all_stretches(self) -> Iterator[Stretch]:
+    def all_flat_parts(self) -> Iterator[FlatPart]:
         """What optimizers' flat tensors have of this unit."""
-        for stretches in self.stretches.values():
-            yield from stretches
+        for flat_parts in self.flat_parts.values():
+            yield from flat_parts
 
     def index(self, fqn: str) -> int:
         """The place of a parameter in layout order."""
