@@ -23,7 +23,7 @@ from shardwright.core.amount import ceil_div
 from shardwright.core.layout import Segment, UnitLayout, unit_layout
 from shardwright.core.optimizer_states import ShardStretch
 from shardwright.core.placement import Flat, Replicate, Shard
-from shardwright.core.schedule import Action, Direction, Modes, UnitFlow
+from shardwright.core.schedule import Action, Direction, Modes, PlannedFlow
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
 from shardwright.heap.ledger import STAYING, GradientRule
@@ -36,8 +36,8 @@ class FlatUnits(Machine):
 
     layouts: dict[str, UnitLayout] = field(default_factory=dict)  # given as far as they are known
     sizes: dict[str, FlatBytes] = field(init=False)
-    flows: dict[Sequence[str], UnitFlow] = field(default_factory=dict)
-    flow: UnitFlow = field(init=False)
+    flows: dict[Sequence[str], PlannedFlow] = field(default_factory=dict)
+    flow: PlannedFlow = field(init=False)
     last: bool = True
     adding: bool = False
     # Bytes of gradients that no reduce has taken, by unit and dtype; segments that are reduced
@@ -113,7 +113,7 @@ class FlatUnits(Machine):
             modes = Modes(
                 sharded, resharded, prefetch=self.sharding.prefetch, staying_units=staying
             )
-            self.flows[forward] = UnitFlow(forward, modes, backward)
+            self.flows[forward] = PlannedFlow(forward, modes, backward)
         self.flow = self.flows[forward]
 
     def _comes(self, unit: str) -> bool:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from shardwright.estimate.own_model import Built, Call, importable, make
 from shardwright.runtime.deferred_init import Deferred, NotDeferredError
-from shardwright.runtime.noted import Place
+from shardwright.runtime.noted import NotedPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,6 @@ def seed_all(seed: int) -> None:
 
 
 def _without_numbers(value: Any) -> Any:
-    if not isinstance(value, Place):
+    if not isinstance(value, NotedPlace):
         return value
     return torch.empty(value.shape, dtype=value.dtype, device="meta")

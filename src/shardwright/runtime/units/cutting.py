@@ -1,12 +1,15 @@
-"""In which dtypes a unit computes and reduces."""
+"""What a unit is before it has memory: in which dtypes, cut how, called what."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from shardwright.core.errors import InputError, expected
+from shardwright.core.placement import Placement, Zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +58,39 @@ def as_precision(given: object) -> MixedPrecision:
     if not all(hasattr(given, name) for name in fields):
         raise InputError(expected("precision", "a MixedPrecision", type(given).__name__))
     return MixedPrecision(*(getattr(given, name) for name in fields))
+
+
+FULL_PRECISION = MixedPrecision()
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """What a unit's memory looks like: who has which part of it, in which dtypes, and where."""
+
+    placements: Mapping[str, Placement]
+    precision: MixedPrecision = FULL_PRECISION
+    zero: Zero = 3
+    offloaded: bool = False
+    block_size: int = 1
+
+
+class UnitNames(NamedTuple):
+    """What a unit is called, that of its modules as a step shows them, and which bucket it is of
+    several units of the same modules."""
+
+    name: str
+    modules: tuple[str, ...]
+    bucket: str = ""
+
+    @property
+    def full(self) -> str:
+        """With the bucket."""
+        return f"{self.name} {self.bucket}".strip()
+
+    def by_paths(self, paths: Sequence[str]) -> UnitNames:
+        """By the paths of the unit's modules: ``layers.0-3`` for neighbours."""
+        first, last = paths[0], paths[-1]
+        parent, _, number = last.rpartition(".")
+        alike = number.isdigit() and first.rpartition(".")[0] == parent
+        name = first if len(paths) == 1 else f"{first}-{number}" if alike else "+".join(paths)
+        return UnitNames(name, tuple(paths), self.bucket)
