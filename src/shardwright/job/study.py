@@ -43,15 +43,8 @@ def _words(section: EmbeddingsSection) -> list[str]:
     ]
 
 
-def check_study(section: StudySection | UnsetType, beside: dict[str, bool], where: str) -> None:
-    """InputError for kinds that nobody could compare. ``beside`` are other keys of the job that
-    choose kinds, and whether they are given."""
-    if section is UNSET:
-        return
-    for key, given in beside.items():
-        if given:
-            wanted = f"none beside {key}, for a study gives the tables their kinds"
-            raise InputError(expected(f"{where}: study", wanted, "both"))
+def check_study(section: StudySection, where: str) -> None:
+    """InputError for kinds that nobody could compare."""
     for index, each in enumerate(section.kinds):
         spot = f"{where}: study.kinds[{index}]"
         if each.kind is UNSET:
