@@ -49,11 +49,6 @@ def section_of(job: Job, where: str = "job") -> StudySection:
     """What a job says of its study; InputError for a key that there is not, and for kinds that
     nobody could compare."""
     section = convert({} if job.study is UNSET else job.study, StudySection, where, "study")
-    chosen = {"embeddings": job.embeddings, "planner.kinds": job.planner.kinds}
-    for key, given in chosen.items():
-        if given is not UNSET:
-            wanted = f"none beside {key}, for a study gives the tables their kinds"
-            raise InputError(expected(f"{where}: study", wanted, "both"))
     for index, each in enumerate(section.kinds):
         spot = f"{where}: study.kinds[{index}]"
         if each.kind is UNSET:

@@ -28,6 +28,7 @@ from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import check_memory, float8_scaling
 from shardwright.job.model_of_job import unplanned
 from shardwright.job.parallel import Degrees, ParallelSection, Quantile, experts_of
+from shardwright.job.rules import refuse_unread
 from shardwright.planner.profiles import cluster_of
 from shardwright.trace.treatment import Treatment
 
@@ -49,6 +50,7 @@ class _Estimate:
 
     def __init__(self, job: Job) -> None:
         self.job, self.section = job, memory_of(job)
+        refuse_unread(job, "job", "memory")
         check_memory(self.section, "job")
         _refuse_compiled_experts(job)
         self.cluster, _ = cluster_of(job)

@@ -12,8 +12,8 @@ costs at least is looked at before.
 # wrongly dropped would be missed silently.
 #
 # A bound by the slopes of all ranks would sort ways out before any is weighed. It changes no plan
-# of benchmarks/planner_random.py, nor of 10,000 tables on 4,096 ranks, and saves at most 9 % of their
-# time: too little for what it takes to follow it.
+# of benchmarks/planner_random.py, nor of 10,000 tables on 4,096 ranks, and saves at most 9 % of
+# their time: too little for what it takes to follow it.
 
 from __future__ import annotations
 
