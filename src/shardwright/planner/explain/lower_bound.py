@@ -29,8 +29,7 @@ from shardwright.planner.search.bound import (
 from shardwright.planner.search.space import Floats, Space
 from shardwright.planner.statistics.memory import fall, prices_of, with_more
 from shardwright.planner.strategy.spacing import bounded_space
-from shardwright.planner.strategy.steps import shared_seconds, step_seconds
-from shardwright.planner.unit_floor import unit_floors
+from shardwright.planner.strategy.steps import shared_seconds, step_seconds, unit_floors
 
 RELAXED = (
     "relaxed: shards may be spread over the ranks at will, so only sums matter; a byte of a scarce "
