@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from shardwright.core.errors import InputError, expected, nearest
 from shardwright.job.plan import Plan
-from shardwright.planner.explain import lower_bound, memory, ranks, tables
+from shardwright.planner.explain import limits, ranks, tables
 from shardwright.planner.explain.basis import Fact, basis
 from shardwright.planner.explain.explanation import Explanation, Subject
 from shardwright.planner.explain.recompute import draft_of
@@ -37,12 +37,12 @@ STATISTICS: dict[str, Callable[[Subject], Iterable[Explanation]]] = {
     "spread": ranks.explain_spreads,
     "parts": ranks.explain_parts,
     "critical_path": ranks.explain_critical_path,
-    "peak_tiers": memory.explain_tiers,
-    "reservation": memory.explain,
+    "peak_tiers": limits.explain_tiers,
+    "reservation": limits.explain_reservation,
     "bottlenecks": ranks.explain_bottlenecks,
     "waiting": ranks.explain_waiting,
-    "lower_bound": lower_bound.explain,
-    "memory_price": lower_bound.explain_prices,
+    "lower_bound": limits.explain_bound,
+    "memory_price": limits.explain_prices,
 }
 
 
