@@ -14,11 +14,10 @@ from shardwright.estimate.settings import assumptions_on_gpu, settings_of
 from shardwright.estimate.with_tables import Recorded
 from shardwright.job.job import Job, memory_of
 from shardwright.planner import shortage
-from shardwright.planner.demand import class_name, memories
 from shardwright.planner.draft import Draft
 from shardwright.planner.planner import watch_of
 from shardwright.planner.search.watch import Hear
-from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.step_draft import StepDraft, class_name, memories
 from shardwright.planner.strategy.steps import smallest
 
 
