@@ -9,6 +9,10 @@ Numbers give numbers, Amounts derivations. What tables do is not in it, but for 
 exchanges is hidden.
 """
 
+# The same walk makes a step's seconds for the search and the derivation of them, so it keeps two
+# clocks and nothing else; ``settle`` cuts a derivation where a clock would carry all that came
+# before it along.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -37,7 +37,7 @@ class Preset(msgspec.Struct, frozen=True):
     host: int = 0
 
 
-class Sheet(msgspec.Struct, frozen=True):
+class DataSheet(msgspec.Struct, frozen=True):
     """A data sheet by name and date."""
 
     name: str
@@ -121,18 +121,18 @@ def _accelerator(
     return constants
 
 
-_V100 = Sheet("NVIDIA V100 SXM2 32GB data sheet", "2020-01")
-_DGX1 = Sheet("NVIDIA DGX-1 with V100 data sheet", "2019-03")
-_A100 = Sheet("NVIDIA A100 80GB SXM data sheet", "2021-06")
-_DGX_A100 = Sheet("NVIDIA DGX A100 640GB data sheet", "2021-06")
-_H100 = Sheet("NVIDIA H100 SXM data sheet", "2023-03")
-_DGX_H100 = Sheet("NVIDIA DGX H100 data sheet", "2023-03")
-_H200 = Sheet("NVIDIA H200 SXM data sheet", "2023-11")
-_DGX_H200 = Sheet("NVIDIA DGX H200 data sheet", "2024-03")
-_B200 = Sheet("NVIDIA HGX B200 data sheet", "2024-11")
-_DGX_B200 = Sheet("NVIDIA DGX B200 data sheet", "2024-11")
-_MI300X = Sheet("AMD Instinct MI300X data sheet", "2023-12")
-_EPYC = Sheet("AMD EPYC 9654 data sheet", "2022-11")
+_V100 = DataSheet("NVIDIA V100 SXM2 32GB data sheet", "2020-01")
+_DGX1 = DataSheet("NVIDIA DGX-1 with V100 data sheet", "2019-03")
+_A100 = DataSheet("NVIDIA A100 80GB SXM data sheet", "2021-06")
+_DGX_A100 = DataSheet("NVIDIA DGX A100 640GB data sheet", "2021-06")
+_H100 = DataSheet("NVIDIA H100 SXM data sheet", "2023-03")
+_DGX_H100 = DataSheet("NVIDIA DGX H100 data sheet", "2023-03")
+_H200 = DataSheet("NVIDIA H200 SXM data sheet", "2023-11")
+_DGX_H200 = DataSheet("NVIDIA DGX H200 data sheet", "2024-03")
+_B200 = DataSheet("NVIDIA HGX B200 data sheet", "2024-11")
+_DGX_B200 = DataSheet("NVIDIA DGX B200 data sheet", "2024-11")
+_MI300X = DataSheet("AMD Instinct MI300X data sheet", "2023-12")
+_EPYC = DataSheet("AMD EPYC 9654 data sheet", "2022-11")
 
 _NVLINK = "NVLink per direction, half of {}"
 _SPARSE = "dense, half of the {} TFLOP/s with sparsity, {}"
@@ -280,7 +280,9 @@ CPU_HOST = _ANYWHERE | {
     "adam_passes": assumed(16.0, "touches", "row-wise Adagrad, and read and write two states"),
 }
 
-_MODEL = Sheet("additive cost of sharding studies: fp32 rows through memory and a network", TODAY)
+_MODEL = DataSheet(
+    "additive cost of sharding studies: fp32 rows through memory and a network", TODAY
+)
 
 ADDITIVE = {
     "lookup_rate": _MODEL.says(900e9, "B/s", "memory of one V100"),

@@ -5,6 +5,11 @@ Times are milliseconds and are added in TorchRec's order and grouping, so that c
 tie exactly where they tie there.
 """
 
+# Proposers score and partitioners rate the same shards thousands of times, so a choice is folded
+# once: runs of like shards, five parts of a shard's milliseconds and their total, each rounded as
+# TorchRec rounds it. A candidate has a number, and a proposal is the set of its numbers: two
+# proposers that come to the same one are answered once.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence

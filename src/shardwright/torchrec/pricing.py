@@ -4,6 +4,11 @@ Shards that one set of formulas serves are priced together: their seconds as arr
 their bytes as arrays of Python ints. An explanation calls the same formulas on Amounts.
 """
 
+# Formulas are those of storage.py and times.py; here is where their quantities come from: what
+# TorchRec would read off a table's constraint, its sharder's fused parameters or a codec. Where
+# TorchRec has a quirk (fp32 codecs count as none, only pooled tables are reduced, a load factor of
+# 0 means "not given" for bytes and 0 for times) it is kept and named at its place.
+
 from __future__ import annotations
 
 from collections.abc import Sequence

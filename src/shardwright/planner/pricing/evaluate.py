@@ -1,5 +1,13 @@
 """What a price depends on; formulas over many shards as arrays, over one as a derivation."""
 
+# A price is one formula and three kinds of values. Thousands of shards are priced at once: their
+# seconds as doubles, their bytes as Python ints in object arrays, for bytes must be those that the
+# runtime allocates and pass through divisions that round up. One shard is explained with Amounts.
+# So a formula may not branch on a value: what it branches on is a scheme of names and flags, and
+# shards are grouped by that before they are priced (``priced``). Shards of one shape in a table
+# are priced once and share one Cost object, which later sums rely on to add up like shards at
+# once.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence

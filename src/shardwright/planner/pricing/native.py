@@ -4,6 +4,9 @@ Shards that one set of formulas serves are priced together: their seconds as arr
 their bytes as arrays of Python ints. A derivation calls the same formulas on Amounts.
 """
 
+# Whether a table's rows travel once (dedup) is decided by what it saves, so a scheme is known only
+# after the quantities of its table are; it is part of the scheme, for the formulas differ.
+
 from __future__ import annotations
 
 import math

@@ -5,11 +5,11 @@ costs at least is looked at before.
 """
 
 # What all ranks cost is a sum of convex functions of their seconds and bytes (see state.py). So
-# blocks that are alike cost each rank more from one to the next, all of them at least as many times
-# what the cheapest rank takes for the first (``at_least``), and of many ways few have to be dealt.
-# The same bounds the move that follows a change of option (``promising``). A bound here must never
-# be above the cost that is found in the end: a test holds it against that, for a way that is
-# wrongly dropped would be missed silently.
+# blocks that are alike cost each rank more from one to the next, all of them at least as many
+# times what the cheapest rank takes for the first (``at_least``), and of many ways few have to be
+# dealt. The same bounds the move that follows a change of option (``promising``). A bound here
+# must never be above the cost that is found in the end: a test holds it against that, for a way
+# that is wrongly dropped would be missed silently.
 #
 # A bound by the slopes of all ranks would sort ways out before any is weighed. It changes no plan
 # of benchmarks/planner_random.py, nor of 10,000 tables on 4,096 ranks, and saves at most 9 % of

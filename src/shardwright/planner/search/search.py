@@ -338,7 +338,6 @@ def improve(
     window = max(LEAST_WINDOW, state.space.ranks)
     for power in POWERS if reoption else POLISHING:
         state.sharpen(power)
-        stuck = moves.Stuck()
         cost = float("inf")
         for number in range(each):
             if number % window == 0:
@@ -346,7 +345,7 @@ def improve(
                 if state.fits and cost > before * (1 - PROGRESS):
                     break
             given_up = state.steps >= (most if state.fits else most // PATIENCE)
-            if given_up or not _step(state, stuck, reoption) or watch.over():
+            if given_up or not _step(state, reoption) or watch.over():
                 break
             state.steps += 1
             if state.fits and state.worst < worst:
@@ -361,13 +360,13 @@ def improve(
     return state
 
 
-def _step(state: SearchState, stuck: moves.Stuck, reoption: bool) -> bool:
+def _step(state: SearchState, reoption: bool) -> bool:
     """One move that helps one of the worst ranks."""
     costs = state.rank_costs()
     order = least_first(-costs, min(RANKS_TRIED, len(costs)))
     order = order[np.argsort(-costs[order], kind="stable")]
     near, enough = moves.swap_partners(costs), -moves.EPSILON * costs.sum()
-    move = stuck.helped(state, order.tolist(), costs, near, enough)
+    move = moves.helping_move(state, order.tolist(), costs, near, enough)
     if move is not None:
         move.apply(state)
         return True

@@ -78,8 +78,7 @@ class SearchState:
         self.memory: Floats = np.zeros((self.space.ranks, 3))
         self.on_rank: list[set[int]] = [set() for _ in range(self.space.ranks)]
         self.uniform: set[int] = set()  # items that lie on every rank, and on none in ``on_rank``
-        self.changes: Ints = np.zeros(self.space.ranks, np.int64)  # which change was the last
-        self.change = 0  # how many there were
+        self.change = 0  # how many changes there were
         self.limits = np.array(self.space.capacity, dtype=np.float64)
         self._complete = False  # whether every item was seen to lie somewhere, and none was dropped
         self._costs: Floats | None = None  # of ranks, until anything changes
@@ -208,15 +207,12 @@ class SearchState:
         self.change += 1
         option, slots = self.space.items[item].options[self.options[item]], self.slots[item]
         width = option.widths[0]
-        if option.everywhere or width == self.space.ranks:
-            self.changes[:] = self.change
         if width == self.space.ranks > 1:
             (self.uniform.add if sign > 0 else self.uniform.discard)(item)
         for slot in set(slots) if width < self.space.ranks else ():
             for rank in range(slot, slot + width):
                 (self.on_rank[rank].add if sign > 0 else self.on_rank[rank].discard)(item)
                 self._singles.pop(rank, None)
-                self.changes[rank] = self.change
 
     def add(self, item: int, sign: int) -> None:
         """Add what an item takes to its ranks, or take it off: ``sign`` is 1 or -1. Which items lie
@@ -263,8 +259,6 @@ class SearchState:
         self._add_block(block, old, -1)
         self._add_block(block, slot, 1)
         self.change += 1
-        for first in (old, slot):
-            self.changes[first : first + block.width] = self.change
         slots = list(self.slots[item])
         slots[number] = slot
         self.slots[item] = tuple(slots)
