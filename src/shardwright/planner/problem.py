@@ -23,7 +23,6 @@ from shardwright.heap.rank_step import Chunk
 from shardwright.job.job import Job, checkpointing_of, degrees_of, memory_of
 from shardwright.job.model_of_job import placed_tables, step_dtypes
 from shardwright.job.planner import EstimatorSection, trained_communication
-from shardwright.job.train import DataSection
 from shardwright.planner import profiles
 from shardwright.planner.choices import Tables, table_choices
 from shardwright.planner.exclusion import Rules, uncut_notes
