@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwright as sw
-from shardwright.job.checkpoint import CheckpointSection
+from shardwright.job.train import CheckpointSection
 from shardwright.models.transformer import next_token_loss
 from shardwright.runtime.saves import Saves
 

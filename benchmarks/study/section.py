@@ -10,8 +10,8 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.document import convert
 from shardwright.core.errors import InputError, expected
 from shardwright.core.kinds import EmbeddingsSection, check_kind
-from shardwright.job.data import Count
 from shardwright.job.job import Job
+from shardwright.job.train import Count
 
 _USUAL = tuple(EmbeddingsSection(kind=kind) for kind in ("full", "hash", "double_hash", "qr"))
 

@@ -8,8 +8,7 @@ import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.core.errors import InputError
-from shardwright.core.llama import LlamaShape, check_shape
-from shardwright.core.llama_local import LocalShape, check_local
+from shardwright.core.llama import LlamaShape, LocalShape, check_local, check_shape
 from shardwright.models.llama import Llama
 
 SMALL = LlamaShape(

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import shardwright as sw
-from shardwright.job.checkpoint import CheckpointSection
 from shardwright.job.plan import Plan
+from shardwright.job.train import CheckpointSection
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.checkpoint import read_full
 from shardwright.runtime.checkpoint.write import SaveWork

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwright.core.llama import LlamaShape
-from shardwright.core.llama_local import LocalShape
+from shardwright.core.llama import LlamaShape, LocalShape
 from shardwright.job.job import parse_job
 from shardwright.models.llama import Llama
 

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shardwright.core.llama import LlamaShape
-from shardwright.core.llama_local import LocalShape
+from shardwright.core.llama import LlamaShape, LocalShape
 from shardwright.core.recording import Recording
 from shardwright.estimate.llama import Request, forget_recordings, stage_recording
 from shardwright.estimate.stages import Stage

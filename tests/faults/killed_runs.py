@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwright as sw
-from shardwright.job.checkpoint import CheckpointSection
+from shardwright.job.train import CheckpointSection
 from shardwright.runtime.checkpoint import read_full
 from shardwright.runtime.checkpoint.folders import complete_steps
 from shardwright.runtime.saves import Saves

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.core.errors import InputError
-from shardwright.job.defined import check_defined
+from shardwright.job.model import check_defined
 
 SOURCE = """
 import elsewhere as imported

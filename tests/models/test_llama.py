@@ -9,8 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from shardwright.core.errors import InputError
-from shardwright.core.llama import LlamaShape
-from shardwright.core.llama_local import LocalShape, check_local
+from shardwright.core.llama import LlamaShape, LocalShape, check_local
 from shardwright.models.llama import Llama, chunked_loss, loss, parallel_loss
 from shardwright.models.llama.loss import capped
 from shardwright.trace.treatment import Treatment

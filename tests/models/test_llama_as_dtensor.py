@@ -21,8 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwright.core.llama import LlamaShape
-from shardwright.core.llama_local import LocalShape
+from shardwright.core.llama import LlamaShape, LocalShape
 from shardwright.models.llama import Llama, loss
 
 SHAPE = LlamaShape(layers=1, dim=64, heads=8, kv_heads=4, head_dim=8, ffn_dim=192, vocab=256)

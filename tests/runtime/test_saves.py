@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shardwright.core.errors import InputError, StoppedError
-from shardwright.job.checkpoint import CheckpointSection, every
+from shardwright.job.train import CheckpointSection, every
 from shardwright.runtime.checkpoint import read_full
 from shardwright.runtime.checkpoint.folders import complete_steps
 from shardwright.runtime.saves import Saves

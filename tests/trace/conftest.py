@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwright.core.llama import LlamaShape
-from shardwright.core.llama_local import LocalShape
+from shardwright.core.llama import LlamaShape, LocalShape
 from shardwright.models.llama import Block
 from shardwright.trace.recorder import Recorder
 

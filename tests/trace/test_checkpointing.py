@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from shardwright.core.errors import InputError
-from shardwright.core.llama_local import LocalShape
+from shardwright.core.llama import LocalShape
 from shardwright.trace import checkpointing
 from shardwright.trace.checkpointing import NAMES, apply_checkpointing, policy, table
 from shardwright.trace.lowering import lowering

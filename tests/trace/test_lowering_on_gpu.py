@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwright.core.llama import LlamaShape
-from shardwright.core.llama_local import LocalShape
+from shardwright.core.llama import LlamaShape, LocalShape
 from shardwright.models.llama import Block
 from shardwright.trace.lowering import lowering
 from shardwright.trace.recorder import Recorder

@@ -17,13 +17,11 @@ import shardwright
 from shardwright.core.document import encode_document, encode_toml
 from shardwright.core.errors import InputError, NoPlanError
 from shardwright.estimate.recordings import plan
-from shardwright.job.checkpoint import CheckpointSection
-from shardwright.job.data import DataSection
 from shardwright.job.job import Job, parse_job
 from shardwright.job.memory import MemorySection
 from shardwright.job.parallel import ParallelSection
 from shardwright.job.planner import PlannerSection
-from shardwright.job.train import TrainSection
+from shardwright.job.train import CheckpointSection, DataSection, TrainSection
 from shardwright.train.sources import source_of
 
 HERE = Path(__file__).parent

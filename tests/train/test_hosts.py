@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from shardwright.core.errors import InputError, MismatchError, PeerError
 from shardwright.estimate.recordings import plan
-from shardwright.job.checkpoint import CheckpointSection
 from shardwright.job.job import parse_job
 from shardwright.job.plan import Plan
+from shardwright.job.train import CheckpointSection
 from shardwright.train.hosts import Facts, Hosts, check_facts
 
 JOB = {

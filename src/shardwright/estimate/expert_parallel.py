@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.llama_local import received_rows
+from shardwright.core.llama import received_rows
 from shardwright.estimate.tensor_parallel import styles
 from shardwright.job.parallel import ParallelSection, Style, capacity_of, expert_load
 from shardwright.models.llama.collectives import all_to_all

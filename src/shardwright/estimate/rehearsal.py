@@ -26,8 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from shardwright.core.document import read_document
 from shardwright.core.errors import InputError, RunError, UnsupportedError, expected
 from shardwright.core.footprint import TRACKED_SCHEMA, Footprint, Tracked
-from shardwright.core.llama import LlamaShape
-from shardwright.core.llama_local import LocalShape
+from shardwright.core.llama import LlamaShape, LocalShape
 from shardwright.core.optimizers import MADE, optimizer_named
 from shardwright.core.quantities import format_bytes
 from shardwright.core.recording import BlockNames, RecordedUnit

@@ -15,8 +15,7 @@ from msgspec import UNSET
 
 from shardwright.core.document import read_bytes
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.llama import LlamaShape, check_shape
-from shardwright.core.t5 import T5Shape
+from shardwright.core.llama import LlamaShape, T5Shape, check_shape
 
 
 class Defaults(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,9 +23,6 @@ from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.kinds import EmbeddingsSection, members_of
 from shardwright.core.model import TableSpec
 from shardwright.core.quantities import LEAST_BARE, check_unit, parse_bytes
-from shardwright.job.checkpoint import CheckpointSection, every
-from shardwright.job.data import Count, DataSection
-from shardwright.job.defined import check_defined
 from shardwright.job.memory import (
     ComputeDtype,
     MemorySection,
@@ -33,12 +31,13 @@ from shardwright.job.memory import (
 )
 from shardwright.job.model import (
     ModelSection,
+    beside,
+    check_defined,
     check_function,
     completed,
     traits_of,
     with_kind,
 )
-from shardwright.job.overrides import set_key
 from shardwright.job.parallel import (
     MAX_WORLD,
     Degrees,
@@ -51,7 +50,15 @@ from shardwright.job.parallel import (
 from shardwright.job.planner import PlannerSection
 from shardwright.job.rules import refuse_unread
 from shardwright.job.tables import check_constraints, check_tables, read_tables, with_kinds
-from shardwright.job.train import Overlap, TrainSection, check_schedule
+from shardwright.job.train import (
+    CheckpointSection,
+    Count,
+    DataSection,
+    Overlap,
+    TrainSection,
+    check_schedule,
+    every,
+)
 
 ManyRanks = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 MAX_TABLES = 100_000
@@ -98,11 +105,7 @@ def with_calibration(
         raise InputError(
             expected(f"{where}: cluster", "a file or a preset", "both", "Leave one of the two out.")
         )
-    if "\0" in section.file:
-        raise InputError(
-            expected(f"{where}: cluster.file", "the name of a file", repr(section.file))
-        )
-    measured = read_calibration(_beside(section.file, job_path))
+    measured = read_calibration(beside(section.file, job_path, f"{where}: cluster.file"))
     return msgspec.structs.replace(section, measured=measured)
 
 
@@ -253,17 +256,8 @@ def named_files(job: Job, path: Path | None = None) -> tuple[Path, ...]:
     """The files that a job names, of which none is ever written; ``path`` is the job's own."""
     model = job.model
     config = model.hf_config if isinstance(model.hf_config, str) else ""
-    beside = [name for name in (job.cluster.file, model.tables, config) if name]
-    found = [_beside(name, path) for name in beside]
-    return (*found, *(Path(name) for name in (job.data.path, job.data.test_path) if name))
-
-
-def _beside(name: str, job_path: Path | None) -> Path:
-    """Where a file is found: from the working directory, else beside the job."""
-    found = Path(name)
-    if not found.exists() and job_path is not None and (job_path.parent / found).exists():
-        return job_path.parent / found
-    return found
+    named = [beside(name, path) for name in (job.cluster.file, model.tables, config) if name]
+    return (*named, *(Path(name) for name in (job.data.path, job.data.test_path) if name))
 
 
 def read_job(path: Path | str, overrides: Iterable[str] = ()) -> Job:
@@ -420,3 +414,61 @@ def _with_default(document: dict[str, Any], section: str, key: str, value: str) 
     if not isinstance(found, dict):
         return document
     return {**document, section: {key: value, **found}}
+
+
+def set_key(document: dict[str, Any], text: str) -> None:
+    """Set the key of a ``text`` such as ``section.key=value`` at any depth of a job's document: a
+    step on the way is a section, or the name of an entry of a list such as ``tables.C3``.
+
+    InputError where there is no such place, or ``text`` is no such assignment.
+    """
+    check_type(text, str, "override", "Write 'section.key=value'.")
+    key, equals, value = text.partition("=")
+    *way, name = _steps(key)
+    if not (equals and way):
+        raise InputError(expected("--set", "section.key=value", f"'{text}'"))
+    try:
+        parsed = parse_toml(f"value = {value}", "--set", "a value")["value"]
+    except InputError:
+        parsed = value
+    model = document.get("model", {})
+    if way[0] == "tables" and "tables" not in document and isinstance(model, dict):
+        wanted = f"[[tables]] in the job, not in {model['tables']}" if "tables" in model else ""
+        raise InputError(expected(f"--set {key.strip()}", wanted or "a job with tables", "none"))
+    target: Any = document
+    for depth, step in enumerate(way):
+        target = _inside(target, step, ".".join(way[: depth + 1]))
+    if isinstance(target, list):
+        named = expected(f"--set {key.strip()}", "the name of an entry first", f"'{name}'")
+        raise InputError(f"{named} Write {'.'.join(way)}.NAME.{name}=VALUE.")
+    if not isinstance(target, dict):
+        raise InputError(expected(f"--set {'.'.join(way)}", "a section", repr(target)))
+    target[name] = parsed
+
+
+def _steps(key: str) -> list[str]:
+    """The steps of a dotted key as TOML writes it, quotes around steps with dots of their own."""
+    try:
+        found: Any = parse_toml(f"{key} = 0", "--set", "a key")
+    except InputError:
+        return [""]
+    steps = []
+    while isinstance(found, dict) and len(found) == 1:
+        (step,) = found
+        steps.append(step)
+        found = found[step]
+    return steps or [""]
+
+
+def _inside(target: Any, step: str, spot: str) -> Any:
+    """The section ``step`` of a section, made where there is none, or a list's entry of a name."""
+    if isinstance(target, dict):
+        return target.setdefault(step, {})
+    if isinstance(target, list):
+        entries = {str(e["name"]): e for e in target if isinstance(e, dict) and "name" in e}
+        if step in entries:
+            return entries[step]
+        near = difflib.get_close_matches(step, entries, n=3, cutoff=0.0)
+        wanted = f"the name of an entry, such as {', '.join(near)}" if near else "an entry"
+        raise InputError(expected(f"--set {spot}", wanted, f"'{step}'"))
+    raise InputError(expected(f"--set {spot}", "a section", repr(target)))

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.llama_local import LossKind
+from shardwright.core.llama import LossKind
 from shardwright.core.optimizers import Implementation
 from shardwright.core.placement import TwoZeros, Zero
 

@@ -11,16 +11,22 @@ traits of a section and never its name (but to name it in a sentence).
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import invalidate_caches
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from shardwright.core.errors import InputError, expected
-from shardwright.core.llama import LATENT, LLAMA_EXPERTS, LlamaShape, check_shape
-from shardwright.core.t5 import T5Shape
+from shardwright.core.errors import InputError, expected, nearest
+from shardwright.core.llama import LATENT, LLAMA_EXPERTS, LlamaShape, T5Shape, check_shape
 from shardwright.job.hf_config import read_hf_config
 
 Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
@@ -194,7 +200,7 @@ def with_kind(
     the job is not one that ``is_run``. A configuration of a model that is built by a function of
     ours becomes a call of it."""
     if "kind" not in model and isinstance(model.get("hf_config"), str) and len(model) == 1:
-        found = read_hf_config(_found(model["hf_config"], where, job_path))
+        found = _config(model["hf_config"], where, job_path)
         if isinstance(found, T5Shape):
             return {"kind": "python", "python": f"{OURS}t5:build", "arguments": _changed(found)}
     kind = next((IMPLIED[key] for key in IMPLIED if key in model), None)
@@ -224,8 +230,7 @@ def completed(model: ModelSection, where: str, job_path: Path | None) -> ModelSe
         shape = _llama_shape(model, where)
         check_shape(shape, f"{where}: model")
     else:
-        path = _found(model.hf_config, where, job_path)
-        found = read_hf_config(path)
+        found = _config(model.hf_config, where, job_path)
         if isinstance(found, T5Shape):
             wanted = "no other key of [model] beside a configuration of a T5"
             raise InputError(expected(f"{where}: model", wanted, "one"))
@@ -298,11 +303,72 @@ def check_function(name: str | UnsetType, where: str, returns: str = "batches") 
         )
 
 
-def _found(name: str, where: str, job_path: Path | None) -> Path:
-    """A file from the working directory, else beside the job."""
-    if "\0" in name or not name:
-        raise InputError(expected(f"{where}: model.hf_config", "the name of a file", repr(name)))
+def beside(name: str, job_path: Path | None, key: str = "", least: int = 0) -> Path:
+    """Where a file is found: from the working directory, else beside the job. InputError for what
+    is no name; one of less than ``least`` characters is none, either."""
+    if "\0" in name or len(name) < least:
+        raise InputError(expected(key, "the name of a file", repr(name)))
     path = Path(name)
     if not path.exists() and job_path is not None and (job_path.parent / path).exists():
         path = job_path.parent / path
     return path
+
+
+def _config(model: str, where: str, job_path: Path | None) -> LlamaShape | T5Shape:
+    return read_hf_config(beside(model, job_path, f"{where}: model.hf_config", 1))
+
+
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def check_defined(name: str, where: str) -> None:
+    """InputError unless ``package.module:function`` can be imported from the working directory or
+    is installed, and its file has the function. What a file makes as it runs is not looked for."""
+    path, _, function = name.partition(":")
+    if path in sys.modules:  # it says itself what it has
+        return
+    spec = _spec_of(path)
+    if spec is None:
+        wanted, remedy = f"an importable module '{path}'", "Run from the folder that holds it."
+        raise InputError(expected(where, wanted, "none of that name", remedy))
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except (OSError, SyntaxError, ValueError):  # whoever imports it says why
+        return
+    names = list(_names(tree))
+    if function.partition(".")[0] in names or {"*", "__getattr__"}.intersection(names):
+        return
+    own = [node.name for node in tree.body if isinstance(node, SCOPES)]
+    near = nearest(function, own)
+    wanted, remedy = f"a function '{function}' in {path}", f"There is {near}." if near else ""
+    raise InputError(expected(where, wanted, "nothing of that name", remedy))
+
+
+def _spec_of(path: str) -> ModuleSpec | None:
+    """Where a module is, as importing it from the working directory would find it."""
+    invalidate_caches()
+    places, spec = [str(Path.cwd()), *sys.path], None
+    for part in path.split("."):
+        found = PathFinder.find_spec(part, places)
+        if found is None and spec is None:  # an installed one may have a finder of its own
+            with suppress(ImportError, ValueError):
+                found = find_spec(part)
+        if found is None:
+            return None
+        spec, places = found, list(found.submodule_search_locations or ())
+    return spec
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    """What a file's own scope has names for, however they come; ``*`` for all of another's."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, SCOPES):
+            yield node.name
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).partition(".")[0]
+        yield from _names(node)

@@ -12,8 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.llama import LlamaShape
-from shardwright.core.llama_local import LocalShape, LossKind, check_local
+from shardwright.core.llama import LlamaShape, LocalShape, LossKind, check_local
 from shardwright.job.model import ModelTraits
 from shardwright.job.pipelining import chunk_count
 

@@ -19,13 +19,11 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, expected
-from shardwright.job.checkpoint import CheckpointSection
-from shardwright.job.data import DataSection
 from shardwright.job.memory import PLANNED, Fsdp2Section, MemorySection
 from shardwright.job.model import KINDS, WIDTHS, ModelSection
 from shardwright.job.parallel import ParallelSection
 from shardwright.job.planner import EstimatorSection
-from shardwright.job.train import TrainSection
+from shardwright.job.train import CheckpointSection, DataSection, TrainSection
 
 if TYPE_CHECKING:
     from shardwright.job.job import Job
@@ -204,13 +202,15 @@ def _kinds_elsewhere(job: Job, _: str) -> str:
     return next((key for key, value in chosen.items() if value is not UNSET), "")
 
 
-def _rules() -> Iterator[Rule]:
-    no_key, beside_kind = "no such key for kind '{}'", f"none beside model.kind '{{}}', {_UNREAD}"
-    # [model]
+UNREAD = "which does not read it"
+NO_KEY, BESIDE_KIND = "no such key for kind '{}'", f"none beside model.kind '{{}}', {UNREAD}"
+
+
+def _of_model() -> Iterator[Rule]:
     for name in ModelSection.__struct_fields__:
         if owner := next((kind for kind in KINDS if name in KINDS[kind].keys), ""):
             remedy = f"It belongs to kind '{owner}'."
-            yield Rule(_of("model", name), _of_another, no_key, remedy, _listed)
+            yield Rule(_of("model", name), _of_another, NO_KEY, remedy, _listed)
     remedy = 'Set model.interaction to "dcn", or leave it out.'
     yield Rule(
         _of("model", "cross_layers cross_rank"),
@@ -224,39 +224,42 @@ def _rules() -> Iterator[Rule]:
         "no widths beside {}, which has them all",
         found=_listed,
     )
-    # what a run would do
+
+
+def _of_run() -> Iterator[Rule]:
+    """Of ``[train]``, ``[data]`` and ``[checkpoint]``, and of costs that no step has."""
     yield Rule(
         ("data.python",),
         lambda job, _: "" if job.data.kind == "python" else job.data.kind,
         "none beside data.kind '{}'",
     )
-    beside = "none beside train.optimizer '{}' without train.table_optimizer, " + _UNREAD
+    beside = "none beside train.optimizer '{}' without train.table_optimizer, " + UNREAD
     of_tables = (*_of("train", "table_learning_rate overlap"), "planner.dedup")
-    yield Rule(of_tables, _no_tables, beside_kind)
+    yield Rule(of_tables, _no_tables, BESIDE_KIND)
     yield Rule(of_tables, _no_update, beside)
-    yield Rule(("train.table_optimizer",), _no_tables, beside_kind)
-    yield Rule(("planner.tables",), _no_function, beside_kind)
+    yield Rule(("train.table_optimizer",), _no_tables, BESIDE_KIND)
+    yield Rule(("planner.tables",), _no_function, BESIDE_KIND)
     remedy = "Each table names its own: optimizer under [[tables]]."
-    yield Rule(("train.optimizer",), _no_step, beside_kind, remedy)
+    yield Rule(("train.optimizer",), _no_step, BESIDE_KIND, remedy)
     run = (("data", DataSection), ("train", TrainSection), ("checkpoint", CheckpointSection))
     for section, kind in run:
-        yield Rule(_of(section, kind), _no_step, beside_kind)
-    beside = f"none beside planner.constants '{{}}', {_UNREAD}"
+        yield Rule(_of(section, kind), _no_step, BESIDE_KIND)
+    beside = f"none beside planner.constants '{{}}', {UNREAD}"
     yield Rule(("planner.estimator.count_ephemeral",), _of_profile("cluster"), beside)
     yield Rule(_of("planner.estimator", EstimatorSection), _of_profile("additive"), beside)
     yield Rule(("planner.dedup",), _of_profile("additive", "torchrec-1.9"), beside)
     yield Rule(("planner.options",), _of_profile("additive"), beside)
-    beside, logs = f"none beside data.kind '{{}}', {_UNREAD}", ("criteo", "columns", "synthetic")
+    beside, logs = f"none beside data.kind '{{}}', {UNREAD}", ("criteo", "columns", "synthetic")
     yield Rule(_of("data", "rows test_rows skip_bad_rows"), _of_data(*logs), beside)
     yield Rule(_of("data", "label dense ids"), _of_data("columns"), beside)
     yield Rule(("data.drop_negatives",), _of_data("criteo", "columns"), beside)
     yield Rule(("data.drift",), _of_data("synthetic"), beside)
     yield Rule(_of("data", "days cache zipf test_batch"), _of_data(*logs), beside)
-    yield Rule(_of("train", "metrics_every forward"), _no_clicks, beside_kind)
+    yield Rule(_of("train", "metrics_every forward"), _no_clicks, BESIDE_KIND)
     yield Rule(
         _of("planner", "proposers partitioner"),
         lambda job, _: "" if job.planner.search == "proposers" else job.planner.search,
-        f"none beside planner.search '{{}}', {_UNREAD}",
+        f"none beside planner.search '{{}}', {UNREAD}",
     )
     yield Rule(
         ("data.test_path",),
@@ -274,7 +277,10 @@ def _rules() -> Iterator[Rule]:
     yield Rule(falling, _of_decay("polynomial", "cosine"), beside, remedy)
     remedy = "Only decay 'polynomial' reads it."
     yield Rule(("train.schedule.power",), _of_decay("polynomial"), beside, remedy)
-    # kinds of tables
+
+
+def _of_kinds() -> Iterator[Rule]:
+    """Of what chooses kinds for tables."""
     yield Rule(
         ("embeddings", "planner.kinds"),
         _none_listed,
@@ -286,7 +292,16 @@ def _rules() -> Iterator[Rule]:
         lambda job, _: "" if job.planner.kinds is UNSET else "planner.kinds",
         "none beside {}, of which a plan chooses",
     )
-    # how a step is run, and on how many ranks
+    yield Rule(
+        ("study",),
+        _kinds_elsewhere,
+        "none beside {}, for a study gives the tables their kinds",
+        found="both",
+    )
+
+
+def _of_steps() -> Iterator[Rule]:
+    """Of ``[memory]``: how a step is run."""
     anyway = {"fp32_logits": False, "fsdp2": Fsdp2Section(), "checkpointing": PLANNED.policy}
     for name in MemorySection.__struct_fields__:
         is_so = PLANNED.policy if name == "checkpointing" else getattr(PLANNED, name)
@@ -316,23 +331,23 @@ def _rules() -> Iterator[Rule]:
         "true",
         False,
     )
-    yield Rule(
-        ("study",),
-        _kinds_elsewhere,
-        "none beside {}, for a study gives the tables their kinds",
-        found="both",
-    )
+
+
+def _of_ranks() -> Iterator[Rule]:
+    """Of ``[parallel]``: what divides a model."""
     yield Rule(("parallel",), _no_step, "no such section for kind '{}'", found="one")
-    only_one, only, both = "1 for kind '{}'", _ONLY_LLAMA, _OR_MODULE
+    only_one = "1 for kind '{}'"
+    only = "Only a llama is divided by it."
+    both = "A llama is divided by it, or a module of your own."
     share = f"{only} Give one rank's share of the sequence as batch.sequence."
     yield Rule(("parallel.context",), _undivided_function, only_one, share)
     yield Rule(("parallel.context",), _undivided, only_one, only)
-    yield Rule(("parallel.sequence",), _undivided, no_key)
+    yield Rule(("parallel.sequence",), _undivided, NO_KEY)
     yield Rule(("parallel.expert",), _undivided, only_one, both)
-    yield Rule(_of("parallel", "routing expert_load"), _undivided, no_key)
+    yield Rule(_of("parallel", "routing expert_load"), _undivided, NO_KEY)
     yield Rule(("parallel.pipeline",), _undivided, only_one, both)
-    yield Rule(_of("parallel", "schedule chunks"), _undivided, no_key)
-    yield Rule(("parallel.parallelize_plan",), _undivided, no_key, found="one")
+    yield Rule(_of("parallel", "schedule chunks"), _undivided, NO_KEY)
+    yield Rule(("parallel.parallelize_plan",), _undivided, NO_KEY, found="one")
     yield Rule(("parallel.tensor",), _undivided, only_one, both)
     yield Rule(
         ("parallel.sequence",),
@@ -352,7 +367,4 @@ def _rules() -> Iterator[Rule]:
     )
 
 
-_UNREAD = "which does not read it"
-_ONLY_LLAMA = "Only a llama is divided by it."
-_OR_MODULE = "A llama is divided by it, or a module of your own."
-RULES = tuple(_rules())
+RULES = (*_of_model(), *_of_run(), *_of_kinds(), *_of_steps(), *_of_ranks())

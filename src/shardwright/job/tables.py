@@ -26,7 +26,7 @@ from shardwright.core.kinds import (
 from shardwright.core.model import KindName, TableSpec
 from shardwright.core.sharding import traits
 from shardwright.core.tensor import element_bytes
-from shardwright.job.model import KINDS, ModelKind
+from shardwright.job.model import KINDS, ModelKind, beside
 from shardwright.job.planner import ConstraintsSection, PlannerSection
 
 MAX_ROWS = 2**40
@@ -39,11 +39,7 @@ NOTES = ("source", "kind", "dim")  # of a table file: for people, not used
 def read_tables(name: str, job_path: Path | None) -> list[Any]:
     """The tables of a JSON file: a list, or an object with ``tables``; ``pooling`` is short for one
     pooling factor. A relative path starts at the working directory, else beside the job."""
-    if "\0" in name:
-        raise InputError(expected("model.tables", "the name of a file", repr(name)))
-    path = Path(name)
-    if not path.exists() and job_path is not None and (job_path.parent / path).exists():
-        path = job_path.parent / path
+    path = beside(name, job_path, "model.tables")
     raw = read_bytes(path, "table", "Name a JSON file in model.tables.")
     if len(raw) > MAX_BYTES:
         raise InputError(

@@ -1,16 +1,58 @@
-"""The run itself, and how its learning rates change: the ``[train]`` section of a job."""
+"""A run: the sections ``[data]``, what it reads, ``[train]``, how learning rates change, and
+``[checkpoint]``, when and where it is saved.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError, expected
+from shardwright.core.model import Zipf
 from shardwright.core.optimizers import OptimizerName, TableUpdate
-from shardwright.job.data import Count, Whole
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Days = Annotated[int, msgspec.Meta(ge=2, le=1000)]
+Dropped = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Drift = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Click logs: a Criteo file, one of named ``columns``, whose ids are rows or taken modulo their
+    number, or synthetic rows, for which no path is named. Or text: any file,
+    whose bytes are the tokens; a made-up one where none is named. What is made up goes into the run
+    folder. Or ``python``: a function that gives batches; without one those of the model's own
+    function.
+
+    Of ``days`` of a log, or of a folder of days, the last one is held out. Of rows without a click
+    the share ``drop_negatives`` is left out. ``cache`` is a folder for rows in binary.
+    ``zipf`` is the exponent of the popularity of ids. A rank gets ``test_batch`` held-out rows at a
+    time.
+    """
+
+    kind: Literal["criteo", "columns", "synthetic", "text", "python"] = "criteo"
+    python: str | UnsetType = UNSET
+    label: str | UnsetType = UNSET
+    dense: tuple[str, ...] | UnsetType = UNSET
+    ids: Literal["exact", "modulo"] | UnsetType = UNSET
+    path: str = ""
+    test_path: str = ""
+    skip_bad_rows: bool = False
+    rows: Count = 100_000
+    test_rows: Whole = 20_000
+    seed: Whole = 0
+    days: Days | UnsetType = UNSET
+    drop_negatives: Dropped | UnsetType = UNSET
+    cache: Annotated[str, msgspec.Meta(min_length=1)] | UnsetType = UNSET
+    zipf: Zipf | UnsetType = UNSET
+    drift: Drift | UnsetType = UNSET
+    test_batch: Count | UnsetType = UNSET
+
 
 # What travels while a rank computes: rows and their gradients, and ids of the next batch.
 Overlap = Literal["none", "rows", "ids_and_rows"]
@@ -113,3 +155,44 @@ def check_schedule(train: TrainSection, where: str) -> None:
     if steps < 1:
         wanted = f"a start before the run's last step, {train.steps}"
         raise InputError(expected(f"{key}.decay", wanted, f"one after step {start}"))
+
+
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_EVERY = re.compile(r"([1-9][0-9]{0,8}) (step|s|min|h)s?")
+GRACE = 30.0  # seconds that torchrun gives its workers after a signal
+
+
+class Every(NamedTuple):
+    """So many steps or seconds between two checkpoints: one of the two is None."""
+
+    steps: int | None
+    seconds: float | None
+
+
+def every(text: str | int, where: str = "checkpoint.every") -> Every:
+    """``20 steps``, or 20, ``30 s``, ``10 min`` or ``2 h``; InputError for anything else."""
+    if isinstance(text, int):
+        return Every(text, None)
+    found = _EVERY.fullmatch(text)
+    if not found:
+        wanted = "a time between checkpoints such as '20 steps', '30 s', '10 min' or '2 h'"
+        raise InputError(expected(where, wanted, f"'{text}'"))
+    count, unit = int(found[1]), found[2]
+    return Every(count, None) if unit == "step" else Every(None, count * _UNITS[unit])
+
+
+class CheckpointSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run with this section is saved ``every`` so many steps or minutes, at its end, and where a
+    signal ends it.
+
+    ``folder`` is in the run folder by default. With ``overlap`` ranks train on while files are
+    written, from a copy in host memory. ``grace`` are the seconds a run has to save and end after a
+    signal; ``restarts`` is how often ``train`` goes on by itself after a failure.
+    """
+
+    every: str | Annotated[int, msgspec.Meta(ge=1, le=10**9)] = "10 min"
+    keep: Annotated[int, msgspec.Meta(ge=1, le=10**6)] = 2
+    folder: str = ""
+    overlap: bool = True
+    grace: Annotated[float, msgspec.Meta(gt=0, le=GRACE)] = GRACE
+    restarts: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0

@@ -26,7 +26,7 @@ from torch import nn
 
 from shardwright.core.errors import RunError, StoppedError
 from shardwright.core.measurement import Saved
-from shardwright.job.checkpoint import CheckpointSection, every
+from shardwright.job.train import CheckpointSection, every
 from shardwright.runtime import data_workers
 from shardwright.runtime.checkpoint.agreement import rank_and_size
 from shardwright.runtime.checkpoint.files import shard_name

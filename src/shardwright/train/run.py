@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from shardwright.core.measurement import Measurement
-from shardwright.job.checkpoint import CheckpointSection
 from shardwright.job.plan import Plan
+from shardwright.job.train import CheckpointSection
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.progress import Writer
 from shardwright.runtime.checkpoint.agreement import rank_and_size

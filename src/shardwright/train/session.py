@@ -19,9 +19,9 @@ from shardwright.core.measurement import (
     Record,
     write_measurement,
 )
-from shardwright.job.checkpoint import CheckpointSection
 from shardwright.job.job import Job, checkpoint_folder, named_files, run_in
 from shardwright.job.plan import Plan, write_plan
+from shardwright.job.train import CheckpointSection
 from shardwright.launcher.ending import RunOutcome
 from shardwright.launcher.folder import (
     HELD_OUT,

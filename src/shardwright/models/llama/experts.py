@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.core.llama import LlamaShape
-from shardwright.core.llama_local import LocalShape
+from shardwright.core.llama import LlamaShape, LocalShape
 from shardwright.models.llama.collectives import all_to_all
 from shardwright.models.llama.layers import (
     ACTIVATIONS,

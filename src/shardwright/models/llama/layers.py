@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, silu
 
-from shardwright.core.llama import Activation, LlamaShape
-from shardwright.core.llama_local import LocalShape
+from shardwright.core.llama import Activation, LlamaShape, LocalShape
 from shardwright.models.llama.collectives import (
     all_gather,
     all_reduce,

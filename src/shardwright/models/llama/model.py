@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from shardwright.core.llama import LlamaShape, check_shape
-from shardwright.core.llama_local import LocalShape, check_local
+from shardwright.core.llama import LlamaShape, LocalShape, check_local, check_shape
 from shardwright.models.llama.attention import Attention, LatentAttention, rotations
 from shardwright.models.llama.collectives import gather_alike
 from shardwright.models.llama.experts import MixtureOfExperts
