@@ -15,6 +15,7 @@ import inspect
 import weakref
 from collections.abc import Sequence
 from functools import cache
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -62,12 +63,12 @@ class FlatTensor(Home):
             self.parameter = as_parameter(ShardTensor(memory, own), trains)
         self.parameter.home = self  # type: ignore[attr-defined]
         self.homes: list[FlatHome] = []
-        self.cleared = 0  # homes whose gradient is nothing
+        self.cleared: set[FlatHome] = set()  # parameters whose gradient is nothing
 
     def add(self, homes: Sequence[FlatHome]) -> None:
         """Have parameters, whose gradients are nothing so far."""
         self.homes.extend(homes)
-        self.cleared = len(self.homes)
+        self.cleared.update(homes)
 
     def gradient(self) -> torch.Tensor | None:
         """The gradient, to whoever asks the flat parameter for it. All of it has one or nothing;
@@ -87,26 +88,27 @@ class FlatTensor(Home):
         return None if found is None else local_of(found)
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
-        """Let ``gradient``, or this rank's part of it [length], be the gradient."""
-        if self.cut is not None and gradient is not None and not isinstance(gradient, ShardTensor):
-            gradient = ShardTensor(gradient, self.cut)
+        """Let all of it have ``gradient``, or nothing."""
+        self.cleared = set() if gradient is not None else set(self.homes)
         C_GRAD.__set__(self.parameter, gradient)
+
+    def _put(self, local: torch.Tensor) -> None:
+        """Let ``local`` [length] be this rank's part of the gradient, whoever has one."""
+        whole = local if self.cut is None else ShardTensor(local, self.cut)
+        C_GRAD.__set__(self.parameter, whole)
 
     def gradient_to_write(self) -> torch.Tensor:
         """This rank's part of the gradient, zero where nothing has been written."""
         found = self.local_gradient
         if found is None:
             found = torch.zeros_like(local_of(self.parameter))
-            self.cleared = len(self.homes)
-            for home in self.homes:
-                home.is_cleared = True
-            self.set_gradient(found)
+            self._put(found)
         return found
 
     def check(self) -> None:
         """Raise InputError where some of it has a gradient and another part of it has none."""
         for home in self.homes:
-            if home.is_cleared and home.parameter.requires_grad and home.parameter.numel():
+            if home in self.cleared and home.parameter.requires_grad and home.parameter.numel():
                 raise InputError(
                     expected(
                         home.where,
@@ -132,7 +134,7 @@ class FlatTensor(Home):
             )
         self.parameter.requires_grad_(any(trains))
         if not any(trains):
-            C_GRAD.__set__(self.parameter, None)
+            self.set_gradient(None)
 
     def refusal(self) -> InputError:
         """Its memory is the shard's."""
@@ -167,13 +169,10 @@ class FlatPart(NamedTuple):
         part = share[self.begin : self.begin + length]
         self._call_hooks(part)
         if length == flat.length and flat.local_gradient is None:
-            flat.set_gradient(part)
+            flat._put(part)
         else:
             flat.gradient_to_write()[self.offset : self.offset + length].add_(part)
-        if flat.cleared:  # else no home is
-            for home, has_one in zip(self.homes, here, strict=True):
-                home.is_cleared = home.is_cleared and not has_one
-            flat.cleared = sum(home.is_cleared for home in flat.homes)
+        flat.cleared.difference_update(compress(self.homes, here))
         call_accumulated(flat.parameter)
 
     def _call_hooks(self, part: torch.Tensor) -> None:
@@ -212,7 +211,6 @@ class FlatHome(Home):
         self.offset = offset
         self.sizes = torch.Size(sizes)
         self.cut = cut
-        self.is_cleared = True
         parameter.home = self  # type: ignore[attr-defined]
 
     def _part(self, flat: torch.Tensor) -> torch.Tensor:
@@ -221,7 +219,7 @@ class FlatHome(Home):
     def gradient(self) -> torch.Tensor | None:
         """A view of the flat tensor's gradient, None where there is none."""
         found = self.flat.local_gradient
-        if found is None or self.is_cleared:
+        if found is None or self in self.flat.cleared:
             return None
         part = self._part(found)
         return part if self.cut is None else ShardTensor(part, self.cut)
@@ -232,17 +230,13 @@ class FlatHome(Home):
             if self.cut is not None:
                 gradient = OPERATORS.as_part(gradient, self.cut)._local_tensor
             self._part(self.flat.gradient_to_write()).copy_(gradient)
-            self._mark(cleared=False)
-        elif not self.is_cleared and self.flat.local_gradient is not None:
-            self._mark(cleared=True)
-            if self.flat.cleared == len(self.flat.homes):
+            self.flat.cleared.discard(self)
+        elif self not in self.flat.cleared and self.flat.local_gradient is not None:
+            self.flat.cleared.add(self)
+            if len(self.flat.cleared) == len(self.flat.homes):
                 self.flat.set_gradient(None)
             else:
                 self._part(self.flat.gradient_to_write()).zero_()
-
-    def _mark(self, *, cleared: bool) -> None:
-        self.flat.cleared += int(cleared) - int(self.is_cleared)
-        self.is_cleared = cleared
 
     def follow_strays(self) -> None:
         """Take what autograd adds to the parameter itself, which no unit computes with. A hook is
@@ -258,7 +252,7 @@ class FlatHome(Home):
         if stray is not None:
             C_GRAD.__set__(parameter, None)
             self._part(self.flat.gradient_to_write()).add_(local_of(stray))
-            self._mark(cleared=False)
+            self.flat.cleared.discard(self)
 
     def refusal(self) -> InputError:
         """Its memory is the flat tensor's."""

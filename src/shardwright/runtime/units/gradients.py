@@ -128,7 +128,7 @@ class Partial(NamedTuple):
     present: Sequence[bool]
 
 
-class HostCopy(NamedTuple):
+class Landing(NamedTuple):
     """A segment's mean gradient on its way to host memory, where it is when ``copied``."""
 
     index: int
@@ -137,7 +137,7 @@ class HostCopy(NamedTuple):
     copied: torch.Event | None
 
     @classmethod
-    def of(cls, index: int, mean: torch.Tensor, present: Sequence[bool]) -> HostCopy:
+    def of(cls, index: int, mean: torch.Tensor, present: Sequence[bool]) -> Landing:
         """Begin to copy ``mean``, beside what an accelerator computes."""
         copies = copy_stream(mean.device, "host")
         there = torch.empty_like(mean, device="cpu", pin_memory=mean.device.type != "cpu")
@@ -301,7 +301,7 @@ class Gradients:
             for index, views in enumerate(buffers.segments)
         ]
         self.under_way: list[Sum] = []
-        self.landing: list[HostCopy] = []
+        self.landing: list[Landing] = []
         self.unchecked: list[Note] = []
 
     @property
@@ -380,7 +380,7 @@ class Gradients:
                 share.mul_(factor)
             mean = share if share.dtype is views.dtype else share.to(views.dtype)
             if self.offloaded:
-                self.landing.append(HostCopy.of(gradient.index, mean, present))
+                self.landing.append(Landing.of(gradient.index, mean, present))
                 continue
             self.comm.probe.holds(mean, "gradient")
             accept(gradient.index, mean, present)

@@ -207,7 +207,10 @@ class FlatReplica(LinkedParameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        C_GRAD.__set__(self, value)
+        if self.home is None:
+            C_GRAD.__set__(self, value)
+        else:
+            self.home.set_gradient(value)
 
     @grad.deleter
     def grad(self) -> None:
