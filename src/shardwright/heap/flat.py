@@ -44,7 +44,7 @@ class FlatUnits(Machine):
     # though none of their gradients is there; and what goes to host memory.
     come: dict[tuple[str, str], int] = field(default_factory=dict)
     absent: set[str] = field(default_factory=set)
-    landing: list[HostCopy] = field(default_factory=list)
+    landing: list[LandedMean] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.layouts = {
@@ -263,7 +263,7 @@ class FlatUnits(Machine):
             self.absent.discard(name)
             if self.sharding.on_host(unit):
                 if not self.sharding.away(unit):
-                    landing = HostCopy(name, f"{name}.landing.{len(self.landing)}", absent)
+                    landing = LandedMean(name, f"{name}.landing.{len(self.landing)}", absent)
                     self.landing.append(landing)
                     heap.take(landing.copy, "gradient", way.landing)
                 with heap.passing("gradient", way.mean):
@@ -291,7 +291,7 @@ class FlatUnits(Machine):
         self.landing.clear()
 
 
-class HostCopy(NamedTuple):
+class LandedMean(NamedTuple):
     """The ``copy`` of a mean gradient in host memory, of the segment ``name``; ``absent``: there is
     no gradient in it."""
 
