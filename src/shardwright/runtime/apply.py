@@ -25,7 +25,7 @@ from shardwright.core.tensor import TensorSpec
 from shardwright.job.model_of_job import rows_dtype, step_dtypes
 from shardwright.job.plan import Plan, TablePlan, UnitPlan
 from shardwright.job.planner import trained_communication
-from shardwright.runtime.comm import Comm, CutTwice, check_mesh, fingerprint_of, flat
+from shardwright.runtime.comm import Comm, check_mesh, fingerprint_of, flat
 from shardwright.runtime.embeddings.ahead import look_ahead
 from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
@@ -208,7 +208,7 @@ def _on_grid(comm: Comm, grid: ReplicaGrid) -> Comm:
     """The same ranks as replicas x shards, where a plan has more than one replica (collective)."""
     if grid.replicas == 1:
         return comm
-    return (CutTwice if grid.twice else Comm)(comm.as_replicas(grid.replicas), comm.probe)
+    return Comm(comm.as_replicas(grid.replicas), comm.probe, twice=grid.twice)
 
 
 def _replicated(unit: UnitPlan) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn
 import torch
 import torch.distributed as dist
 
-from shardwright.runtime.torch_private import (
+from shardwright.runtime.comm.torch_groups import (
     THREADS,
     present_devices,
     register_threads,

@@ -87,7 +87,7 @@ class Sent:
     ) -> torch.Tensor:
         received = values.new_empty(len(values) if into is None else sum(into))
         comm = self.asking.comm
-        pending = comm.all_to_all(label, received, values, into, out, wait=False)
+        pending = comm.all_to_all(label, received, values, into or (), out or (), wait=False)
         self._travelling = wire.Travelling(received, values, pending)
         return received
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwright.runtime.comm import Pending
 from shardwright.runtime.embeddings.guide import Request
 from shardwright.runtime.embeddings.update import Looked
-from shardwright.runtime.pending import Pending
 
 Counts = list[list[int]]  # [rank][section]
 
