@@ -7,11 +7,11 @@ from shardwright.core.block import Block, GroupKey
 from shardwright.heap import route
 from shardwright.heap.ledger import Ledger
 from shardwright.heap.traffic import Served, Traffic
+from shardwright.runtime.embeddings.exchange import interleave, joined, pack, regroup, unpack
 from shardwright.runtime.embeddings.guide import Request
 from shardwright.runtime.embeddings.route import Group, Held
 from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.embeddings.update import EPSILON, RULES, Looked
-from shardwright.runtime.embeddings.wire import interleave, joined, pack, regroup, unpack
 from shardwright.runtime.probe import Probe
 from shardwright.tracker.memory import MemoryTracker
 

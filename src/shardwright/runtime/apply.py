@@ -27,7 +27,6 @@ from shardwright.job.plan import Plan, TablePlan, UnitPlan
 from shardwright.job.planner import trained_communication
 from shardwright.runtime.comm import Comm, check_mesh, fingerprint_of, flat
 from shardwright.runtime.embeddings.ahead import look_ahead
-from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.initial import (
     Initial,
@@ -39,7 +38,7 @@ from shardwright.runtime.embeddings.initial import (
     initial_blocks,
 )
 from shardwright.runtime.embeddings.learning import note_trained, reach_tables
-from shardwright.runtime.embeddings.module import RoutedEmbedding
+from shardwright.runtime.embeddings.modules import RoutedCollection, RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table, make_route
 from shardwright.runtime.embeddings.shard import check_kernels
 from shardwright.runtime.embeddings.tables import ShardedTables

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, expected
-from shardwright.runtime.embeddings.module import Entrance
+from shardwright.runtime.embeddings.modules import Entrance
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.torch_private import outside_graphs
 from shardwright.trace.arguments import GivenArguments, Reached, value_at

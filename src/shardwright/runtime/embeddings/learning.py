@@ -14,7 +14,7 @@ from torch import nn
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.runtime.embeddings.bags import Feature
 from shardwright.runtime.embeddings.guide import Rows
-from shardwright.runtime.embeddings.module import Entrance
+from shardwright.runtime.embeddings.modules import Entrance
 from shardwright.runtime.embeddings.route import Table
 from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.sharded_module import mix_in

@@ -28,7 +28,6 @@ from shardwright.job.plan import Plan, TablePlan
 from shardwright.job.planner import IN_FULL, Communication, trained_communication
 from shardwright.runtime.comm import Comm, check_mesh, flat
 from shardwright.runtime.embeddings.ahead import look_ahead
-from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.initial import (
     Initial,
@@ -40,7 +39,7 @@ from shardwright.runtime.embeddings.initial import (
     initial_blocks,
 )
 from shardwright.runtime.embeddings.learning import note_trained
-from shardwright.runtime.embeddings.module import RoutedEmbedding
+from shardwright.runtime.embeddings.modules import RoutedCollection, RoutedEmbedding
 from shardwright.runtime.embeddings.route import (
     Table,
     cache_of,
