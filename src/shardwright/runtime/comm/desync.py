@@ -43,7 +43,7 @@ _ENTRY: Final = struct.Struct(f"<qq16s32s{_LABEL}s")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LabelledCall:
     """A collective as one rank sees it; ``nbytes`` is 0 where ranks may differ in it."""
 
     sequence: int
@@ -62,14 +62,14 @@ class Entry:
         return f"{self.label!r} ({self.kind}{size}, collective {self.sequence})"
 
 
-def _unpacked(row: torch.Tensor) -> Entry:
+def _unpacked(row: torch.Tensor) -> LabelledCall:
     sequence, nbytes, kind, _, label = _ENTRY.unpack(bytes(row.tolist()))
     text = label.rstrip(b"\0").decode(errors="replace")
-    return Entry(sequence, kind.rstrip(b"\0").decode(), nbytes, text)
+    return LabelledCall(sequence, kind.rstrip(b"\0").decode(), nbytes, text)
 
 
 def compare(
-    entry: Entry, ranks: Sequence[int], gather: Callable[[torch.Tensor], torch.Tensor]
+    entry: LabelledCall, ranks: Sequence[int], gather: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """MismatchError on every rank, with the same text, unless all are at the same collective.
 

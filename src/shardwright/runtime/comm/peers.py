@@ -420,7 +420,7 @@ class Peers(Collectives):
         channel.sequence = sequence = channel.sequence + 1
         pending = Pending(self, label, sequence, kind, nbytes)
         if self._checked:
-            entry = desync.Entry(sequence, kind, nbytes if alike else 0, label)
+            entry = desync.LabelledCall(sequence, kind, nbytes if alike else 0, label)
             try:
                 desync.compare(entry, self.ranks, self._rows)
             except RuntimeError as error:

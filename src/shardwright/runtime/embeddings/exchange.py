@@ -23,7 +23,7 @@ import torch
 
 from shardwright.core.errors import PeerError, ShardwrightError
 from shardwright.runtime.comm import Comm, Pending
-from shardwright.runtime.embeddings.guide import Guide, Request
+from shardwright.runtime.embeddings.routing import GroupRouting, RowRequest
 from shardwright.runtime.embeddings.update import Looked
 
 _WORDS = 512  # bytes of what a rank says
@@ -54,7 +54,7 @@ class Travelling:
         return [self.values, self.sent, *(self.pending.tensors if self.pending else ())]
 
 
-def pack(asked: Sequence[Request], ranks: int) -> tuple[torch.Tensor, Counts]:
+def pack(asked: Sequence[RowRequest], ranks: int) -> tuple[torch.Tensor, Counts]:
     """Requests of groups as one tensor, and the counts [rank][3 x groups] of its sections."""
     none = [0] * ranks
     sections = [(each.rows, each.counts) for each in asked]
@@ -172,7 +172,7 @@ def regroup(values: torch.Tensor, counts: list[list[int]]) -> list[torch.Tensor]
 
 
 class IdExchange:
-    """The exchange of ids of one module of tables, whose route are ``guides``, one at least.
+    """The exchange of ids of one module of tables, whose route are ``routings``, one at least.
 
     Ranks tell each other counts first, for nobody knows how many ids come. Where as many go to each
     rank in every step (``is_steady``) that is a wait too many: for pairs of ranks of which it was
@@ -180,16 +180,16 @@ class IdExchange:
     somewhere, all ranks hear of it and exchange the rest.
     """
 
-    def __init__(self, comm: Comm, guides: list[Guide], device: torch.device) -> None:
+    def __init__(self, comm: Comm, routings: list[GroupRouting], device: torch.device) -> None:
         self.comm, self.device = comm, device
-        self.is_steady = comm.size > 1 and all(guide.is_steady for guide in guides)
-        self.sections = 3 * len(guides)
+        self.is_steady = comm.size > 1 and all(routing.is_steady for routing in routings)
+        self.sections = 3 * len(routings)
         # what a message begins with: counts, and whether there is more than it has room for
         self.head = self.sections + self.is_steady
         self.sent = self.received = [0] * comm.size  # ids in the last step, by rank
         self.out = self.into = [0] * comm.size  # room for ids beside the counts of this one
 
-    def begin(self, asked: list[Request], error: ShardwrightError | None = None) -> SentIds:
+    def begin(self, asked: list[RowRequest], error: ShardwrightError | None = None) -> SentIds:
         """Send what is ``asked`` of each group, which keep what is left to do then; or an ``error``
         in this rank's ids in place of it, so that all ranks raise (collective)."""
         if error is not None:

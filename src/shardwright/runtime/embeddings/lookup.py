@@ -16,16 +16,16 @@ import torch
 
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.runtime.embeddings import exchange
-from shardwright.runtime.embeddings.bags import Pool, versions_of
+from shardwright.runtime.embeddings.bags import OwnPooling, versions_of
 from shardwright.runtime.embeddings.exchange import Counts, SentIds, Travelling
-from shardwright.runtime.embeddings.guide import Request
+from shardwright.runtime.embeddings.routing import RowRequest
 from shardwright.runtime.embeddings.sums import Learnt
 from shardwright.runtime.embeddings.update import Looked
 from shardwright.runtime.guard import Guard
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Lookup:
+class TableLookup:
     """What was ``given`` (``whole``: as one tensor of ids), and what it has come to so far."""
 
     # asked for
@@ -35,10 +35,10 @@ class Lookup:
     adds: bool  # whether units had gradients then, of a backward that no step came after
     versions: tuple[int, ...] = ()
     results: Sequence[int] = ()  # rows of each feature
-    pools: Mapping[int, Pool] = field(default_factory=dict)
+    pools: Mapping[int, OwnPooling] = field(default_factory=dict)
     shares: Sequence[torch.Tensor | None] = ()  # of each feature's pooled rows
-    asked: list[Request] = field(default_factory=list)  # per group, without its rows
-    replicas: list[Request] = field(default_factory=list)  # per group of replicas
+    asked: list[RowRequest] = field(default_factory=list)  # per group, without its rows
+    replicas: list[RowRequest] = field(default_factory=list)  # per group of replicas
     sent: SentIds | None = None
     # started: rows are looked up, and travel
     started: bool = False
@@ -61,7 +61,7 @@ class Lookup:
         """What it has beside what it was given."""
         yield from _tensors_in((self.shares, self.asked, self.replicas, self.sent))
 
-    def arrived(self) -> Mapping[int, Pool]:
+    def arrived(self) -> Mapping[int, OwnPooling]:
         """Rows are here: nothing else is needed of what was given than how some are pooled, which
         this gives."""
         pools, self.pools, self.given, self.versions = self.pools, {}, None, ()
@@ -83,7 +83,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for part in value:
             yield from _tensors_in(part)
-    elif isinstance(value, Request):
+    elif isinstance(value, RowRequest):
         for each in fields(value):
             yield from _tensors_in(getattr(value, each.name))
     elif isinstance(value, SentIds):
@@ -96,7 +96,7 @@ class LookUp(torch.autograd.Function):
     """Joins the route to autograd; table weights themselves never carry a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, lookup: Lookup, tables: Any) -> Any:
+    def forward(ctx: Any, anchor: torch.Tensor, lookup: TableLookup, tables: Any) -> Any:
         out = tables.arrive(lookup)
         tables.open.add(lookup)  # until its graph is gone, or its backward
         ctx.lookup, ctx.tables, ctx.whole = lookup, tables, lookup.whole

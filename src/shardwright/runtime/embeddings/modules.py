@@ -56,7 +56,7 @@ class _Prepared(NamedTuple):
         return same and self.versions == versions_of(arguments)
 
 
-class Entrance(nn.Module):
+class LookupModule(nn.Module):
     """What a model calls to look rows up; ``asks`` says what its tables are given then."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Entrance(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local, strict, *found)
         _missing, unexpected, errors = found
         rows = self.rows_of()
-        if not isinstance(rows, Entrance):
+        if not isinstance(rows, LookupModule):
             return  # a stand-in of one process
         given = {}
         for table in rows.tables:
@@ -134,7 +134,7 @@ class Entrance(nn.Module):
 
     def _looked_up(self, rows: nn.Module, given: Any) -> Any:
         """What ``rows`` gives for what it is ``given``; InputError where that is why not."""
-        if isinstance(given, Exception) and not isinstance(rows, Entrance):
+        if isinstance(given, Exception) and not isinstance(rows, LookupModule):
             raise given  # a stand-in of one process
         return rows(given)
 
@@ -161,9 +161,9 @@ class Entrance(nn.Module):
         return self._asked(*arguments)
 
 
-class StandIn(Entrance):
-    """An entrance in place of a module of the user's own, called as that is; ``rows`` has its
-    tables. UnsupportedError where something is set that would change nothing."""
+class StandIn(LookupModule):
+    """One in place of a module of the user's own, called as that is; ``rows`` has its tables.
+    UnsupportedError where something is set that would change nothing."""
 
     settings: tuple[str, ...] = ("learning_rate",)
 
@@ -396,7 +396,7 @@ class RoutedCollection(StandIn):
         self.weighted, self._read = is_weighted(like), read
         tables = collected(like)
         self.pooled = all(table.pooling != "none" for table in tables)
-        for table in tables if isinstance(rows, Entrance) else ():  # not while it is recorded
+        for table in tables if isinstance(rows, LookupModule) else ():  # not while it is recorded
             kind, _, name = table.inside.removesuffix(".weight").rpartition(".")
             ends = table.inside, f".{table.inside}"
             fqn = next(t.fqn for t in rows.tables if t.fqn == ends[0] or t.fqn.endswith(ends[1]))

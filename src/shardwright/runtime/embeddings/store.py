@@ -17,7 +17,7 @@ from shardwright.core.schedule import BAGS_OF_ONE, rows_at_once
 from shardwright.core.timeline import Kind
 from shardwright.runtime.embeddings import update
 from shardwright.runtime.embeddings.initial import TILE, InitialBlock
-from shardwright.runtime.embeddings.route import Group, Held
+from shardwright.runtime.embeddings.route import HeldBlock, TableGroup
 from shardwright.runtime.embeddings.update import Looked, Touched
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.units.parameter import DTYPES
@@ -36,7 +36,7 @@ class Store:
 
     def __init__(
         self,
-        group: Group,
+        group: TableGroup,
         rank: int,
         initial: InitialBlock,
         probe: Probe,
@@ -95,7 +95,7 @@ class Store:
         for state in self.states.values():
             yield state, "optimizer_state"
 
-    def kept(self, item: Held) -> dict[Kind, int]:
+    def kept(self, item: HeldBlock) -> dict[Kind, int]:
         """Bytes that one block takes for as long as the store is there."""
         found: dict[Kind, int] = {"weight": self.block_view(item).nbytes}
         if self.states:
@@ -105,12 +105,12 @@ class Store:
     def settle(self) -> None:
         """``weight`` and ``states`` are complete, and may be changed, until the next lookup."""
 
-    def block_view(self, item: Held) -> torch.Tensor:
+    def block_view(self, item: HeldBlock) -> torch.Tensor:
         """The weights of one block, sharing storage."""
         self.settle()
         return self.weight[item.base : item.base + item.rows]
 
-    def state_views(self, item: Held) -> dict[str, torch.Tensor]:
+    def state_views(self, item: HeldBlock) -> dict[str, torch.Tensor]:
         """The optimizer's states of one block."""
         self.settle()
         rows = slice(item.base, item.base + item.rows)

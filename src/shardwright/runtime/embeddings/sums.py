@@ -21,9 +21,9 @@ import torch
 from shardwright.core.schedule import replicas_ride
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.bags import cat
-from shardwright.runtime.embeddings.guide import Guide, Request
 from shardwright.runtime.embeddings.initial import InitialBlock
-from shardwright.runtime.embeddings.route import Group, Strip
+from shardwright.runtime.embeddings.route import Strip, TableGroup
+from shardwright.runtime.embeddings.routing import GroupRouting, RowRequest
 from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.embeddings.update import Looked, Touched
 
@@ -37,13 +37,13 @@ class Learnt:
     touched: dict[int, Touched]
 
 
-class Replicas:
+class ReplicatedTables:
     """The replicated tables of a module, a store to each group; ``rides``: their dense gradient
     travels with the row gradients of ``routed`` tables."""
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[TableGroup],
         comm: Comm,
         initial: InitialBlock,
         routed: bool,
@@ -51,7 +51,7 @@ class Replicas:
         self.comm = comm
         self.device = torch.device(comm.mesh.device_type)
         self.stores = [Store(g, comm.rank, initial, comm.probe, self.device) for g in groups]
-        self.guides = [Guide.of(group, 1, self.device) for group in groups]
+        self.routings = [GroupRouting.of(group, 1, self.device) for group in groups]
         self.whole = [k for k, group in enumerate(groups) if not group.key.by_rows]
         self.by_rows = [k for k, group in enumerate(groups) if group.key.by_rows]
         kept = [self.stores[k] for k in self.whole]
@@ -59,7 +59,7 @@ class Replicas:
         nbytes = torch.float32.itemsize * sum(self.sizes)
         self.rides = replicas_ride(routed, comm.size, nbytes)
 
-    def learnt(self, gradients: Sequence[torch.Tensor], asked: Sequence[Request]) -> Learnt:
+    def learnt(self, gradients: Sequence[torch.Tensor], asked: Sequence[RowRequest]) -> Learnt:
         """This rank's share: of each group the gradient [S, width] of what was asked."""
         dense = self._dense(gradients, asked) if self.whole else None
         touched = {
@@ -98,7 +98,9 @@ class Replicas:
             width = self.stores[place].width
             touched[place] = Touched(rows.view(torch.int64), gradients.view(-1, width))
 
-    def _dense(self, gradients: Sequence[torch.Tensor], asked: Sequence[Request]) -> torch.Tensor:
+    def _dense(
+        self, gradients: Sequence[torch.Tensor], asked: Sequence[RowRequest]
+    ) -> torch.Tensor:
         """The gradients of rows as one of all replicas that have one, flat, each group's with how
         often its rows were looked up where that counts."""
         dense = torch.zeros(sum(self.sizes), device=self.device)
@@ -198,7 +200,7 @@ class ColumnSums:
     def _parts(
         self, rows: Mapping[int, torch.Tensor], sums: Mapping[int, torch.Tensor]
     ) -> list[list[torch.Tensor]]:
-        """Of all rows that are cut the parts of ``sums`` that are its rows', one for each of its blocks."""
+        """Of all rows that are cut those of ``sums`` that are theirs, for each of their blocks."""
         ends: dict[int, list[int]] = defaultdict(list)
         for cut in self.own:
             for group, rows_of in cut.places:

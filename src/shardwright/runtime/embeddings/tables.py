@@ -25,7 +25,7 @@ from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings import exchange
 from shardwright.runtime.embeddings.bags import (
     Bags,
-    Pool,
+    OwnPooling,
     cat,
     check_columns,
     features_of,
@@ -36,20 +36,20 @@ from shardwright.runtime.embeddings.bags import (
 )
 from shardwright.runtime.embeddings.disk import make_store
 from shardwright.runtime.embeddings.exchange import Counts, IdExchange, Travelling, agree_on_ids
-from shardwright.runtime.embeddings.guide import Guide, Rows, each_of
 from shardwright.runtime.embeddings.initial import InitialBlock
 from shardwright.runtime.embeddings.learning import Learning
 from shardwright.runtime.embeddings.lookup import (
     LookUp,
-    Lookup,
+    TableLookup,
     refuse_accumulation,
     refuse_many_lookups,
     refuse_scaling,
 )
-from shardwright.runtime.embeddings.modules import Entrance
-from shardwright.runtime.embeddings.route import Held, Route, Table
+from shardwright.runtime.embeddings.modules import LookupModule
+from shardwright.runtime.embeddings.route import HeldBlock, Route, Table
+from shardwright.runtime.embeddings.routing import GroupRouting, Rows, each_of
 from shardwright.runtime.embeddings.store import Store
-from shardwright.runtime.embeddings.sums import ColumnSums, Learnt, Replicas
+from shardwright.runtime.embeddings.sums import ColumnSums, Learnt, ReplicatedTables
 from shardwright.runtime.embeddings.update import Touched, check_rule
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import outside_graphs
@@ -58,7 +58,7 @@ from shardwright.runtime.units.parameter import DTYPES
 from shardwright.tracker.private import after_backward
 
 
-class ShardedTables(Entrance):
+class ShardedTables(LookupModule):
     """Tables whose rows lie as a route says.
 
     Features as ``read_bags`` takes them -> a mapping of each to rows [B, dim], pooled, or [values,
@@ -96,7 +96,7 @@ class ShardedTables(Entrance):
         self.flow = flow  # of the units beside them
         self.learning = Learning(tables)
         self.overlap = overlap
-        self.ahead: list[Lookup] = []  # of forwards to come
+        self.ahead: list[TableLookup] = []  # of forwards to come
         self._waiting: weakref.ref[partial[None]] | None = None  # an update, which a guard keeps
         self._updated: list[int] | None = None  # versions of weights of units at the last update
         self.updates = torch.zeros(())  # how many were made, for optimizers that use it
@@ -107,17 +107,19 @@ class ShardedTables(Entrance):
         self.limits = torch.tensor([f.table.rows for f in self.features], device=device)
         self.stores = [make_store(group, comm, initial, folder) for group in route.groups]
         self.widths = [store.width for store in self.stores]
-        self.guides = [Guide.of(group, comm.size, device) for group in route.groups]
-        self.ids = IdExchange(comm, self.guides, device) if self.guides else None
-        self.replicas = Replicas(route.replicas, comm, initial, bool(self.stores))
+        self.routings = [GroupRouting.of(group, comm.size, device) for group in route.groups]
+        self.ids = IdExchange(comm, self.routings, device) if self.routings else None
+        self.replicas = ReplicatedTables(route.replicas, comm, initial, bool(self.stores))
         self.column_sums = ColumnSums(route.strips, comm)
         self.comes_as_asked = (
             not route.replicas
-            and len(self.guides) == 1
-            and self.guides[0].is_steady
-            and self.guides[0].width == self.dim
+            and len(self.routings) == 1
+            and self.routings[0].is_steady
+            and self.routings[0].width == self.dim
         )
-        self.open: weakref.WeakSet[Lookup] = weakref.WeakSet()  # lookups that wait for backward
+        self.open: weakref.WeakSet[TableLookup] = (
+            weakref.WeakSet()
+        )  # lookups that wait for backward
         self.anchor = torch.empty(0, device=device, requires_grad=True)  # makes backward run
 
     @property
@@ -175,11 +177,11 @@ class ShardedTables(Entrance):
         """Whether anything can be on its way while this rank computes."""
         return self.ids is not None and self.comm.size > 1
 
-    def _remember(self, given: Any, lookup: Lookup) -> None:
+    def _remember(self, given: Any, lookup: TableLookup) -> None:
         lookup.versions = versions_of(given)
         self.ahead.append(lookup)
 
-    def _ahead_of(self, given: Any) -> Lookup | None:
+    def _ahead_of(self, given: Any) -> TableLookup | None:
         """The lookup of what is ``given`` that is under way; those before it are forgotten."""
         for place, lookup in enumerate(self.ahead):
             if lookup.is_for(given):
@@ -187,14 +189,14 @@ class ShardedTables(Entrance):
                 return lookup
         return None
 
-    def holdings(self) -> list[tuple[Store, Held]]:
+    def holdings(self) -> list[tuple[Store, HeldBlock]]:
         """Every block this rank keeps, with the store it lies in."""
         stores = (*self.stores, *self.replicas.stores)
         return [(store, held) for store in stores for held in store.held]
 
     # ---- forward -------------------------------------------------------------------------------
 
-    def _ask(self, given: Any, *, later: bool = False) -> Lookup:
+    def _ask(self, given: Any, *, later: bool = False) -> TableLookup:
         """Sort ids by owner and send every owner its row numbers; of a wrong one all ranks hear,
         and ``later`` it is raised by ``_start``."""
         error = None
@@ -209,12 +211,12 @@ class ShardedTables(Entrance):
             raise error
         refuse_scaling(self.path, self.device.type)
         adds = self._no_step_since_update() and self.flow.has_gradients
-        lookup = Lookup(given, whole, self.limits[:0], adds)
+        lookup = TableLookup(given, whole, self.limits[:0], adds)
         with torch.no_grad(), self.comm.probe.phase("exchange_ids" if self.stores else "lookup"):
             if error is None:
                 lookup.pools, lookup.results, lookup.shares = pools, bags.results, bags.shares
-                lookup.asked = [guide.request(bags) for guide in self.guides]
-                lookup.replicas = [guide.request(bags) for guide in self.replicas.guides]
+                lookup.asked = [routing.request(bags) for routing in self.routings]
+                lookup.replicas = [routing.request(bags) for routing in self.replicas.routings]
                 bags.forget()
             if self.ids is not None:
                 lookup.sent = self.ids.begin(lookup.asked, error)
@@ -222,9 +224,9 @@ class ShardedTables(Entrance):
                     lookup.sent.finish()
         return lookup
 
-    def _read(self, given: Any) -> tuple[Bags, dict[int, Pool]]:
+    def _read(self, given: Any) -> tuple[Bags, dict[int, OwnPooling]]:
         """What is asked for, and how some of it is pooled here."""
-        if isinstance(given, Exception):  # its entrance found why it cannot be
+        if isinstance(given, Exception):  # whoever asked found why it cannot be
             raise given
         if not isinstance(given, torch.Tensor):
             return read_bags(given, self.features, self.limits)
@@ -235,7 +237,7 @@ class ShardedTables(Entrance):
         return one_each(given.t().long()), {}
 
     @torch.no_grad()
-    def _start(self, lookup: Lookup) -> None:
+    def _start(self, lookup: TableLookup) -> None:
         """Look rows up for the others, and let them travel."""
         if lookup.started:
             return
@@ -261,7 +263,7 @@ class ShardedTables(Entrance):
                 del rows
             probe.did(Action("exchange", "rows", "exchange_rows"))
 
-    def arrive(self, lookup: Lookup) -> Rows:
+    def arrive(self, lookup: TableLookup) -> Rows:
         """Rows of every feature, one tensor if they are whole, once they are here."""
         probe, results = self.comm.probe, lookup.results
         with probe.phase("exchange_rows"):
@@ -278,7 +280,7 @@ class ShardedTables(Entrance):
         probe.did(Action("assemble", self.path, "exchange_rows"))
         return out
 
-    def _serve(self, lookup: Lookup) -> torch.Tensor:
+    def _serve(self, lookup: TableLookup) -> torch.Tensor:
         """The rows asked for, flat, by rank then group."""
         groups = len(self.stores)
         if groups == 1:
@@ -293,22 +295,24 @@ class ShardedTables(Entrance):
         return torch.cat(found)
 
     def _assemble(
-        self, out: Rows, back: torch.Tensor | None, found: list[torch.Tensor], lookup: Lookup
+        self, out: Rows, back: torch.Tensor | None, found: list[torch.Tensor], lookup: TableLookup
     ) -> None:
         """Put everything found into ``out``, in feature order."""
-        for guide, rows, asked in zip(self.replicas.guides, found, lookup.replicas, strict=True):
-            guide.put(out, rows, asked)
+        for routing, rows, asked in zip(
+            self.replicas.routings, found, lookup.replicas, strict=True
+        ):
+            routing.put(out, rows, asked)
         if back is not None:
             groups = exchange.regroup(back, exchange.floats(self.widths, lookup.counts))
-            for guide, asked, rows in zip(self.guides, lookup.asked, groups, strict=True):
-                guide.put(out, rows.view(-1, guide.width).float(), asked)
+            for routing, asked, rows in zip(self.routings, lookup.asked, groups, strict=True):
+                routing.put(out, rows.view(-1, routing.width).float(), asked)
 
     def _views(self, results: Sequence[int], back: torch.Tensor) -> Rows:
         """What came back, feature by feature, where it lies: no views to autograd."""
-        (guide,) = self.guides
-        rows = back.view(-1, guide.width).float()
-        parts = torch.unsafe_split_with_sizes(rows, [results[f] for f in guide.features])
-        found = sorted(zip(guide.features, parts, strict=True), key=itemgetter(0))
+        (routing,) = self.routings
+        rows = back.view(-1, routing.width).float()
+        parts = torch.unsafe_split_with_sizes(rows, [results[f] for f in routing.features])
+        found = sorted(zip(routing.features, parts, strict=True), key=itemgetter(0))
         return [part for _, part in found]
 
     def _out(self, results: Sequence[int]) -> Rows:
@@ -320,7 +324,7 @@ class ShardedTables(Entrance):
 
     # ---- backward ------------------------------------------------------------------------------
 
-    def retrace(self, gradient: Rows, lookup: Lookup) -> None:
+    def retrace(self, gradient: Rows, lookup: TableLookup) -> None:
         """Send gradients of rows back the way that they came and update the rows they belong to, at
         the end of the backward if they may travel until then.
 
@@ -358,7 +362,7 @@ class ShardedTables(Entrance):
             self._defer(lookup, guard)
         lookup.returned()
 
-    def _defer(self, lookup: Lookup, guard: Guard) -> None:
+    def _defer(self, lookup: TableLookup, guard: Guard) -> None:
         """Update with what other backwards brought before the guard is settled, which alone keeps
         the update: where it drops that, the next backward begins another one."""
         update = None if self._waiting is None else self._waiting()
@@ -369,7 +373,7 @@ class ShardedTables(Entrance):
         update.args[0].append(lookup)
 
     @torch.no_grad()
-    def _update(self, backwards: list[Lookup]) -> None:
+    def _update(self, backwards: list[TableLookup]) -> None:
         """Change rows by the mean over ranks of what all backwards brought."""
         probe = self.comm.probe
         for lookup in backwards:
@@ -386,7 +390,7 @@ class ShardedTables(Entrance):
                 self.replicas.update(learnt, self.learning_rate, number)
         probe.did(Action("update", self.path, "step", "backward"))
 
-    def _update_routed(self, backwards: Sequence[Lookup], number: int) -> None:
+    def _update_routed(self, backwards: Sequence[TableLookup], number: int) -> None:
         groups, scale = len(self.stores), 1.0 / self.comm.size  # of each rank's own mean loss
         looked = [each.parted(groups) for each in backwards]
         touched: dict[int, Touched] = {}
@@ -406,7 +410,7 @@ class ShardedTables(Entrance):
             for place, each in touched.items():
                 self.stores[place].step(each, squares[place], self.learning_rate, number)
 
-    def _refuse_accumulation(self, lookup: Lookup) -> None:
+    def _refuse_accumulation(self, lookup: TableLookup) -> None:
         if self.guard is not None:
             return
         others = sum(other is not lookup for other in self.open)
@@ -424,13 +428,13 @@ class ShardedTables(Entrance):
         """Versions of the weights of all units beside the tables."""
         return [unit.buffers.shard._version for unit in self.flow.units()]
 
-    def _return(self, gradient: Rows, lookup: Lookup, guard: Guard) -> None:
+    def _return(self, gradient: Rows, lookup: TableLookup, guard: Guard) -> None:
         """Send row gradients to the rows' owners; the dense one of replicas may ride."""
         dtype = self.gradient_dtype
         dense = lookup.learnt.dense if lookup.learnt is not None and self.replicas.rides else None
         ordered = [
-            guide.take(gradient, asked).view(-1).to(dtype)
-            for guide, asked in zip(self.guides, lookup.asked, strict=True)
+            routing.take(gradient, asked).view(-1).to(dtype)
+            for routing, asked in zip(self.routings, lookup.asked, strict=True)
         ]
         guard.look(ordered, self.gradient_names, partial(each_of, gradient))
         out = exchange.floats(self.widths, lookup.counts)
@@ -450,7 +454,7 @@ class ShardedTables(Entrance):
         lookup.guard = None if self.guard is not None else guard
         lookup.travelling = self._exchange("exchange row gradients", sent, out, into)
 
-    def _receive(self, lookup: Lookup) -> None:
+    def _receive(self, lookup: TableLookup) -> None:
         """Wait for row gradients, group by group; what rode along is summed."""
         travelling, lookup.travelling = lookup.travelling, None
         if travelling is None:
@@ -469,10 +473,10 @@ class ShardedTables(Entrance):
             torch.sum(every.view(self.comm.size, -1), 0, out=dense)
         lookup.gradients = parts[: len(self.stores)]
 
-    def _learnt(self, gradient: Rows, lookup: Lookup, guard: Guard) -> Learnt:
+    def _learnt(self, gradient: Rows, lookup: TableLookup, guard: Guard) -> Learnt:
         """What this rank's backward brings to the replicas."""
-        pairs = zip(self.replicas.guides, lookup.replicas, strict=True)
-        own = [guide.take(gradient, asked) for guide, asked in pairs]
+        pairs = zip(self.replicas.routings, lookup.replicas, strict=True)
+        own = [routing.take(gradient, asked) for routing, asked in pairs]
         guard.look(own, self.gradient_names, partial(each_of, gradient))
         return self.replicas.learnt(own, lookup.replicas)
 
