@@ -31,7 +31,7 @@ from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.initial import (
     Initial,
     InitialBlock,
-    Start,
+    InitialWeight,
     facts_of,
     filled,
     freeing,
@@ -415,7 +415,7 @@ def _looked_up(plan: Plan, table: TablePlan) -> Table:
     )
 
 
-def _starts(model: nn.Module) -> dict[str, Start]:
+def _starts(model: nn.Module) -> dict[str, InitialWeight]:
     """Every parameter of the model, and what initialises it."""
     more = {
         f"{path}.{each.inside}" if path else each.inside: each.start
@@ -425,5 +425,5 @@ def _starts(model: nn.Module) -> dict[str, Start]:
     found = {}
     for fqn, _ in model.named_parameters():
         path, _, name = fqn.rpartition(".")
-        found[fqn] = Start(fqn, model.get_submodule(path), name, more.get(fqn))
+        found[fqn] = InitialWeight(fqn, model.get_submodule(path), name, more.get(fqn))
     return found

@@ -382,7 +382,7 @@ def _tensors(given: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part() if callable(part) else None)
 
 
-class _Part(NamedTuple):
+class _FeatureIds(NamedTuple):
     """One feature's ids [N], with offsets or lengths of their bags; without both one in each."""
 
     ids: torch.Tensor
@@ -434,7 +434,7 @@ def _one_each_of(names: list[str], given: Mapping[str, Any]) -> Keyed | None:
 
 
 def _bags_of(
-    parts: Sequence[_Part], features: Sequence[TableFeature], sizes: list[int]
+    parts: Sequence[_FeatureIds], features: Sequence[TableFeature], sizes: list[int]
 ) -> tuple[torch.Tensor, list[int]]:
     """The lengths of all bags, and how many each feature has."""
     given = [part.offsets for part in parts if part.offsets is not None]
@@ -454,7 +454,7 @@ def _bags_of(
     return cat(lengths), [len(each) for each in lengths]
 
 
-def _offsets_of(part: _Part, feature: TableFeature) -> torch.Tensor:
+def _offsets_of(part: _FeatureIds, feature: TableFeature) -> torch.Tensor:
     """Its offsets; InputError if they are not those of its ids."""
     offsets, values = part.offsets, len(part.ids)
     assert offsets is not None
@@ -466,24 +466,24 @@ def _offsets_of(part: _Part, feature: TableFeature) -> torch.Tensor:
     return offsets
 
 
-def _part(feature: TableFeature, given: Any) -> _Part:
+def _part(feature: TableFeature, given: Any) -> _FeatureIds:
     """One feature's ids, whichever way they come."""
     if isinstance(given, torch.Tensor) and given.dim() in (1, 2):
         if given.dim() == 1 or given.shape[1] == 1:
-            return _Part(given.reshape(-1), None, None, None)
+            return _FeatureIds(given.reshape(-1), None, None, None)
         batch, length = given.shape
         lengths = torch.full((batch,), length, device=given.device)
-        return _Part(given.reshape(-1), None, lengths, None)
+        return _FeatureIds(given.reshape(-1), None, lengths, None)
     if isinstance(given, tuple | list) and len(given) in (2, 3):
         values, offsets, *rest = given
         if not all(isinstance(part, torch.Tensor) and part.dim() == 1 for part in given[:2]):
             raise InputError(expected(feature.spot, _FORMS, "something else"))
         check_dtype(offsets, f"offsets of {feature.spot}")
-        return _Part(values, offsets, None, rest[0] if rest else None)
+        return _FeatureIds(values, offsets, None, rest[0] if rest else None)
     if isinstance(given, torch.Tensor) or not all(map(partial(hasattr, given), _METHODS)):
         raise InputError(expected(feature.spot, _FORMS, type(given).__name__))
     weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
     values = checked(given.values(), feature.spot, flat=True)
     lengths = checked(given.lengths(), f"lengths of {feature.spot}", flat=True)
     check_dtype(lengths, f"lengths of {feature.spot}")
-    return _Part(values, None, lengths, weights)
+    return _FeatureIds(values, None, lengths, weights)

@@ -37,7 +37,7 @@ class Learnt:
     touched: dict[int, Touched]
 
 
-class ReplicatedTables:
+class ReplicatedStores:
     """The replicated tables of a module, a store to each group; ``rides``: their dense gradient
     travels with the row gradients of ``routed`` tables."""
 

@@ -49,7 +49,7 @@ from shardwright.runtime.embeddings.modules import LookupModule
 from shardwright.runtime.embeddings.route import HeldBlock, Route, Table
 from shardwright.runtime.embeddings.routing import GroupRouting, Rows, each_of
 from shardwright.runtime.embeddings.store import Store
-from shardwright.runtime.embeddings.sums import ColumnSums, Learnt, ReplicatedTables
+from shardwright.runtime.embeddings.sums import ColumnSums, Learnt, ReplicatedStores
 from shardwright.runtime.embeddings.update import Touched, check_rule
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import outside_graphs
@@ -109,7 +109,7 @@ class ShardedTables(LookupModule):
         self.widths = [store.width for store in self.stores]
         self.routings = [GroupRouting.of(group, comm.size, device) for group in route.groups]
         self.ids = IdExchange(comm, self.routings, device) if self.routings else None
-        self.replicas = ReplicatedTables(route.replicas, comm, initial, bool(self.stores))
+        self.replicas = ReplicatedStores(route.replicas, comm, initial, bool(self.stores))
         self.column_sums = ColumnSums(route.strips, comm)
         self.comes_as_asked = (
             not route.replicas
