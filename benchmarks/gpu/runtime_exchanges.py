@@ -24,7 +24,7 @@ import shardwright as sw
 from gpu.rows import Row, Setting, group_of_one
 from gpu.runtime_units import Trained, apart, flat_adamw, ours, plain, size_of, step, whole
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.torch_private import Operations
+from shardwright.runtime.comm.torch_groups import Operations
 
 RANKS = 2
 WAIT = 20.0  # seconds that a rank waits for the other in one collective

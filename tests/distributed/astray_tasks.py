@@ -21,9 +21,8 @@ from worlds import World, net, step, weights, whole
 import shardwright as sw
 from shardwright.core.errors import PeerError
 from shardwright.core.placement import Placement, Replicate
-from shardwright.runtime import patience
-from shardwright.runtime.comm import Comm
-from shardwright.runtime.torch_private import default_store, sub_group
+from shardwright.runtime.comm import Comm, desync
+from shardwright.runtime.comm.torch_groups import default_store, sub_group
 
 Model = nn.Module
 
@@ -444,11 +443,11 @@ def called_late(mesh: DeviceMesh, call: str) -> tuple[list[str], bool]:
     sw.fully_shard_flat(model, mesh)
     heard, log = _Heard(), logging.getLogger("shardwright")
     log.addHandler(heard)
-    kept = patience.HERE_SECONDS, patience.SAID_SECONDS
-    patience.HERE_SECONDS = patience.SAID_SECONDS = 0.0  # type: ignore[misc]
+    kept = desync.HERE_SECONDS, desync.SAID_SECONDS
+    desync.HERE_SECONDS = desync.SAID_SECONDS = 0.0  # type: ignore[misc]
     if mesh.get_local_rank() == 1:
         default_store().wait(["a test heard of it"])
-        patience.HERE_SECONDS, patience.SAID_SECONDS = kept  # type: ignore[misc]
+        desync.HERE_SECONDS, desync.SAID_SECONDS = kept  # type: ignore[misc]
     try:
         if call == "sw.full_state_dict":
             found = sw.full_state_dict(model)
@@ -457,7 +456,7 @@ def called_late(mesh: DeviceMesh, call: str) -> tuple[list[str], bool]:
             plain.load_state_dict(model.state_dict())
             found = plain.state_dict()
     finally:
-        patience.HERE_SECONDS, patience.SAID_SECONDS = kept  # type: ignore[misc]
+        desync.HERE_SECONDS, desync.SAID_SECONDS = kept  # type: ignore[misc]
         log.removeHandler(heard)
     same = all(found[name].equal(tensor) for name, tensor in start.items())
     dist.barrier(mesh.get_group())
@@ -468,7 +467,7 @@ def called_late(mesh: DeviceMesh, call: str) -> tuple[list[str], bool]:
 def lost_in_a_call(mesh: DeviceMesh) -> str:
     """What is said where another rank is lost while whole tensors are made."""
     try:
-        with patience.patience.asked_of_all("whole weight", Comm(mesh)):
+        with Comm(mesh).asked_of_all("whole weight"):
             raise PeerError("whole weight: expected all 2 ranks, got no sign of rank 1.")
     except PeerError as error:
         return str(error)

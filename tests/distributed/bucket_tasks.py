@@ -123,7 +123,7 @@ def apart(model: nn.Module, true: dict[str, torch.Tensor]) -> float:
 
 def counted(model: nn.Module) -> tuple[list[Unit], Calls]:
     units, calls = list(units_in(model)), Calls()
-    for peers in (units[0].comm, units[0].comm._twins):
+    for peers in (units[0].comm, units[0].comm.twins):
         if peers is not None:
             peers.probe = calls
     return units, calls

@@ -13,11 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.errors import PeerError
-from shardwright.runtime import capabilities
-from shardwright.runtime.comm import Comm, Peers
-from shardwright.runtime.pending import Pending
+from shardwright.runtime.comm import Comm, Peers, Pending, ways
+from shardwright.runtime.comm.torch_groups import wait_limit
 from shardwright.runtime.probe import Probe
-from shardwright.runtime.torch_private import wait_limit
 
 FORCED = {"all_gather": "point_to_point", "reduce_scatter": "all_to_all"}
 
@@ -273,7 +271,7 @@ def counted(mesh: DeviceMesh) -> Any:
 
 def alone(_mesh: DeviceMesh) -> Any:
     """One rank needs no process group at all."""
-    peers = Peers(None, 0, 1, "cpu")
+    peers = Peers(None, "cpu")
     full, shard = torch.zeros(4), torch.arange(4.0)
     finish(peers.all_gather("gather", full, shard, wait=False))
     back = torch.zeros(4)
@@ -306,9 +304,9 @@ def probed(mesh: DeviceMesh) -> Any:
 
 
 def sized_ways(_mesh: DeviceMesh) -> Any:
-    paths = capabilities.Paths(((2**20, "point_to_point"), (2**24, "backend")))
-    ways = [capabilities.way_at(paths.all_gather, n) for n in (2**20 - 1, 2**20, 2**24)]
-    return ways, paths.table()
+    paths = ways.Paths(((2**20, "point_to_point"), (2**24, "backend")))
+    found = [ways.way_at(paths.all_gather, n) for n in (2**20 - 1, 2**20, 2**24)]
+    return found, paths.table()
 
 
 def checked_ones(mesh: DeviceMesh) -> int:
@@ -379,7 +377,7 @@ def absent(mesh: DeviceMesh, kind: str, paths: Any) -> Any:
 def gone(mesh: DeviceMesh) -> Any:
     """Rank 1 closes its connections; ranks that do not talk to it must not be blamed."""
     group = short_lived(mesh, 6)
-    peers = Peers(group, mesh.get_local_rank(), mesh.size(), "cpu")
+    peers = Peers(group, "cpu")
     peers.all_reduce("warm", torch.zeros(4))
     if peers.rank == 1:
         time.sleep(0.5)

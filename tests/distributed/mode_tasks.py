@@ -83,7 +83,7 @@ def sharded(mesh: DeviceMesh, **options: Any) -> tuple[Net, list[Unit], Calls]:
     sw.fully_shard_flat(model, mesh, **options)
     units = list(units_in(model))
     for unit in units:
-        for peers in (unit.comm, unit.comm.shards, unit.comm._twins):
+        for peers in (unit.comm, unit.comm.shards, unit.comm.twins):
             if peers is not None:
                 peers.probe = calls
     return model, units, calls

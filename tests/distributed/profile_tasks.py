@@ -13,8 +13,8 @@ from shardwright.core.measurement import RECORD_SCHEMA, RankProfile, Record
 from shardwright.job.plan import read_plan
 from shardwright.launcher.folder import record_file
 from shardwright.launcher.heartbeat import Heartbeat
-from shardwright.runtime.clock import clock_offset
 from shardwright.runtime.comm import Comm
+from shardwright.runtime.comm.ways import clock_offset
 from shardwright.runtime.meter import Meter
 from shardwright.train.profiling import Profiler
 from shardwright.train.training import Training

@@ -26,7 +26,7 @@ from shardwright.job.model_of_job import step_dtypes
 from shardwright.job.plan import Plan
 from shardwright.runtime.apply import apply
 from shardwright.runtime.average import average_weights
-from shardwright.runtime.embeddings.module import RoutedEmbedding
+from shardwright.runtime.embeddings.modules import RoutedEmbedding
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters

@@ -17,10 +17,10 @@ LOOKUPS = 9  # that go well
 def install(what: str, where: str) -> None:
     import torch
 
-    from shardwright.runtime.embeddings.guide import Guide
+    from shardwright.runtime.embeddings.routing import GroupRouting
     from shardwright.runtime.embeddings.tables import ShardedTables
 
-    owner, name = (Guide, where) if where else (ShardedTables, "_read")
+    owner, name = (GroupRouting, where) if where else (ShardedTables, "_read")
     right, calls = getattr(owner, name), itertools.count()
 
     def wrong(self: Any, given: Any, *rest: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwright.core.errors import MismatchError, PeerError
 from shardwright.runtime import devices
-from shardwright.runtime.comm import Comm, CutTwice
+from shardwright.runtime.comm import Comm
 from shardwright.runtime.devices import Devices
 from shardwright.tracker.memory import MemoryTracker
 
@@ -212,7 +212,7 @@ def test_threads_of_two_meshes_meet_in_their_own_groups() -> None:
 def test_the_parts_of_a_grid_have_the_rank_of_the_job_that_holds_them() -> None:
     def body(every: Comm) -> list[list[int]]:
         grid = every.as_replicas(2)
-        each = (Comm(grid), Comm(grid["shard"]), CutTwice(grid))
+        each = (Comm(grid), Comm(grid["shard"]), Comm(grid, twice=True))
         return [[comm.global_rank(part) for part in range(comm.size)] for comm in each]
 
     first, last = [0, 1], [2, 3]

@@ -7,11 +7,11 @@ from shardwright.core.block import Block, GroupKey
 from shardwright.heap import route
 from shardwright.heap.ledger import Ledger
 from shardwright.heap.traffic import Served, Traffic
-from shardwright.runtime.embeddings.guide import Request
-from shardwright.runtime.embeddings.route import Group, Held
+from shardwright.runtime.embeddings.exchange import interleave, joined, pack, regroup, unpack
+from shardwright.runtime.embeddings.route import HeldBlock, TableGroup
+from shardwright.runtime.embeddings.routing import RowRequest
 from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.embeddings.update import EPSILON, RULES, Looked
-from shardwright.runtime.embeddings.wire import interleave, joined, pack, regroup, unpack
 from shardwright.runtime.probe import Probe
 from shardwright.tracker.memory import MemoryTracker
 
@@ -29,7 +29,7 @@ def _case(rows: int, ids: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, to
 def _store(optimizer: str, weight: torch.Tensor, dtype: str = "fp32") -> Store:
     rows, dim = weight.shape
     block = Block("table", "parameter", (0, 0), (rows, dim), 0)
-    group = Group(GroupKey(dim, optimizer, dtype, dim), 1, (), {0: (Held(block, 0),)})
+    group = TableGroup(GroupKey(dim, optimizer, dtype, dim), 1, (), {0: (HeldBlock(block, 0),)})
     return Store(group, 0, lambda *_: weight, Probe(), torch.device("cpu"))
 
 
@@ -193,9 +193,9 @@ def test_a_segment_is_the_weighted_sum_of_its_rows_and_gives_them_its_gradient()
 
 
 def test_what_is_packed_for_a_rank_comes_out_there() -> None:
-    plain = Request(torch.tensor([5, 6, 7]), [1, 2], None, None, [1, 2], None)
+    plain = RowRequest(torch.tensor([5, 6, 7]), [1, 2], None, None, [1, 2], None)
     lengths, weights = torch.tensor([2, 1, 0]), torch.tensor([0.5, 1.5, 2.5])
-    bags = Request(torch.tensor([1, 2, 3]), [2, 1], None, lengths, [1, 2], weights)
+    bags = RowRequest(torch.tensor([1, 2, 3]), [2, 1], None, lengths, [1, 2], weights)
     sent, counts = pack([plain, bags], 2)
     assert counts == [[1, 2, 0, 1, 0, 2], [2, 1, 0, 2, 0, 1]]
     first, second = unpack(sent, counts, 2)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.runtime.embeddings.pages import use_large_pages
+from shardwright.runtime.embeddings.store import use_large_pages
 
 MAPS = Path("/proc/self/smaps")
 SIZE = 2**23

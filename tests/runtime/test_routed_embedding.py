@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwright.core.errors import InputError
-from shardwright.runtime.embeddings.module import RoutedEmbedding
+from shardwright.runtime.embeddings.modules import RoutedEmbedding
 
 
 class Rows(nn.Module):

@@ -35,7 +35,7 @@ from shardwright.job.job import Job, parallel_of
 from shardwright.job.model_of_job import step_dtypes
 from shardwright.job.parallel import ParallelSection, Style
 from shardwright.runtime.deferred_init import Deferred
-from shardwright.runtime.embeddings.module import NoTableError
+from shardwright.runtime.embeddings.modules import NoTableError
 from shardwright.trace.checkpointing import policy, treated
 from shardwright.trace.checks import (
     Untraceable,

@@ -14,8 +14,7 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.recording import Collected, RecordedTable, Recording, Unfolded
 from shardwright.estimate.with_tables import COULD, LARGE, NOTE
 from shardwright.runtime.embeddings.bags import Keyed, features_of
-from shardwright.runtime.embeddings.collection import RoutedCollection
-from shardwright.runtime.embeddings.module import NoTableError, RoutedEmbedding
+from shardwright.runtime.embeddings.modules import NoTableError, RoutedCollection, RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table
 from shardwright.trace.arguments import Reached
 from shardwright.trace.tables import (

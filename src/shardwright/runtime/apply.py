@@ -25,21 +25,20 @@ from shardwright.core.tensor import TensorSpec
 from shardwright.job.model_of_job import rows_dtype, step_dtypes
 from shardwright.job.plan import Plan, TablePlan, UnitPlan
 from shardwright.job.planner import trained_communication
-from shardwright.runtime.comm import Comm, CutTwice, check_mesh, fingerprint_of, flat
+from shardwright.runtime.comm import Comm, check_mesh, fingerprint_of, flat
 from shardwright.runtime.embeddings.ahead import look_ahead
-from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.initial import (
     Initial,
     InitialBlock,
-    Start,
+    InitialWeight,
     facts_of,
     filled,
     freeing,
     initial_blocks,
 )
 from shardwright.runtime.embeddings.learning import note_trained, reach_tables
-from shardwright.runtime.embeddings.module import RoutedEmbedding
+from shardwright.runtime.embeddings.modules import RoutedCollection, RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table, make_route
 from shardwright.runtime.embeddings.shard import check_kernels
 from shardwright.runtime.embeddings.tables import ShardedTables
@@ -208,7 +207,7 @@ def _on_grid(comm: Comm, grid: ReplicaGrid) -> Comm:
     """The same ranks as replicas x shards, where a plan has more than one replica (collective)."""
     if grid.replicas == 1:
         return comm
-    return (CutTwice if grid.twice else Comm)(comm.as_replicas(grid.replicas), comm.probe)
+    return Comm(comm.as_replicas(grid.replicas), comm.probe, twice=grid.twice)
 
 
 def _replicated(unit: UnitPlan) -> bool:
@@ -416,7 +415,7 @@ def _looked_up(plan: Plan, table: TablePlan) -> Table:
     )
 
 
-def _starts(model: nn.Module) -> dict[str, Start]:
+def _starts(model: nn.Module) -> dict[str, InitialWeight]:
     """Every parameter of the model, and what initialises it."""
     more = {
         f"{path}.{each.inside}" if path else each.inside: each.start
@@ -426,5 +425,5 @@ def _starts(model: nn.Module) -> dict[str, Start]:
     found = {}
     for fqn, _ in model.named_parameters():
         path, _, name = fqn.rpartition(".")
-        found[fqn] = Start(fqn, model.get_submodule(path), name, more.get(fqn))
+        found[fqn] = InitialWeight(fqn, model.get_submodule(path), name, more.get(fqn))
     return found

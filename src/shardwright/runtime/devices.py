@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn
 import torch
 import torch.distributed as dist
 
-from shardwright.runtime.torch_private import (
+from shardwright.runtime.comm.torch_groups import (
     THREADS,
     present_devices,
     register_threads,
@@ -35,7 +35,7 @@ _FIRST: Final = 0
 
 
 @dataclass
-class Call:
+class ThreadCall:
     """A collective, as far as ranks have come to it: what each has left, by rank of the group."""
 
     kind: str
@@ -44,19 +44,19 @@ class Call:
     error: str = ""
 
 
-class Room:
+class Rendezvous:
     """Where the ``members`` of one group meet; collectives are told apart by their number."""
 
     def __init__(self, devices: Devices, members: Sequence[int]) -> None:
         self.devices = devices
         self.members = tuple(members)
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, ThreadCall] = {}
         self._changed = threading.Condition(devices.lock)
 
-    def leave(self, number: int, kind: str, rank: int, parts: Parts, copy: Copy) -> Call:
+    def leave(self, number: int, kind: str, rank: int, parts: Parts, copy: Copy) -> ThreadCall:
         """Come to a collective as ``rank`` of the group; the last one copies for all."""
         with self._changed:
-            call = self._calls.setdefault(number, Call(kind))
+            call = self._calls.setdefault(number, ThreadCall(kind))
             call.left[rank] = parts
             if call.kind != kind:
                 call.error = f"{kind} on rank {self.members[rank]} where others have {call.kind}"
@@ -67,7 +67,7 @@ class Room:
             self._copy(call, copy)
         return call
 
-    def _copy(self, call: Call, copy: Copy) -> None:
+    def _copy(self, call: ThreadCall, copy: Copy) -> None:
         """All have come. What goes wrong is everybody's error."""
         try:
             if not call.error:
@@ -84,7 +84,7 @@ class Room:
                 call.done = True
                 self._changed.notify_all()
 
-    def wait(self, call: Call, rank: int, seconds: float) -> None:
+    def wait(self, call: ThreadCall, rank: int, seconds: float) -> None:
         """As ``rank`` of the group, until all have come; RuntimeError, as of a lost connection, if
         one does not."""
         if not call.done:
@@ -103,15 +103,15 @@ class Room:
         """Somebody has ended; the lock is held."""
         self._changed.notify_all()
 
-    def _missing(self, call: Call) -> list[int]:
+    def _missing(self, call: ThreadCall) -> list[int]:
         return [each for place, each in enumerate(self.members) if place not in call.left]
 
-    def _lost(self, call: Call) -> list[int]:
+    def _lost(self, call: ThreadCall) -> list[int]:
         missing = self._missing(call)
         return [each for each in missing if each in self.devices.gone]
 
     def _give_up(
-        self, call: Call, rank: int, lost: list[int], missing: list[int], seconds: float
+        self, call: ThreadCall, rank: int, lost: list[int], missing: list[int], seconds: float
     ) -> NoReturn:
         call.error = f"connection closed by peer: rank {self.members[rank]} waits no longer"
         if self.devices.stopped is not None:
@@ -132,7 +132,7 @@ class Devices:
         self.gone: set[int] = set()
         self.stopped: type[BaseException] | None = None  # what a signal raised in one of them
         self._store = dist.HashStore()
-        self._rooms: dict[str, Room] = {}
+        self._meetings: dict[str, Rendezvous] = {}
 
     @contextmanager
     def here(self) -> Iterator[None]:
@@ -164,16 +164,16 @@ class Devices:
                 if dist.is_initialized():
                     dist.destroy_process_group()
 
-    def room(self, name: str, members: Sequence[int]) -> Room:
+    def rendezvous(self, name: str, members: Sequence[int]) -> Rendezvous:
         """Where the group of this name meets."""
         with self.lock:
-            return self._rooms.setdefault(name, Room(self, members))
+            return self._meetings.setdefault(name, Rendezvous(self, members))
 
     def _end(self, rank: int) -> None:
         with self.lock:
             self.gone.add(rank)
-            for room in self._rooms.values():
-                room.wake()
+            for rendezvous in self._meetings.values():
+                rendezvous.wake()
 
 
 class Under:
@@ -181,7 +181,7 @@ class Under:
 
     __slots__ = ("_call", "_group")
 
-    def __init__(self, group: ThreadGroup, call: Call) -> None:
+    def __init__(self, group: ThreadGroup, call: ThreadCall) -> None:
         self._group, self._call = group, call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -196,7 +196,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     def __init__(self, name: str, rank: int, members: Sequence[int], limit: timedelta) -> None:
         super().__init__(rank, len(members))
-        self.room = present_devices().room(name, members)
+        self.rendezvous = present_devices().rendezvous(name, members)
         self.limit = limit
         self._rank, self._name, self._count = rank, name, 0
 
@@ -214,7 +214,7 @@ class ThreadGroup(dist.ProcessGroup):
         return self
 
     def size(self) -> int:
-        return len(self.room.members)
+        return len(self.rendezvous.members)
 
     @property
     def options(self) -> ThreadGroup:
@@ -251,7 +251,7 @@ class ThreadGroup(dist.ProcessGroup):
             tensor.split(splits or tensor.shape[0] // self.size())
             for tensor, splits in ((received.data, received_splits), (sent, sent_splits))
         ]
-        copy = partial(_exchanged, self.room.members)
+        copy = partial(_exchanged, self.rendezvous.members)
         return self._come("all_to_all", [*parts[0], *parts[1]], copy)
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Under:
@@ -266,7 +266,7 @@ class ThreadGroup(dist.ProcessGroup):
                 if rank != options.rootRank:
                     target.data.copy_(left[options.rootRank][0])
 
-        return self._come(f"broadcast {self.room.members[options.rootRank]}", tensors, copy)
+        return self._come(f"broadcast {self.rendezvous.members[options.rootRank]}", tensors, copy)
 
     def barrier(self, _: Any = None) -> Under:
         return self._come("barrier", (), lambda left: None)
@@ -275,9 +275,9 @@ class ThreadGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
 
-    def wait(self, call: Call, limit: timedelta) -> None:
+    def wait(self, call: ThreadCall, limit: timedelta) -> None:
         """Until all have come to a collective."""
-        self.room.wait(call, self._rank, limit.total_seconds())
+        self.rendezvous.wait(call, self._rank, limit.total_seconds())
 
     def _come(self, kind: str, parts: Parts, copy: Copy) -> Under:
         devices = {part.device for part in parts if part.is_cuda}
@@ -289,7 +289,7 @@ class ThreadGroup(dist.ProcessGroup):
             _synchronise({part.device for each in left for part in each if part.is_cuda})
 
         self._count += 1
-        return Under(self, self.room.leave(self._count, kind, self._rank, parts, copied))
+        return Under(self, self.rendezvous.leave(self._count, kind, self._rank, parts, copied))
 
 
 def _check_operation(options: Any, *known: Any) -> None:

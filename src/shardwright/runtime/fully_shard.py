@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.layout import balanced_owners
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard, Zero
-from shardwright.runtime.comm import Comm, CutTwice, check_mesh
+from shardwright.runtime.comm import Comm, check_mesh
 from shardwright.runtime.flat_tensors import TAKEN, take
 from shardwright.runtime.sharded_module import as_sharded, class_name, move_buffers
 from shardwright.runtime.state import follow_state_dict
@@ -160,7 +160,7 @@ def _ranks(mesh: DeviceMesh, zero: Zero | tuple[Zero, Zero]) -> tuple[Comm, Zero
         remedy = "To cut parameters over all ranks, pass a mesh of one dimension."
         found = f"{zero} on {mesh.ndim} dimension{'s' * (mesh.ndim > 1)}"
         raise InputError(expected("zero", wanted, found, remedy))
-    return CutTwice(mesh), 3
+    return Comm(mesh, twice=True), 3
 
 
 def _depth(prefetch: int | None, mesh: DeviceMesh) -> int:

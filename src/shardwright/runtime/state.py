@@ -10,7 +10,6 @@ from torch import nn
 
 from shardwright.core.errors import check_type
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.patience import patience
 from shardwright.runtime.units.dstorage import DStorage, units_in
 from shardwright.runtime.units.parameter import DTYPES, plain_name
 from shardwright.runtime.units.rebind import absorb
@@ -31,10 +30,10 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for module in model.modules():
         if isinstance(module, ShardedTables):
-            with patience.asked_of_all("sw.full_state_dict", module.comm):
+            with module.comm.asked_of_all("sw.full_state_dict"):
                 found.update(_whole_tables(module))
     for unit in units_in(model):
-        with patience.asked_of_all("sw.full_state_dict", unit.comm):
+        with unit.comm.asked_of_all("sw.full_state_dict"):
             gathered = DStorage(unit).all_gather()
         wholes = _wholes(unit, gathered)
         rows = zip(wholes, unit.sharded.cuts, unit.buffers.locals, strict=True)

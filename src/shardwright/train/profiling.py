@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from shardwright.core.document import write_atomically
 from shardwright.core.measurement import Meeting, RankProfile
 from shardwright.launcher.folder import trace_file
-from shardwright.runtime.clock import clock_offset
+from shardwright.runtime.comm.ways import clock_offset
 from shardwright.runtime.meter import MEMORY_STEPS, OUTSIDE, Meter
 
 _CLOCK = "shardwright: clock"  # a mark that is on torch's clock and on ours

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, expected
-from shardwright.runtime.embeddings.module import Entrance
+from shardwright.runtime.embeddings.modules import LookupModule
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.torch_private import outside_graphs
 from shardwright.trace.arguments import GivenArguments, Reached, value_at
@@ -28,22 +28,22 @@ class Ahead:
 
     def __init__(self, model: nn.Module) -> None:
         self.given: dict[str, GivenArguments] = {}
-        self._first: Reached | None = Reached(model, dict(_entrances(model)))
+        self._first: Reached | None = Reached(model, dict(_lookup_modules(model)))
         self._around: Any = model.register_forward_hook(self._learn)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     @outside_graphs
     def _begin(self, model: nn.Module, arguments: Any, keywords: Any) -> None:
         if not in_backward():
-            for entrance, given in self._found(model, (arguments, keywords)):
-                entrance.rows_of().start(given)
+            for part, given in self._found(model, (arguments, keywords)):
+                part.rows_of().start(given)
 
     def ask(self, model: nn.Module, arguments: Any, keywords: Any) -> None:
         """Let the ids of a forward to come travel."""
-        for entrance, given in self._found(model, (arguments, keywords)):
-            entrance.rows_of().ask(given)
+        for part, given in self._found(model, (arguments, keywords)):
+            part.rows_of().ask(given)
 
-    def _found(self, model: nn.Module, call: tuple[Any, Any]) -> Iterator[tuple[Entrance, Any]]:
+    def _found(self, model: nn.Module, call: tuple[Any, Any]) -> Iterator[tuple[LookupModule, Any]]:
         """What every module of tables is going to be given in a ``call`` of the model."""
         for path, given in self.given.items():
             try:
@@ -62,7 +62,7 @@ class Ahead:
             return
         self._around.remove()
         first.remove()
-        parts: dict[str, Any] = dict(_entrances(model))
+        parts: dict[str, Any] = dict(_lookup_modules(model))
         found = {p: given for p, given in first.found.items() if parts[p].rows_of().travels}
         tables = next((part.rows_of() for part in parts.values()), None)
         if tables is None or tables.comm.size == 1:
@@ -104,10 +104,10 @@ def start_sparse_data_dist(model: nn.Module, *arguments: Any, **keywords: Any) -
     ahead.ask(model, arguments, keywords)
 
 
-def _entrances(model: nn.Module) -> Iterator[tuple[str, Entrance]]:
+def _lookup_modules(model: nn.Module) -> Iterator[tuple[str, LookupModule]]:
     """The modules that a model calls to look rows up, by path."""
     inside: set[nn.Module] = set()
     for path, part in model.named_modules():
-        if isinstance(part, Entrance) and part not in inside:
+        if isinstance(part, LookupModule) and part not in inside:
             inside.update(part.modules())
             yield path, part

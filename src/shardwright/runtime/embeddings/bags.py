@@ -25,7 +25,7 @@ _FORMS = "ids [B] or [B, L], or (values, offsets [B + 1]), or (values, offsets, 
 
 
 @dataclass(frozen=True, slots=True)
-class Feature:
+class TableFeature:
     """Something that is looked up in a table; its results are called ``output``."""
 
     name: str
@@ -39,13 +39,13 @@ class Feature:
         return f"ids of table '{self.table.name}'{feature}"
 
 
-def features_of(tables: Sequence[Table]) -> list[Feature]:
+def features_of(tables: Sequence[Table]) -> list[TableFeature]:
     """The features of ``tables`` in their order; what is looked up in two tables has two outputs,
     ``feature@table`` as in TorchRec."""
     pairs = [(name, table) for table in tables for name in table.features]
     names = [name for name, _ in pairs]
     return [
-        Feature(name, table, name if names.count(name) == 1 else f"{name}@{table.name}")
+        TableFeature(name, table, name if names.count(name) == 1 else f"{name}@{table.name}")
         for name, table in pairs
     ]
 
@@ -94,7 +94,7 @@ def one_each(ids: torch.Tensor) -> Bags:
     return Bags(ids, (batch,) * features, (batch,) * features, nothing, nothing, nothing)
 
 
-def _check_ids(ids: torch.Tensor, feature: Feature) -> None:
+def _check_ids(ids: torch.Tensor, feature: TableFeature) -> None:
     """InputError, naming the first, for ids [N] that are no rows of the feature's table."""
     rows = feature.table.rows
     wrong = (ids < 0) | (ids >= rows)
@@ -116,7 +116,7 @@ def bad_id(spot: str, rows: int, found: int) -> str:
     return expected(spot, f"ids from 0 to {rows - 1}", str(found), remedy)
 
 
-def check_columns(ids: Any, features: Sequence[Feature], limits: torch.Tensor) -> None:
+def check_columns(ids: Any, features: Sequence[TableFeature], limits: torch.Tensor) -> None:
     """InputError for ``ids`` that are not [B, F], or no rows; ``limits`` [F] are rows of tables."""
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != len(features):
         found = list(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
@@ -192,7 +192,7 @@ def check_names(names: Iterable[str], found: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class OwnPooling:
     """How rows [N, D] that came back one by one are pooled here, for their weights learn."""
 
     lengths: torch.Tensor | None
@@ -209,8 +209,8 @@ class Pool:
 
 
 def read_bags(
-    given: Any, features: Sequence[Feature], limits: torch.Tensor
-) -> tuple[Bags, dict[int, Pool]]:
+    given: Any, features: Sequence[TableFeature], limits: torch.Tensor
+) -> tuple[Bags, dict[int, OwnPooling]]:
     """What is ``given`` for ``features``, and how some are pooled where they were asked for;
     ``limits`` [F] are rows of tables.
 
@@ -229,7 +229,7 @@ def read_bags(
     if all(length is None for length in lengths) and len(set(keyed.sizes)) == 1:
         values = values.view(len(features), -1)
     _check_range(values, keyed.sizes, features, limits)
-    pools: dict[int, Pool] = {}
+    pools: dict[int, OwnPooling] = {}
     weights = list(keyed.weights)
     poolings = [feature.table.pooling for feature in features]
     kept = [None if p == "none" else part for p, part in zip(poolings, lengths, strict=True)]
@@ -244,7 +244,7 @@ def read_bags(
         if weight is None:
             continue
         if weight.requires_grad and torch.is_grad_enabled():
-            pools[k] = Pool(kept[k], weight, shares[k])
+            pools[k] = OwnPooling(kept[k], weight, shares[k])
             kept[k] = weights[k] = shares[k] = None
         else:
             weights[k] = weight.detach().float()
@@ -255,7 +255,7 @@ def read_bags(
 
 
 def _check_range(
-    values: torch.Tensor, sizes: list[int], features: Sequence[Feature], limits: torch.Tensor
+    values: torch.Tensor, sizes: list[int], features: Sequence[TableFeature], limits: torch.Tensor
 ) -> None:
     """InputError for ``values`` [F, B] or [N] that are no rows of their features' tables."""
     if not values.numel():
@@ -275,7 +275,7 @@ def _check_range(
         _check_ids(ids, feature)
 
 
-def _lengths(keyed: Keyed, features: Sequence[Feature]) -> list[torch.Tensor | None]:
+def _lengths(keyed: Keyed, features: Sequence[TableFeature]) -> list[torch.Tensor | None]:
     """Ids of every bag of each feature, None where each has one; InputError where they do not add
     up to the feature's ids."""
     if keyed.lengths is None:
@@ -382,7 +382,7 @@ def _tensors(given: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part() if callable(part) else None)
 
 
-class _Part(NamedTuple):
+class _FeatureIds(NamedTuple):
     """One feature's ids [N], with offsets or lengths of their bags; without both one in each."""
 
     ids: torch.Tensor
@@ -391,7 +391,7 @@ class _Part(NamedTuple):
     weights: torch.Tensor | None
 
 
-def _joined(given: Mapping[str, Any], features: Sequence[Feature]) -> Keyed:
+def _joined(given: Mapping[str, Any], features: Sequence[TableFeature]) -> Keyed:
     """What is given feature by feature."""
     names = [feature.name for feature in features]
     check_names(names, given)
@@ -434,7 +434,7 @@ def _one_each_of(names: list[str], given: Mapping[str, Any]) -> Keyed | None:
 
 
 def _bags_of(
-    parts: Sequence[_Part], features: Sequence[Feature], sizes: list[int]
+    parts: Sequence[_FeatureIds], features: Sequence[TableFeature], sizes: list[int]
 ) -> tuple[torch.Tensor, list[int]]:
     """The lengths of all bags, and how many each feature has."""
     given = [part.offsets for part in parts if part.offsets is not None]
@@ -454,7 +454,7 @@ def _bags_of(
     return cat(lengths), [len(each) for each in lengths]
 
 
-def _offsets_of(part: _Part, feature: Feature) -> torch.Tensor:
+def _offsets_of(part: _FeatureIds, feature: TableFeature) -> torch.Tensor:
     """Its offsets; InputError if they are not those of its ids."""
     offsets, values = part.offsets, len(part.ids)
     assert offsets is not None
@@ -466,24 +466,24 @@ def _offsets_of(part: _Part, feature: Feature) -> torch.Tensor:
     return offsets
 
 
-def _part(feature: Feature, given: Any) -> _Part:
+def _part(feature: TableFeature, given: Any) -> _FeatureIds:
     """One feature's ids, whichever way they come."""
     if isinstance(given, torch.Tensor) and given.dim() in (1, 2):
         if given.dim() == 1 or given.shape[1] == 1:
-            return _Part(given.reshape(-1), None, None, None)
+            return _FeatureIds(given.reshape(-1), None, None, None)
         batch, length = given.shape
         lengths = torch.full((batch,), length, device=given.device)
-        return _Part(given.reshape(-1), None, lengths, None)
+        return _FeatureIds(given.reshape(-1), None, lengths, None)
     if isinstance(given, tuple | list) and len(given) in (2, 3):
         values, offsets, *rest = given
         if not all(isinstance(part, torch.Tensor) and part.dim() == 1 for part in given[:2]):
             raise InputError(expected(feature.spot, _FORMS, "something else"))
         check_dtype(offsets, f"offsets of {feature.spot}")
-        return _Part(values, offsets, None, rest[0] if rest else None)
+        return _FeatureIds(values, offsets, None, rest[0] if rest else None)
     if isinstance(given, torch.Tensor) or not all(map(partial(hasattr, given), _METHODS)):
         raise InputError(expected(feature.spot, _FORMS, type(given).__name__))
     weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
     values = checked(given.values(), feature.spot, flat=True)
     lengths = checked(given.lengths(), f"lengths of {feature.spot}", flat=True)
     check_dtype(lengths, f"lengths of {feature.spot}")
-    return _Part(values, None, lengths, weights)
+    return _FeatureIds(values, None, lengths, weights)

@@ -26,7 +26,7 @@ from shardwright.job.plan import Plan
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.initial import InitialBlock
-from shardwright.runtime.embeddings.route import Group, Held
+from shardwright.runtime.embeddings.route import HeldBlock, TableGroup
 from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.embeddings.update import Distinct, Looked, Touched
 from shardwright.runtime.probe import Probe
@@ -148,7 +148,7 @@ class DiskStore(Store):
 
     def __init__(
         self,
-        group: Group,
+        group: TableGroup,
         rank: int,
         initial: InitialBlock,
         probe: Probe,
@@ -171,7 +171,7 @@ class DiskStore(Store):
         for tensor in self.rows.lasting():
             yield tensor, "cache"
 
-    def kept(self, item: Held) -> dict[Kind, int]:
+    def kept(self, item: HeldBlock) -> dict[Kind, int]:
         slots = self.slots[self.held.index(item)]
         return {"cache": slots * self.slot_bytes + item.rows * INDEX_BYTES_PER_ROW}
 
@@ -228,7 +228,7 @@ def disk_for_tables(plan: Plan, comm: Comm, folder: Path | None = None) -> Path:
     return folder
 
 
-def make_store(group: Group, comm: Comm, initial: InitialBlock, folder: Path) -> Store:
+def make_store(group: TableGroup, comm: Comm, initial: InitialBlock, folder: Path) -> Store:
     """The rows of a group on this rank; those on disk lie in ``folder``."""
     given = (group, comm.rank, initial, comm.probe, torch.device(comm.mesh.device_type))
     return DiskStore(*given, folder) if group.key.on_disk else Store(*given)
@@ -270,7 +270,7 @@ def _to_disk(disk: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> No
         disk.index_copy_(0, rows, values)
 
 
-def _slots(item: Held, row: int) -> int:
+def _slots(item: HeldBlock, row: int) -> int:
     """Rows that fit in what a block has of memory, beside the slot of every row."""
     free = item.cache - item.rows * INDEX_BYTES_PER_ROW
     return min(max(free // (row + STATE_BYTES_PER_SLOT), 0), item.rows)

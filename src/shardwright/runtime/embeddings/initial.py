@@ -53,7 +53,7 @@ class Initialised(Protocol):
         ...
 
 
-class Start(NamedTuple):
+class InitialWeight(NamedTuple):
     """A parameter, which is ``name`` in ``owner``; ``more`` initialises it after the module."""
 
     fqn: str
@@ -95,7 +95,7 @@ def blocks_of_whole(weights: Mapping[str, torch.Tensor]) -> InitialBlock:
     return block
 
 
-def facts_of(starts: Sequence[Start], initial: Initial | None) -> dict[str, str]:
+def facts_of(starts: Sequence[InitialWeight], initial: Initial | None) -> dict[str, str]:
     """What ranks have to have in common for their parts to be of one table."""
     empty = ",".join(start.fqn for start in starts if start.weight.is_meta)
     frozen = ",".join(start.fqn for start in starts if not start.weight.requires_grad)
@@ -105,7 +105,7 @@ def facts_of(starts: Sequence[Start], initial: Initial | None) -> dict[str, str]
 
 
 def freeing(
-    initial: InitialBlock, starts: Sequence[Start], blocks: Iterable[Block], rank: int
+    initial: InitialBlock, starts: Sequence[InitialWeight], blocks: Iterable[Block], rank: int
 ) -> InitialBlock:
     """``initial``, with which each whole weight goes once ``rank`` has taken all that it keeps of
     it, so that never all tables are there twice."""
@@ -129,7 +129,7 @@ def freeing(
 
 
 def initial_blocks(
-    model: nn.Module, starts: Sequence[Start], initial: Initial | None, comm: Comm
+    model: nn.Module, starts: Sequence[InitialWeight], initial: Initial | None, comm: Comm
 ) -> InitialBlock:
     """Rectangles of the parameters of ``model`` (collective where one is on the meta device, or
     ``initial`` names something): the same error on every rank for what cannot be had.
@@ -170,7 +170,7 @@ def filled(comm: Comm, make: Callable[[], T]) -> T:
 
 
 def _sources(
-    model: nn.Module, starts: Mapping[str, Start], initial: Initial | None
+    model: nn.Module, starts: Mapping[str, InitialWeight], initial: Initial | None
 ) -> dict[str, InitialBlock | Fills]:
     given: Mapping[str, InitialBlock] = {}
     if callable(initial):
@@ -197,7 +197,7 @@ def _sources(
     return found
 
 
-def _checked(start: Start, source: InitialBlock) -> InitialBlock:
+def _checked(start: InitialWeight, source: InitialBlock) -> InitialBlock:
     """InputError, by name, for what is no rectangle of numbers of the asked sizes."""
 
     def block(fqn: str, offsets: Ints, sizes: Ints) -> torch.Tensor:
@@ -215,7 +215,7 @@ def _checked(start: Start, source: InitialBlock) -> InitialBlock:
     return block
 
 
-def _given(start: Start, value: Any) -> InitialBlock:
+def _given(start: InitialWeight, value: Any) -> InitialBlock:
     """What a user named for a parameter; of files nothing but the header is read here."""
     if isinstance(value, torch.Tensor):
         _check_shape(start, tuple(value.shape), "a tensor")
@@ -236,7 +236,7 @@ def _given(start: Start, value: Any) -> InitialBlock:
     raise InputError(expected(f"initial of {start.fqn}", "a .npy or .safetensors file", str(path)))
 
 
-def _of_array(start: Start, array: Any) -> InitialBlock:
+def _of_array(start: InitialWeight, array: Any) -> InitialBlock:
     """Rectangles of an array, which may be memory-mapped: a copy of no more than is asked for."""
     _check_shape(start, array.shape, "an array")
 
@@ -246,7 +246,7 @@ def _of_array(start: Start, array: Any) -> InitialBlock:
     return block
 
 
-def _of_safetensors(start: Start, path: Path) -> InitialBlock:
+def _of_safetensors(start: InitialWeight, path: Path) -> InitialBlock:
     """Rectangles of the tensor of the parameter's name in a file, or of its only one."""
     with open_shard(path) as file:
         names = list(file.keys())
@@ -263,7 +263,7 @@ def _of_safetensors(start: Start, path: Path) -> InitialBlock:
     return block
 
 
-def _check_shape(start: Start, shape: Ints, what: str) -> None:
+def _check_shape(start: InitialWeight, shape: Ints, what: str) -> None:
     wanted = tuple(start.weight.shape)
     if tuple(shape) != wanted:
         where = f"initial of {start.fqn}"
@@ -278,13 +278,13 @@ class Fills:
     """How a weight is initialised: what is done to its rows, in turn; ``block`` does it to a
     rectangle."""
 
-    def __init__(self, start: Start, done: list[Fill]) -> None:
+    def __init__(self, start: InitialWeight, done: list[Fill]) -> None:
         self.fqn, self.done, self.dtype = start.fqn, done, start.weight.dtype
         self.shape = tuple(start.weight.shape)
         self.rows, self.width = _rows_of(start.weight)
 
     @classmethod
-    def of(cls, start: Start) -> Fills:
+    def of(cls, start: InitialWeight) -> Fills:
         """What a module does to its weight on the meta device; InputError where that is not to
         every element by itself, or where somebody else initialised it, which left no numbers."""
         versions = 0 if start.weight.is_inference() else start.weight._version
@@ -338,7 +338,7 @@ class Fills:
 class _Noted(TorchDispatchMode):
     """Notes what is written into one weight."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: InitialWeight) -> None:
         super().__init__()
         self.fqn, self.key = start.fqn, key_of(start.weight.untyped_storage())
         self.rows, self.width = _rows_of(start.weight)
@@ -375,7 +375,7 @@ class _Noted(TorchDispatchMode):
         self.done.append(Fill(function, first, rows, tuple(others), options))
 
 
-def _noted(start: Start, own: Callable[[], Any]) -> list[Fill]:
+def _noted(start: InitialWeight, own: Callable[[], Any]) -> list[Fill]:
     """What ``own`` does to the weight; InputError where it is not to every element by itself."""
     noted = _Noted(start)
     versions = [(p, p._version) for p in start.owner.parameters(False) if not p.is_inference()]

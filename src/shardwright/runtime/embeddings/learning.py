@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from shardwright.core.errors import UnsupportedError, expected
-from shardwright.runtime.embeddings.bags import Feature
-from shardwright.runtime.embeddings.guide import Rows
-from shardwright.runtime.embeddings.module import Entrance
+from shardwright.runtime.embeddings.bags import TableFeature
+from shardwright.runtime.embeddings.modules import LookupModule
 from shardwright.runtime.embeddings.route import Table
+from shardwright.runtime.embeddings.routing import Rows
 from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.sharded_module import mix_in
 
@@ -51,7 +51,7 @@ class Learning:
         if self.frozen == self.tables:
             self.say(False)
 
-    def of_trained(self, gradient: Rows, features: Sequence[Feature]) -> Rows:
+    def of_trained(self, gradient: Rows, features: Sequence[TableFeature]) -> Rows:
         """The gradient of rows of every feature, 0 of those in frozen tables."""
         if not self.frozen:
             return gradient
@@ -146,7 +146,7 @@ def reach_tables(model: nn.Module) -> None:
     """Let ``requires_grad_`` of ``model`` and of its parts reach the tables below."""
     for part in {part for path, _ in _tables(model) for part in _parts(path)}:
         module = model.get_submodule(part)
-        if not isinstance(module, Entrance):
+        if not isinstance(module, LookupModule):
             kind = type(module)
             names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
             mix_in(module, AroundTables, kind.__name__, **names)

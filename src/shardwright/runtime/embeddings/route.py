@@ -83,7 +83,7 @@ def cache_of(planned: TablePlan) -> dict[tuple[int, ...], int] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TablePiece:
     """Columns ``column : column + width`` of feature ``feature``, whose table has ``rows``; part k
     has those from ``starts[k]`` on."""
 
@@ -97,7 +97,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBlock:
     """A block on one rank: ``rows`` rows of its group's tensor from ``base``; of one on disk,
     ``cache`` bytes are for rows in memory."""
 
@@ -112,13 +112,13 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TableGroup:
     """All pieces kept alike, the ``fixed`` ones first, and what each rank holds of them."""
 
     key: GroupKey
     fixed: int
-    pieces: tuple[Piece, ...]
-    held: dict[int, tuple[Held, ...]]
+    pieces: tuple[TablePiece, ...]
+    held: dict[int, tuple[HeldBlock, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,8 @@ class Strip:
 class Route:
     """Groups whose ids travel, groups of what every rank replicates, and strips of the former."""
 
-    groups: tuple[Group, ...]
-    replicas: tuple[Group, ...]
+    groups: tuple[TableGroup, ...]
+    replicas: tuple[TableGroup, ...]
     strips: tuple[Strip, ...]
 
 
@@ -216,33 +216,33 @@ def _check(table: Table, follows: bool, block: Block) -> None:
         )
 
 
-def _group(key: GroupKey, members: list[_Columns], world_size: int) -> Group:
+def _group(key: GroupKey, members: list[_Columns], world_size: int) -> TableGroup:
     whole = [member for member in members if len(member.blocks) == 1]
     whole.sort(key=lambda member: member.blocks[0].rank)
     cut = [member for member in members if len(member.blocks) > 1]
     filled = [0] * world_size
-    held: dict[int, list[Held]] = {rank: [] for rank in range(world_size)}
-    pieces: list[Piece] = []
+    held: dict[int, list[HeldBlock]] = {rank: [] for rank in range(world_size)}
+    pieces: list[TablePiece] = []
     for member in (*whole, *cut):
         bases = []
         for block in member.blocks:
             bases.append(filled[block.rank])
             for rank in range(world_size) if member.table.replicated else (block.rank,):
                 cache = (member.table.cache or {}).get(block.offsets, 0)
-                held[rank].append(Held(block, filled[rank], cache))
+                held[rank].append(HeldBlock(block, filled[rank], cache))
                 filled[rank] += block.sizes[0]
         starts = tuple(block.offsets[0] for block in member.blocks)
         owners = tuple(0 if member.table.replicated else block.rank for block in member.blocks)
         column = member.blocks[0].offsets[1]
         pieces.extend(
-            Piece(feature, column, key.width, member.table.rows, starts, owners, tuple(bases))
+            TablePiece(feature, column, key.width, member.table.rows, starts, owners, tuple(bases))
             for feature in member.features
         )
     kept = {rank: tuple(items) for rank, items in held.items()}
-    return Group(key, sum(len(piece.owners) == 1 for piece in pieces), tuple(pieces), kept)
+    return TableGroup(key, sum(len(piece.owners) == 1 for piece in pieces), tuple(pieces), kept)
 
 
-def _strips(tables: Sequence[Table], groups: Sequence[Group]) -> Iterable[Strip]:
+def _strips(tables: Sequence[Table], groups: Sequence[TableGroup]) -> Iterable[Strip]:
     """The rows of each table between any two of its row cuts, where its columns are cut."""
     for table in tables:
         own = [

@@ -28,19 +28,18 @@ from shardwright.job.plan import Plan, TablePlan
 from shardwright.job.planner import IN_FULL, Communication, trained_communication
 from shardwright.runtime.comm import Comm, check_mesh, flat
 from shardwright.runtime.embeddings.ahead import look_ahead
-from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.initial import (
     Initial,
     InitialBlock,
-    Start,
+    InitialWeight,
     facts_of,
     filled,
     freeing,
     initial_blocks,
 )
 from shardwright.runtime.embeddings.learning import note_trained
-from shardwright.runtime.embeddings.module import RoutedEmbedding
+from shardwright.runtime.embeddings.modules import RoutedCollection, RoutedEmbedding
 from shardwright.runtime.embeddings.route import (
     Table,
     cache_of,
@@ -62,7 +61,7 @@ class _Found:
     """A table in a module, and where its weight starts; ``names`` are those that a plan may have
     for it."""
 
-    start: Start
+    start: InitialWeight
     names: tuple[str, ...]
     pooling: Pooling
     features: tuple[str, ...]
@@ -195,7 +194,7 @@ def _parts_of(module: nn.Module, plan: Plan) -> dict[str, list[tuple[_Found, Tab
     return parts
 
 
-def _freeze(sharded: ShardedTables, starts: Iterable[Start]) -> None:
+def _freeze(sharded: ShardedTables, starts: Iterable[InitialWeight]) -> None:
     """Rows of what was frozen stay as they are."""
     for start in starts:
         if not start.weight.requires_grad:
@@ -256,12 +255,12 @@ def _tables_in(path: str, part: nn.Module) -> Iterator[_Found]:
         pooling: Pooling = "none"
         if isinstance(part, nn.EmbeddingBag):
             pooling = "mean" if part.mode == "mean" else "sum"
-        start = Start(f"{above}weight", part)
+        start = InitialWeight(f"{above}weight", part)
         yield _Found(start, tuple(dict.fromkeys(names)), pooling, (path or "weight",))
         return
     for each in collected(part):
         owner, _, name = each.inside.rpartition(".")
-        start = Start(f"{above}{each.inside}", part.get_submodule(owner), name, each.start)
+        start = InitialWeight(f"{above}{each.inside}", part.get_submodule(owner), name, each.start)
         yield _Found(start, (each.name,), each.pooling, each.features)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -13,12 +17,13 @@ from shardwright.core.schedule import BAGS_OF_ONE, rows_at_once
 from shardwright.core.timeline import Kind
 from shardwright.runtime.embeddings import update
 from shardwright.runtime.embeddings.initial import TILE, InitialBlock
-from shardwright.runtime.embeddings.pages import use_large_pages
-from shardwright.runtime.embeddings.route import Group, Held
+from shardwright.runtime.embeddings.route import HeldBlock, TableGroup
 from shardwright.runtime.embeddings.update import Looked, Touched
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.units.parameter import DTYPES
 
+_LARGE_PAGE = 2**21
+_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
 _PIECE_BYTES = 2**22  # of starting values that are made at a time
 
 
@@ -31,7 +36,7 @@ class Store:
 
     def __init__(
         self,
-        group: Group,
+        group: TableGroup,
         rank: int,
         initial: InitialBlock,
         probe: Probe,
@@ -90,7 +95,7 @@ class Store:
         for state in self.states.values():
             yield state, "optimizer_state"
 
-    def kept(self, item: Held) -> dict[Kind, int]:
+    def kept(self, item: HeldBlock) -> dict[Kind, int]:
         """Bytes that one block takes for as long as the store is there."""
         found: dict[Kind, int] = {"weight": self.block_view(item).nbytes}
         if self.states:
@@ -100,12 +105,12 @@ class Store:
     def settle(self) -> None:
         """``weight`` and ``states`` are complete, and may be changed, until the next lookup."""
 
-    def block_view(self, item: Held) -> torch.Tensor:
+    def block_view(self, item: HeldBlock) -> torch.Tensor:
         """The weights of one block, sharing storage."""
         self.settle()
         return self.weight[item.base : item.base + item.rows]
 
-    def state_views(self, item: Held) -> dict[str, torch.Tensor]:
+    def state_views(self, item: HeldBlock) -> dict[str, torch.Tensor]:
         """The optimizer's states of one block."""
         self.settle()
         rows = slice(item.base, item.base + item.rows)
@@ -201,3 +206,21 @@ def _fetches_ahead(table: torch.Tensor, rows: torch.Tensor) -> bool:
     memory before they are needed, which many rows are worth."""
     on_cpu = table.device.type == "cpu" and table.dtype == torch.float32
     return on_cpu and len(rows) >= BAGS_OF_ONE
+
+
+def use_large_pages(tensor: torch.Tensor) -> None:
+    """Ask the system for large pages, whose addresses a CPU has at hand where rows are read at
+    random, under a tensor that nothing was written to yet; one that has none, or no memory of its
+    own, stays as it is."""
+    if _ADVICE is None or type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+        return
+    start = tensor.data_ptr()
+    first = -(-start // _LARGE_PAGE) * _LARGE_PAGE
+    size = (start + tensor.nbytes - first) // _LARGE_PAGE * _LARGE_PAGE
+    if size > 0:
+        _system().madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _ADVICE)
+
+
+@cache
+def _system() -> Any:
+    return ctypes.CDLL(None)

@@ -22,11 +22,10 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.schedule import Action
 from shardwright.job.planner import IN_FULL, Communication
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.embeddings import wire
-from shardwright.runtime.embeddings.asking import Asking, agree_on_ids
+from shardwright.runtime.embeddings import exchange
 from shardwright.runtime.embeddings.bags import (
     Bags,
-    Pool,
+    OwnPooling,
     cat,
     check_columns,
     features_of,
@@ -36,27 +35,21 @@ from shardwright.runtime.embeddings.bags import (
     versions_of,
 )
 from shardwright.runtime.embeddings.disk import make_store
-from shardwright.runtime.embeddings.guide import Guide, Rows, each_of
+from shardwright.runtime.embeddings.exchange import Counts, IdExchange, Travelling, agree_on_ids
 from shardwright.runtime.embeddings.initial import InitialBlock
 from shardwright.runtime.embeddings.learning import Learning
-from shardwright.runtime.embeddings.module import Entrance
-from shardwright.runtime.embeddings.replicas import Learnt, Replicas
-from shardwright.runtime.embeddings.route import Held, Route, Table
-from shardwright.runtime.embeddings.store import Store
-from shardwright.runtime.embeddings.strips import Strips
-from shardwright.runtime.embeddings.trip import (
-    Arrived,
-    Lookup,
-    Returning,
-    Trip,
-    Waiting,
-    follow_steps,
+from shardwright.runtime.embeddings.lookup import (
+    LookUp,
+    TableLookup,
     refuse_accumulation,
     refuse_many_lookups,
     refuse_scaling,
-    refuse_second_backward,
-    steps,
 )
+from shardwright.runtime.embeddings.modules import LookupModule
+from shardwright.runtime.embeddings.route import HeldBlock, Route, Table
+from shardwright.runtime.embeddings.routing import GroupRouting, Rows, each_of
+from shardwright.runtime.embeddings.store import Store
+from shardwright.runtime.embeddings.sums import ColumnSums, Learnt, ReplicatedStores
 from shardwright.runtime.embeddings.update import Touched, check_rule
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import outside_graphs
@@ -65,7 +58,7 @@ from shardwright.runtime.units.parameter import DTYPES
 from shardwright.tracker.private import after_backward
 
 
-class ShardedTables(Entrance):
+class ShardedTables(LookupModule):
     """Tables whose rows lie as a route says.
 
     Features as ``read_bags`` takes them -> a mapping of each to rows [B, dim], pooled, or [values,
@@ -103,11 +96,10 @@ class ShardedTables(Entrance):
         self.flow = flow  # of the units beside them
         self.learning = Learning(tables)
         self.overlap = overlap
-        self.ahead: list[Lookup] = []  # of forwards to come
-        self._waiting: weakref.ref[Waiting] | None = None
-        self._updated = -1  # steps of optimizers before the last update
+        self.ahead: list[TableLookup] = []  # of forwards to come
+        self._waiting: weakref.ref[partial[None]] | None = None  # an update, which a guard keeps
+        self._updated: list[int] | None = None  # versions of weights of units at the last update
         self.updates = torch.zeros(())  # how many were made, for optimizers that use it
-        follow_steps()
         dims = {table.dim for table in tables}
         self.dim = dims.pop() if len(dims) == 1 else None
         self.gradient_names = [f"gradient of {feature.table.fqn}" for feature in self.features]
@@ -115,17 +107,19 @@ class ShardedTables(Entrance):
         self.limits = torch.tensor([f.table.rows for f in self.features], device=device)
         self.stores = [make_store(group, comm, initial, folder) for group in route.groups]
         self.widths = [store.width for store in self.stores]
-        self.guides = [Guide.of(group, comm.size, device) for group in route.groups]
-        self.asking = Asking(comm, self.guides, device) if self.guides else None
-        self.replicas = Replicas(route.replicas, comm, initial, bool(self.stores))
-        self.strips = Strips(route.strips, comm)
+        self.routings = [GroupRouting.of(group, comm.size, device) for group in route.groups]
+        self.ids = IdExchange(comm, self.routings, device) if self.routings else None
+        self.replicas = ReplicatedStores(route.replicas, comm, initial, bool(self.stores))
+        self.column_sums = ColumnSums(route.strips, comm)
         self.comes_as_asked = (
             not route.replicas
-            and len(self.guides) == 1
-            and self.guides[0].is_steady
-            and self.guides[0].width == self.dim
+            and len(self.routings) == 1
+            and self.routings[0].is_steady
+            and self.routings[0].width == self.dim
         )
-        self._open: weakref.WeakSet[Trip] = weakref.WeakSet()  # lookups that wait for backward
+        self.open: weakref.WeakSet[TableLookup] = (
+            weakref.WeakSet()
+        )  # lookups that wait for backward
         self.anchor = torch.empty(0, device=device, requires_grad=True)  # makes backward run
 
     @property
@@ -145,13 +139,14 @@ class ShardedTables(Entrance):
         lookup = self._ahead_of(given) or self._ask(given)
         self._start(lookup)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.learning.is_off):
-            found = _Lookup.apply(self.anchor, lookup, self)
+            found = LookUp.apply(self.anchor, lookup, self)
+        pools = lookup.arrived()
         if lookup.whole:
             return found.to(self.dtypes[0]).transpose(0, 1)
         rows = {}
         named = zip(self.outputs, self.dtypes, found, strict=True)
         for number, (name, dtype, part) in enumerate(named):
-            pooled = lookup.pools[number](part) if number in lookup.pools else part
+            pooled = pools[number](part) if number in pools else part
             rows[name] = pooled if pooled.dtype == dtype else pooled.to(dtype)
         return rows
 
@@ -180,13 +175,13 @@ class ShardedTables(Entrance):
     @property
     def travels(self) -> bool:
         """Whether anything can be on its way while this rank computes."""
-        return self.asking is not None and self.comm.size > 1
+        return self.ids is not None and self.comm.size > 1
 
-    def _remember(self, given: Any, lookup: Lookup) -> None:
+    def _remember(self, given: Any, lookup: TableLookup) -> None:
         lookup.versions = versions_of(given)
         self.ahead.append(lookup)
 
-    def _ahead_of(self, given: Any) -> Lookup | None:
+    def _ahead_of(self, given: Any) -> TableLookup | None:
         """The lookup of what is ``given`` that is under way; those before it are forgotten."""
         for place, lookup in enumerate(self.ahead):
             if lookup.is_for(given):
@@ -194,14 +189,14 @@ class ShardedTables(Entrance):
                 return lookup
         return None
 
-    def holdings(self) -> list[tuple[Store, Held]]:
+    def holdings(self) -> list[tuple[Store, HeldBlock]]:
         """Every block this rank keeps, with the store it lies in."""
         stores = (*self.stores, *self.replicas.stores)
         return [(store, held) for store in stores for held in store.held]
 
     # ---- forward -------------------------------------------------------------------------------
 
-    def _ask(self, given: Any, *, later: bool = False) -> Lookup:
+    def _ask(self, given: Any, *, later: bool = False) -> TableLookup:
         """Sort ids by owner and send every owner its row numbers; of a wrong one all ranks hear,
         and ``later`` it is raised by ``_start``."""
         error = None
@@ -210,29 +205,28 @@ class ShardedTables(Entrance):
             bags, pools = self._read(given)
         except Exception as found:  # whatever it is, the others wait for this rank
             error = refusal(found, self.path)
-        if self.asking is None and self._meets_in_backward:
+        if self.ids is None and self._meets_in_backward:
             agree_on_ids(self.comm, str(error or ""))
-        if error is not None and self.asking is None:
+        if error is not None and self.ids is None:
             raise error
         refuse_scaling(self.path, self.device.type)
-        adds = self._updated == steps.made and self.flow.has_gradients
-        trip = Trip((), [], [], [], self.limits[:0], [], adds)
-        sent, results = None, ()
+        adds = self._no_step_since_update() and self.flow.has_gradients
+        lookup = TableLookup(given, whole, self.limits[:0], adds)
         with torch.no_grad(), self.comm.probe.phase("exchange_ids" if self.stores else "lookup"):
             if error is None:
-                trip.shares, results = bags.shares, bags.results
-                trip.asked = [guide.request(bags) for guide in self.guides]
-                trip.replicas = [guide.request(bags) for guide in self.replicas.guides]
+                lookup.pools, lookup.results, lookup.shares = pools, bags.results, bags.shares
+                lookup.asked = [routing.request(bags) for routing in self.routings]
+                lookup.replicas = [routing.request(bags) for routing in self.replicas.routings]
                 bags.forget()
-            if self.asking is not None:
-                sent = self.asking.begin(trip.asked, error)
+            if self.ids is not None:
+                lookup.sent = self.ids.begin(lookup.asked, error)
                 if error is not None and not later:
-                    sent.finish()
-        return Lookup(given, whole, results, {} if error else pools, trip, sent)
+                    lookup.sent.finish()
+        return lookup
 
-    def _read(self, given: Any) -> tuple[Bags, dict[int, Pool]]:
+    def _read(self, given: Any) -> tuple[Bags, dict[int, OwnPooling]]:
         """What is asked for, and how some of it is pooled here."""
-        if isinstance(given, Exception):  # its entrance found why it cannot be
+        if isinstance(given, Exception):  # whoever asked found why it cannot be
             raise given
         if not isinstance(given, torch.Tensor):
             return read_bags(given, self.features, self.limits)
@@ -243,80 +237,82 @@ class ShardedTables(Entrance):
         return one_each(given.t().long()), {}
 
     @torch.no_grad()
-    def _start(self, lookup: Lookup) -> None:
+    def _start(self, lookup: TableLookup) -> None:
         """Look rows up for the others, and let them travel."""
         if lookup.started:
             return
         lookup.started = True
-        probe, trip = self.comm.probe, lookup.trip
+        probe = self.comm.probe
         if lookup.sent is not None:
             sent, lookup.sent = lookup.sent, None
             with probe.phase("exchange_ids"):
-                trip.counts, trip.served, trip.rows = sent.finish()
+                lookup.counts, lookup.served, lookup.rows = sent.finish()
             del sent
             probe.did(Action("exchange", "ids", "exchange_ids"))
         with probe.phase("lookup"):
-            rows = self._serve(trip) if self.stores else None
-            pairs = zip(self.replicas.stores, trip.replicas, strict=True)
+            rows = self._serve(lookup) if self.stores else None
+            pairs = zip(self.replicas.stores, lookup.replicas, strict=True)
             lookup.found = [store.look_up(request.looked) for store, request in pairs]
         probe.did(Action("lookup", self.path, "lookup"))
         if rows is not None:
             with probe.phase("exchange_rows"):
-                served, came = (wire.floats(self.widths, n) for n in (trip.served, trip.counts))
+                served = exchange.floats(self.widths, lookup.served)
+                came = exchange.floats(self.widths, lookup.counts)
                 rows = rows.to(self.row_dtype)
-                lookup.back = self._exchange("exchange rows", rows, served, came)
+                lookup.travelling = self._exchange("exchange rows", rows, served, came)
                 del rows
             probe.did(Action("exchange", "rows", "exchange_rows"))
 
-    def arrive(self, lookup: Lookup) -> Rows:
+    def arrive(self, lookup: TableLookup) -> Rows:
         """Rows of every feature, one tensor if they are whole, once they are here."""
-        trip, results = lookup.trip, lookup.results
-        probe = self.comm.probe
+        probe, results = self.comm.probe, lookup.results
         with probe.phase("exchange_rows"):
-            back = None if lookup.back is None else lookup.back.arrive()
-            lookup.back, found, lookup.found = None, lookup.found, ()
+            back = None if lookup.travelling is None else lookup.travelling.arrive()
+            lookup.travelling, found, lookup.found = None, lookup.found, ()
             if back is not None and self.comes_as_asked and not lookup.whole:
                 out = self._views(results, back)
             else:
                 out = self._out(results)
-                self._assemble(out, back, found, trip)
-            for place, share in enumerate(trip.shares):
+                self._assemble(out, back, found, lookup)
+            for place, share in enumerate(lookup.shares):
                 if share is not None:
                     out[place].mul_(share)
         probe.did(Action("assemble", self.path, "exchange_rows"))
         return out
 
-    def _serve(self, trip: Trip) -> torch.Tensor:
+    def _serve(self, lookup: TableLookup) -> torch.Tensor:
         """The rows asked for, flat, by rank then group."""
         groups = len(self.stores)
         if groups == 1:
-            (looked,) = wire.unpack(trip.rows, trip.served, 1)
+            (looked,) = exchange.unpack(lookup.rows, lookup.served, 1)
             return self.stores[0].look_up(looked).view(-1)
-        parts = trip.rows.split([*map(sum, trip.served)])
+        parts = lookup.rows.split([*map(sum, lookup.served)])
         found = [
             store.look_up(looked).view(-1)
-            for part, row in zip(parts, trip.served, strict=True)
-            for store, looked in zip(self.stores, wire.unpack(part, [row], groups), strict=True)
+            for part, row in zip(parts, lookup.served, strict=True)
+            for store, looked in zip(self.stores, exchange.unpack(part, [row], groups), strict=True)
         ]
         return torch.cat(found)
 
     def _assemble(
-        self, out: Rows, back: torch.Tensor | None, found: list[torch.Tensor], trip: Trip
+        self, out: Rows, back: torch.Tensor | None, found: list[torch.Tensor], lookup: TableLookup
     ) -> None:
         """Put everything found into ``out``, in feature order."""
-        for guide, rows, asked in zip(self.replicas.guides, found, trip.replicas, strict=True):
-            guide.put(out, rows, asked)
+        for routing, rows, asked in zip(
+            self.replicas.routings, found, lookup.replicas, strict=True
+        ):
+            routing.put(out, rows, asked)
         if back is not None:
-            groups = wire.regroup(back, wire.floats(self.widths, trip.counts))
-            for guide, asked, rows in zip(self.guides, trip.asked, groups, strict=True):
-                guide.put(out, rows.view(-1, guide.width).float(), asked)
+            groups = exchange.regroup(back, exchange.floats(self.widths, lookup.counts))
+            for routing, asked, rows in zip(self.routings, lookup.asked, groups, strict=True):
+                routing.put(out, rows.view(-1, routing.width).float(), asked)
 
     def _views(self, results: Sequence[int], back: torch.Tensor) -> Rows:
         """What came back, feature by feature, where it lies: no views to autograd."""
-        (guide,) = self.guides
-        rows = back.view(-1, guide.width).float()
-        parts = torch.unsafe_split_with_sizes(rows, [results[f] for f in guide.features])
-        found = sorted(zip(guide.features, parts, strict=True), key=itemgetter(0))
+        (routing,) = self.routings
+        rows = back.view(-1, routing.width).float()
+        parts = torch.unsafe_split_with_sizes(rows, [results[f] for f in routing.features])
+        found = sorted(zip(routing.features, parts, strict=True), key=itemgetter(0))
         return [part for _, part in found]
 
     def _out(self, results: Sequence[int]) -> Rows:
@@ -328,58 +324,62 @@ class ShardedTables(Entrance):
 
     # ---- backward ------------------------------------------------------------------------------
 
-    def retrace(self, gradient: Rows, trip: Trip) -> None:
-        """Send gradients of rows back along ``trip`` and update the rows they belong to, at the end
-        of the backward if they may travel until then.
+    def retrace(self, gradient: Rows, lookup: TableLookup) -> None:
+        """Send gradients of rows back the way that they came and update the rows they belong to, at
+        the end of the backward if they may travel until then.
 
         RunError on every rank, before any row is updated, where there is no guard to wait for and
         one of them is not finite.
         """
         self.learning.check(self.path)
-        self._refuse_accumulation(trip)
+        self._refuse_accumulation(lookup)
         gradient = self.learning.of_trained(gradient, self.features)
         self.advance()
-        if any(share is not None for share in trip.shares):
-            pairs = zip(gradient, trip.shares, strict=True)
+        if any(share is not None for share in lookup.shares):
+            pairs = zip(gradient, lookup.shares, strict=True)
             gradient = [rows if share is None else rows * share for rows, share in pairs]
         probe = self.comm.probe
         guard = self.guard or Guard(self.comm)
-        arrived = Arrived.of(trip)
         with probe.phase("reduce"):
-            if trip.replicas:
-                arrived.learnt = self._learnt(gradient, trip, guard)
+            if lookup.replicas:
+                lookup.learnt = self._learnt(gradient, lookup, guard)
             if self.stores:
-                rides = arrived.learnt is not None and self.replicas.rides
-                dense = arrived.learnt.dense if arrived.learnt is not None and rides else None
-                arrived.returning = self._return(gradient, trip, dense, guard)
+                self._return(gradient, lookup, guard)
                 probe.did(Action("exchange", "row_gradients", "reduce", "backward"))
             elif self.guard is None:
                 guard.settle()
             if not (self.overlap and self.travels):
-                self._receive(arrived)
-            if arrived.learnt is not None:
-                self.replicas.reduce(arrived.learnt)
+                self._receive(lookup)
+            if lookup.learnt is not None:
+                self.replicas.reduce(lookup.learnt)
                 probe.did(Action("reduce", self.path, "reduce", "backward"))
-        waiting = None if self._waiting is None else self._waiting()
+        self.open.discard(lookup)
         if self.guard is None:
-            self._updated = steps.made
-            update = partial(self._update, Waiting([arrived]))
-            update() if arrived.returning is None else after_backward(update)
-        elif waiting is not None:
-            waiting.backwards.append(arrived)
+            self._updated = self._weights_of_units()
+            update = partial(self._update, [lookup])
+            update() if lookup.travelling is None else after_backward(update)
         else:
-            waiting = Waiting([arrived])
-            self._waiting = weakref.ref(waiting)
-            guard.defer(partial(self._update, waiting))
+            self._defer(lookup, guard)
+        lookup.returned()
+
+    def _defer(self, lookup: TableLookup, guard: Guard) -> None:
+        """Update with what other backwards brought before the guard is settled, which alone keeps
+        the update: where it drops that, the next backward begins another one."""
+        update = None if self._waiting is None else self._waiting()
+        if update is None:
+            update = partial(self._update, [])
+            self._waiting = weakref.ref(update)
+            guard.defer(update)
+        update.args[0].append(lookup)
 
     @torch.no_grad()
-    def _update(self, waiting: Waiting) -> None:
+    def _update(self, backwards: list[TableLookup]) -> None:
         """Change rows by the mean over ranks of what all backwards brought."""
-        probe, backwards = self.comm.probe, waiting.backwards
-        for arrived in backwards:
-            if arrived.returning is not None:
+        probe = self.comm.probe
+        for lookup in backwards:
+            if lookup.travelling is not None:
                 with probe.phase("reduce"):
-                    self._receive(arrived)
+                    self._receive(lookup)
         self.learning.hold((*self.stores, *self.replicas.stores))
         self.updates += 1
         number = int(self.updates)
@@ -390,110 +390,100 @@ class ShardedTables(Entrance):
                 self.replicas.update(learnt, self.learning_rate, number)
         probe.did(Action("update", self.path, "step", "backward"))
 
-    def _update_routed(self, backwards: Sequence[Arrived], number: int) -> None:
+    def _update_routed(self, backwards: Sequence[TableLookup], number: int) -> None:
         groups, scale = len(self.stores), 1.0 / self.comm.size  # of each rank's own mean loss
         looked = [each.parted(groups) for each in backwards]
         touched: dict[int, Touched] = {}
         for place, store in enumerate(self.stores):
-            rows = wire.joined([each[place] for each in looked])
+            rows = exchange.joined([each[place] for each in looked])
             gradient = cat([a.gradients[place].view(-1, store.width) for a in backwards]).float()
             rate = self.learning_rate * (scale if store.optimizer == "sgd" else 1.0)
             if store.optimizer != "sgd" and scale < 1:
                 gradient.mul_(scale)
-            if place in self.strips.groups:
+            if place in self.column_sums.groups:
                 touched[place] = rows.summed(gradient, len(store.weight))
             else:
                 store.update(rows, gradient, rate, number)
         if touched:
             squares = {place: self.stores[place].squares(t) for place, t in touched.items()}
-            self.strips.add_up({place: t.rows for place, t in touched.items()}, squares)
+            self.column_sums.add_up({place: t.rows for place, t in touched.items()}, squares)
             for place, each in touched.items():
                 self.stores[place].step(each, squares[place], self.learning_rate, number)
 
-    def _refuse_accumulation(self, trip: Trip) -> None:
+    def _refuse_accumulation(self, lookup: TableLookup) -> None:
         if self.guard is not None:
             return
-        others = sum(other is not trip for other in self._open)
+        others = sum(other is not lookup for other in self.open)
         optimizer = next((t.optimizer for t in self.tables if t.optimizer != "sgd"), "")
         refuse_many_lookups(optimizer, others)
-        if self.flow.holds_back or (trip.adds and steps.made == self._updated):
+        if self.flow.holds_back or (lookup.adds and self._no_step_since_update()):
             refuse_accumulation(self.path)
 
-    def _return(
-        self, gradient: Rows, trip: Trip, dense: torch.Tensor | None, guard: Guard
-    ) -> Returning:
-        """Send row gradients to the rows' owners; ``dense`` rides."""
+    def _no_step_since_update(self) -> bool:
+        """Whether rows were updated in a backward without a guard, and no optimizer has stepped
+        since, which would have changed weights of the units beside."""
+        return self._updated is not None and self._updated == self._weights_of_units()
+
+    def _weights_of_units(self) -> list[int]:
+        """Versions of the weights of all units beside the tables."""
+        return [unit.buffers.shard._version for unit in self.flow.units()]
+
+    def _return(self, gradient: Rows, lookup: TableLookup, guard: Guard) -> None:
+        """Send row gradients to the rows' owners; the dense one of replicas may ride."""
         dtype = self.gradient_dtype
+        dense = lookup.learnt.dense if lookup.learnt is not None and self.replicas.rides else None
         ordered = [
-            guide.take(gradient, asked).view(-1).to(dtype)
-            for guide, asked in zip(self.guides, trip.asked, strict=True)
+            routing.take(gradient, asked).view(-1).to(dtype)
+            for routing, asked in zip(self.routings, lookup.asked, strict=True)
         ]
         guard.look(ordered, self.gradient_names, partial(each_of, gradient))
-        out, into = wire.floats(self.widths, trip.counts), wire.floats(self.widths, trip.served)
+        out = exchange.floats(self.widths, lookup.counts)
+        into = exchange.floats(self.widths, lookup.served)
         if self.guard is None and (dense is None or dtype != dense.dtype):
             if heads := sum(not any(row) for row in out):
                 ordered.append(ordered[0].new_zeros(heads))
-            out, into = wire.without_empty(out), wire.without_empty(into)
+            out, into = exchange.without_empty(out), exchange.without_empty(into)
         if dense is not None:  # in full, whatever rows travel in
             ordered.append(dense.repeat(self.comm.size).view(dtype))
             size = len(ordered[-1]) // self.comm.size
             out, into = ([[*row, size] for row in counts] for counts in (out, into))
-        sent = wire.interleave(ordered, out)
+        sent = exchange.interleave(ordered, out)
         if self.guard is None and not guard.is_fine:
-            wire.spoil(sent, out)
-        came = self._exchange("exchange row gradients", sent, out, into)
-        return Returning(came, into, dense, None if self.guard is not None else guard)
+            exchange.spoil(sent, out)
+        lookup.into, lookup.rides = into, dense is not None
+        lookup.guard = None if self.guard is not None else guard
+        lookup.travelling = self._exchange("exchange row gradients", sent, out, into)
 
-    def _receive(self, arrived: Arrived) -> None:
+    def _receive(self, lookup: TableLookup) -> None:
         """Wait for row gradients, group by group; what rode along is summed."""
-        returning, arrived.returning = arrived.returning, None
-        if returning is None:
+        travelling, lookup.travelling = lookup.travelling, None
+        if travelling is None:
             return
-        received, into, dense = returning.came.arrive(), returning.into, returning.dense
-        if returning.guard is not None and wire.is_spoilt(received, into):
-            returning.guard.settle()
-        parts = wire.regroup(received, into)
-        if dense is not None:
+        received, into, guard = travelling.arrive(), lookup.into, lookup.guard
+        lookup.guard = None
+        if guard is not None and exchange.is_spoilt(received, into):
+            guard.settle()
+        parts = exchange.regroup(received, into)
+        if lookup.rides:
+            assert lookup.learnt is not None
+            assert lookup.learnt.dense is not None
+            dense = lookup.learnt.dense
             same = self.gradient_dtype == dense.dtype
             every = parts[-1] if same else parts[-1].clone().view(dense.dtype)
             torch.sum(every.view(self.comm.size, -1), 0, out=dense)
-        arrived.gradients = parts[: len(self.stores)]
+        lookup.gradients = parts[: len(self.stores)]
 
-    def _learnt(self, gradient: Rows, trip: Trip, guard: Guard) -> Learnt:
+    def _learnt(self, gradient: Rows, lookup: TableLookup, guard: Guard) -> Learnt:
         """What this rank's backward brings to the replicas."""
-        pairs = zip(self.replicas.guides, trip.replicas, strict=True)
-        own = [guide.take(gradient, asked) for guide, asked in pairs]
+        pairs = zip(self.replicas.routings, lookup.replicas, strict=True)
+        own = [routing.take(gradient, asked) for routing, asked in pairs]
         guard.look(own, self.gradient_names, partial(each_of, gradient))
-        return self.replicas.learnt(own, trip.replicas)
+        return self.replicas.learnt(own, lookup.replicas)
 
-    def _exchange(
-        self, label: str, sent: torch.Tensor, out: wire.Counts, into: wire.Counts
-    ) -> wire.Travelling:
+    def _exchange(self, label: str, sent: torch.Tensor, out: Counts, into: Counts) -> Travelling:
         """All-to-all of values that lie by rank, ``out`` and ``into`` [rank][section] of them; one
         rank gets what it sent, where it lies."""
         sizes = ([*map(sum, into)], [*map(sum, out)])
         received = sent if self.comm.size == 1 else sent.new_empty(sum(sizes[0]))
-        pending = self.comm.all_to_all(label, received, sent, *sizes, wait=False)
-        return wire.Travelling(received, sent, pending)
-
-
-class _Lookup(torch.autograd.Function):
-    """Joins the route to autograd; table weights themselves never carry a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, lookup: Lookup, tables: ShardedTables) -> Any:
-        out, trip = tables.arrive(lookup), lookup.trip
-        tables._open.add(trip)  # until its graph is gone
-        ctx.trip, ctx.tables, ctx.whole = trip, tables, lookup.whole
-        if not lookup.whole and isinstance(out, torch.Tensor):
-            # tensors of their own for autograd, which may be changed in place
-            out = torch.unsafe_split_with_sizes(out.flatten(0, 1), [out.shape[1]] * len(out))
-        return out if lookup.whole else tuple(out)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        trip, ctx.trip = ctx.trip, None
-        if trip is None:
-            refuse_second_backward()
-        ctx.tables.retrace(gradients[0] if ctx.whole else gradients, trip)
-        return None, None, None
+        pending = self.comm.shards.all_to_all(label, received, sent, *sizes, wait=False)
+        return Travelling(received, sent, pending)

@@ -23,8 +23,7 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.layout import Segment
 from shardwright.core.placement import BlockShard, Shard, describe
 from shardwright.runtime.checkpoint.region import Box, BoxAt, blocks_of, parts
-from shardwright.runtime.comm import Comm, CutTwice
-from shardwright.runtime.patience import patience
+from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import tensor_spec
 from shardwright.runtime.units.tensor_parallel import Joint
 
@@ -114,7 +113,7 @@ class Cut:
             restored_cut,
             (
                 *(self.fqn, tuple(self.shape), self.dim, regions, self.key, self.mesh),
-                isinstance(self.comm, CutTwice),
+                self.comm.twice,
             ),
         )
 
@@ -159,7 +158,7 @@ class Cut:
         sizes = [size for _, size in regions]
         counts = [math.prod(each) for each in sizes]
         label = f"whole {self.fqn}"
-        with patience.asked_of_all(label, self.comm):
+        with self.comm.asked_of_all(label):
             flat = self.comm.gather_uneven(label, local.reshape(-1), counts)
         if not self._is_in_order(regions):
             whole = flat.new_empty(self.shape)
@@ -243,7 +242,7 @@ def restored_cut(
         wanted, found = "the ranks it was saved on", "a process without ranks"
         remedy = "Save sw.full_state_dict(model), which loads anywhere."
         raise InputError(expected(f"a saved part of {fqn}", wanted, found, remedy))
-    comm = CutTwice(mesh) if twice else Comm(mesh)
+    comm = Comm(mesh, twice=twice)
     return Cut(fqn, shape, dim, regions.__getitem__, key, comm)
 
 

@@ -18,7 +18,7 @@ from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.layout import UnitLayout
 from shardwright.core.placement import describe
 from shardwright.core.quantities import format_bytes
-from shardwright.runtime.comm import Comm, CutTwice
+from shardwright.runtime.comm import Comm
 from shardwright.runtime.units.buffers import Buffers, CachedViews
 from shardwright.runtime.units.cutting import FULL_PRECISION
 from shardwright.runtime.units.flow import Flow
@@ -256,7 +256,7 @@ def table(flow: Flow) -> str:
 def _cut_text(placements: Collection[str], unit: Unit) -> str:
     """How a unit is cut, under which stage of ZeRO where not all of it is, and where that lies."""
     cut = next(iter(placements)) if len(placements) == 1 else f"{len(placements)} placements"
-    if isinstance(unit.comm, CutTwice):
+    if unit.comm.twice:
         cut += ", states over replicas too"
     elif unit.cutting.zero != 3:
         cut += f", ZeRO-{unit.cutting.zero}"

@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.placement import Flat, Placement, Replicate, Shard
-from shardwright.runtime.comm import Comm, CutTwice
-from shardwright.runtime.torch_private import root_mesh
+from shardwright.runtime.comm import Comm
+from shardwright.runtime.comm.torch_groups import root_mesh
 
 Ints = tuple[int, ...]
 
@@ -145,7 +145,7 @@ def joints(parallels: Mapping[str, Parallel], comm: Comm) -> dict[str, Joint]:
             found = "a DTensor on ranks that would cut it again"
             raise UnsupportedError(expected(fqn, wanted, found, "Pass the other dimension."))
     cut = {fqn: parallel for fqn, parallel in parallels.items() if parallel.dim is not None}
-    if cut and isinstance(comm, CutTwice):
+    if cut and comm.twice:
         wanted = "one stage of ZeRO beside tensor parallelism"
         raise UnsupportedError(expected(min(cut), wanted, "a pair", "Pass zero=3."))
     grids: dict[int, ParallelGrid] = {}

@@ -17,8 +17,8 @@ from shardwright.data.reading import ClickReader
 from shardwright.data.synthetic import ClickModel
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.embeddings.bags import one_each
-from shardwright.runtime.embeddings.guide import Guide
-from shardwright.runtime.embeddings.route import Group, Held, Piece
+from shardwright.runtime.embeddings.route import HeldBlock, TableGroup, TablePiece
+from shardwright.runtime.embeddings.routing import GroupRouting
 from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.embeddings.update import Looked
 from shardwright.runtime.probe import Probe
@@ -222,7 +222,9 @@ def _updates(device: torch.device, random: torch.Generator) -> dict[str, Run]:
     gradient = torch.zeros(IDS, width, device=device)
     runs = {}
     for optimizer in ("sgd", "rowwise_adagrad"):
-        group = Group(GroupKey(width, optimizer, "fp32", width), 1, (), {0: (Held(block, 0),)})
+        group = TableGroup(
+            GroupKey(width, optimizer, "fp32", width), 1, (), {0: (HeldBlock(block, 0),)}
+        )
         store = Store(group, 0, lambda *_: torch.tensor(0.0), Probe(), device)
         runs[optimizer] = Run(IDS, partial(store.update, looked, gradient, 0.1, 1))
     return runs
@@ -241,17 +243,17 @@ def _travel(
         if cut:
             parts = tuple(part * owners // shares for part in range(shares))
         starts = tuple(chunk * part for part in range(len(parts)))
-        pieces.append(Piece(feature, 0, 1, chunk * shares, starts, parts, (0,) * len(parts)))
-    group = Group(GroupKey(1, "sgd", "fp32", 1), 0 if cut else FEATURES, tuple(pieces), {})
-    guide = Guide.of(group, owners, device)
+        pieces.append(TablePiece(feature, 0, 1, chunk * shares, starts, parts, (0,) * len(parts)))
+    group = TableGroup(GroupKey(1, "sgd", "fp32", 1), 0 if cut else FEATURES, tuple(pieces), {})
+    routing = GroupRouting.of(group, owners, device)
     ids = torch.randint(chunk * shares, (FEATURES, BATCH), generator=random).to(device)
     bags = one_each(ids)
     out = torch.empty(FEATURES, BATCH, 1, device=device)
     answers = torch.zeros(IDS, 1, device=device)
 
     def travel() -> None:
-        asked = guide.request(bags)
-        guide.put(out, answers, asked)
+        asked = routing.request(bags)
+        routing.put(out, answers, asked)
 
     return travel
 

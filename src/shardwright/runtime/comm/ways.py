@@ -1,4 +1,5 @@
-"""What a backend can do, and which way of doing it is faster in this process group.
+"""What is measured of a process group: which way of doing a collective is faster in it, and how far
+the clocks of its ranks are apart.
 
 gloo's own all-gather and reduce-scatter take copies that other ways do not: shards sent straight
 into their places, and an all-to-all whose parts each rank sums itself. The latter is the usual way
@@ -17,9 +18,10 @@ from typing import Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.errors import InputError, expected
-from shardwright.runtime.torch_private import Operations
+from shardwright.runtime.comm.torch_groups import Operations
 
 BACKEND: Final = "backend"
 POINT_TO_POINT: Final = "point_to_point"
@@ -33,6 +35,8 @@ ROUNDS: Final = 3
 SECONDS: Final = 0.3
 _GROWTH: Final = 4  # from one size to the next
 _TAGS: Final = 1 << 30
+CLOCK_ROUNDS, CLOCK_SECONDS = 128, 0.5  # with each rank; no more begin after so long
+_ASKED, _ANSWERED = 1 << 20, (1 << 20) + 1  # tags that no other message has
 
 Steps = tuple[tuple[int, str], ...]
 
@@ -88,15 +92,11 @@ def fixed_paths(paths: str | Mapping[str, str]) -> Paths:
     )
 
 
-def gather_point_to_point(
-    operations: Operations,
-    rank: int,
-    size: int,
-    full: torch.Tensor,
-    shard: torch.Tensor,
-    sequence: int,
+def sends_and_receives(
+    operations: Operations, full: torch.Tensor, shard: torch.Tensor, sequence: int
 ) -> Iterator[dist.Work]:
-    """Every shard [n] goes straight into its place in every rank's ``full`` [W*n]."""
+    """An all-gather: every shard [n] goes straight into its place in all ranks' ``full`` [W*n]."""
+    rank, size = operations.rank, operations.size
     assert full.numel() == size * shard.numel(), "the full tensor is not W shards"
     places = full.data.view(size, -1).unbind()
     tag = _TAGS | (sequence & (_TAGS - 1))
@@ -118,7 +118,7 @@ def sum_parts(shard: torch.Tensor, parts: torch.Tensor, size: int) -> None:
         torch.sum(rows, 0, out=shard.data.view(-1))
 
 
-def fastest_paths(operations: Operations, rank: int, size: int) -> Paths:
+def fastest_paths(operations: Operations) -> Paths:
     """Time every way at a few sizes; a collective of the group, with one answer on every rank.
 
     Sizes that would take it beyond ``SECONDS`` are left out. Another way than the usual one is
@@ -130,12 +130,12 @@ def fastest_paths(operations: Operations, rank: int, size: int) -> Paths:
     for nbytes in SIZES:
         if spent + last * _GROWTH > SECONDS:
             break
-        trials = _trials(operations, rank, size, nbytes)
+        trials = _trials(operations, nbytes)
         if not spent:
             _rounds(trials, 1)  # connections are made here
         began = time.perf_counter()
         times = _rounds(trials, ROUNDS)
-        *slowest, last = _most([*times, time.perf_counter() - began], operations.group)
+        *slowest, last = _most([*times, time.perf_counter() - began], operations)
         spent += last
         agreed = dict(zip(trials, slowest, strict=True))
         for name, other in OTHER_WAY.items():
@@ -145,9 +145,8 @@ def fastest_paths(operations: Operations, rank: int, size: int) -> Paths:
     return Paths(*map(_changes, found.values()))
 
 
-def _trials(
-    operations: Operations, rank: int, size: int, nbytes: int
-) -> dict[tuple[str, str], Callable[[], None]]:
+def _trials(operations: Operations, nbytes: int) -> dict[tuple[str, str], Callable[[], None]]:
+    size = operations.size
     full = torch.zeros(nbytes // 4 // size * size)
     shard = torch.zeros(full.numel() // size)
     parts = torch.zeros_like(full)
@@ -155,8 +154,8 @@ def _trials(
     def gather() -> None:
         _finish([operations.all_gather(full, shard, True)])
 
-    def letters() -> None:
-        _finish(gather_point_to_point(operations, rank, size, full, shard, 0))
+    def transfers() -> None:
+        _finish(sends_and_receives(operations, full, shard, 0))
 
     def scatter() -> None:
         _finish([operations.reduce_scatter(shard, full, True)])
@@ -167,7 +166,7 @@ def _trials(
 
     return {
         ("all_gather", BACKEND): gather,
-        ("all_gather", POINT_TO_POINT): letters,
+        ("all_gather", POINT_TO_POINT): transfers,
         ("reduce_scatter", BACKEND): scatter,
         ("reduce_scatter", ALL_TO_ALL): exchange,
     }
@@ -190,10 +189,10 @@ def _rounds(trials: Mapping[tuple[str, str], Callable[[], None]], rounds: int) -
     return [median(taken) for taken in seconds.values()]
 
 
-def _most(numbers: Sequence[float], group: dist.ProcessGroup) -> list[float]:
+def _most(numbers: Sequence[float], operations: Operations) -> list[float]:
     """The largest of each number over the group's ranks."""
     most = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    _finish([operations.all_reduce(most, True, True)])
     values: list[float] = most.tolist()
     return values
 
@@ -202,3 +201,52 @@ def _changes(steps: Sequence[tuple[int, str]]) -> Steps:
     """Only the sizes at which the way changes; it is the backend's before the first."""
     before = [BACKEND, *(way for _, way in steps)]
     return tuple(step for step, last in zip(steps, before, strict=False) if step[1] != last)
+
+
+def clock_offset(mesh: DeviceMesh) -> tuple[float, float]:
+    """Seconds from this rank's ``time.perf_counter`` to that of rank 0 of the 1-D ``mesh``, and the
+    most by which they may be wrong; all ranks leave together (collective).
+
+    Rank 0 asks each rank what time it is. The answer was given between question and answer, in the
+    middle if both took as long; the quickest round is believed.
+    """
+    if mesh.size() == 1:
+        return 0.0, 0.0
+    operations = Operations(mesh.get_group())
+    found = _offset(operations, mesh.device_type)
+    here = torch.ones(1, device=mesh.device_type)
+    _finish([operations.all_reduce(here, True, False)])
+    assert here.item() == mesh.size()  # waits for the device, too
+    return found
+
+
+def _offset(operations: Operations, device: str) -> tuple[float, float]:
+    def send(values: list[float], to: int, tag: int) -> None:
+        operations.send(torch.tensor(values, dtype=torch.float64, device=device), to, tag).wait()
+
+    def receive(count: int, source: int, tag: int) -> list[float]:
+        values = torch.empty(count, dtype=torch.float64, device=device)
+        operations.receive(values, source, tag).wait()
+        found: list[float] = values.tolist()
+        return found
+
+    if operations.rank:
+        while True:
+            is_last, offset, error = receive(3, 0, _ASKED)
+            if is_last:
+                return offset, error
+            send([time.perf_counter()], 0, _ANSWERED)
+    for other in range(1, operations.size):
+        rounds: list[tuple[float, float]] = []
+        began = time.perf_counter()
+        while len(rounds) < CLOCK_ROUNDS and (
+            not rounds or time.perf_counter() - began < CLOCK_SECONDS
+        ):
+            asked = time.perf_counter()
+            send([0.0, 0.0, 0.0], other, _ASKED)
+            (theirs,) = receive(1, other, _ANSWERED)
+            answered = time.perf_counter()
+            rounds.append((answered - asked, (asked + answered) / 2 - theirs))
+        took, offset = min(rounds)
+        send([1.0, offset, took / 2], other, _ASKED)
+    return 0.0, 0.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwright.runtime.embeddings.bags import Bags
-from shardwright.runtime.embeddings.route import Group
+from shardwright.runtime.embeddings.route import TableGroup
 from shardwright.runtime.embeddings.update import Distinct, Looked
 
 Rows = torch.Tensor | Sequence[torch.Tensor]  # [F, B, D], or [results, dim] of each feature
@@ -25,7 +25,7 @@ def each_of(rows: Rows) -> Sequence[torch.Tensor]:
 
 
 @dataclass(slots=True)
-class Request:
+class RowRequest:
     """What a rank asks of a group, by owner.
 
     ``rows`` are row numbers, ``counts`` how many go to each rank. Segment k has ``lengths[k]`` of
@@ -59,9 +59,9 @@ class Request:
         numbers = torch.arange(len(inverse), device=inverse.device)
         return inverse.scatter_(0, self.slots, numbers)  # several times as fast as an index
 
-    def without_rows(self) -> Request:
+    def without_rows(self) -> RowRequest:
         """What is left to do once they are sent."""
-        return Request(
+        return RowRequest(
             self.rows.new_empty(0),
             self.counts,
             self.slots,
@@ -73,7 +73,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Guide:
+class GroupRouting:
     """One group of P pieces; the first ``fixed`` of them have one part, in the order of owners."""
 
     width: int
@@ -94,8 +94,8 @@ class Guide:
     fixed_key: torch.Tensor  # [fixed, 1], of the owner
 
     @staticmethod
-    def of(group: Group, ranks: int, device: torch.device) -> Guide:
-        """The guide of ``group`` on ``device``."""
+    def of(group: TableGroup, ranks: int, device: torch.device) -> GroupRouting:
+        """The routing of ``group`` on ``device``."""
         whole, cut = group.pieces[: group.fixed], group.pieces[group.fixed :]
         owned = [piece.owners[0] for piece in whole]
         chunks = [piece.starts[1] for piece in cut]
@@ -112,7 +112,7 @@ class Guide:
         ]
         held = [sum(item.rows for item in items) for items in group.held.values()]
         span = max([1, *held]) if group.key.dedup else 0
-        return Guide(
+        return GroupRouting(
             group.key.width,
             group.fixed,
             [piece.feature for piece in group.pieces],
@@ -136,7 +136,7 @@ class Guide:
         """Whether as many ids go to each rank as long as bags and batches are as large."""
         return self.fixed == len(self.features) and not self.span
 
-    def request(self, bags: Bags) -> Request:
+    def request(self, bags: Bags) -> RowRequest:
         """Ids as row numbers at their owners."""
         counts = [bags.sizes[f] for f in self.features]
         ids = self._picked(bags.ids, counts)
@@ -149,7 +149,7 @@ class Guide:
         if self.fixed == len(self.features):
             results = [bags.results[f] for f in self.features]
             segments = whole if lengths is None else self._by_owner(results)
-            return Request(ids.view(-1), whole, None, lengths, segments, weights)
+            return RowRequest(ids.view(-1), whole, None, lengths, segments, weights)
         owner = self._to_owners(ids[first:], counts[self.fixed :])
         order = torch.argsort(owner, stable=True)
         asked = torch.bincount(owner, minlength=len(whole)).tolist()
@@ -162,11 +162,11 @@ class Guide:
         rows = ids.view(-1).index_select(0, order)
         weights = None if weights is None else weights.index_select(0, order)
         if lengths is None:
-            return Request(rows, asked, order, None, asked, weights)
+            return RowRequest(rows, asked, order, None, asked, weights)
         slots, lengths, segments = _segments(lengths, order, asked)
-        return Request(rows, asked, slots, lengths, segments, weights)
+        return RowRequest(rows, asked, slots, lengths, segments, weights)
 
-    def _once(self, ids: torch.Tensor, first: int, counts: list[int]) -> Request:
+    def _once(self, ids: torch.Tensor, first: int, counts: list[int]) -> RowRequest:
         """Every row once, of ``ids`` of which those up to ``first`` are row numbers; they become
         numbers of the rows of all ranks, one after the other."""
         ids[:first] += _along(ids, self.fixed_key, counts[: self.fixed])
@@ -178,7 +178,7 @@ class Guide:
         asked: list[int] = torch.searchsorted(rows, self.first_keys).diff().tolist()
         rows.remainder_(self.span)
         once = once._replace(values=rows.new_empty(0))
-        return Request(rows, asked, None, None, asked, None, once)
+        return RowRequest(rows, asked, None, None, asked, None, once)
 
     def _picked(self, ids: Rows, counts: list[int]) -> torch.Tensor:
         """Ids in piece order, [P, B] where all features have B, else [N]; memory of their own."""
@@ -204,7 +204,7 @@ class Guide:
         ids.view(-1).add_(self.part_shift.index_select(0, part))
         return self.part_owner.index_select(0, part)
 
-    def put(self, out: Rows, rows: torch.Tensor, asked: Request) -> None:
+    def put(self, out: Rows, rows: torch.Tensor, asked: RowRequest) -> None:
         """Write the rows that came back to their features and columns."""
         sizes = [_results(out, f) for f in self.features]
         whole = isinstance(out, torch.Tensor) and self.width == out.shape[2]
@@ -224,7 +224,7 @@ class Guide:
         for f, column, piece in zip(self.features, self.columns, rows.split(sizes), strict=True):
             out[f][:, column : column + self.width] = piece
 
-    def take(self, gradient: Rows, asked: Request) -> torch.Tensor:
+    def take(self, gradient: Rows, asked: RowRequest) -> torch.Tensor:
         """The gradient [segments, width] of each row that came back."""
         if isinstance(gradient, torch.Tensor) and gradient.shape[2] == self.width:
             rows = gradient.index_select(0, self.feature_index).view(-1, self.width)

@@ -5,13 +5,21 @@ any dtype travels. The order of calls is the same on every rank by construction 
 Nothing is ever coalesced: gloo refuses it for a device and ignores every later collective.
 """
 
+# Why collectives have labels, numbers and an end: a rank that is one call ahead of the others pairs
+# its next collective with another one of theirs. NCCL then waits for ever, and gloo exchanges what
+# does not belong together, or ends the process where sizes differ. So every call counts for all who
+# use the group (``_Channel``, for several Peers may stand for one group), says what it is for, and
+# where one fails the ranks tell each other through the store at which they are (``desync``).
+
 from __future__ import annotations
 
 import logging
 import os
 import zlib
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -22,8 +30,10 @@ import torch
 import torch.distributed as dist
 
 from shardwright.core.errors import InputError, expected
-from shardwright.runtime import desync
-from shardwright.runtime.capabilities import (
+from shardwright.runtime.comm import desync
+from shardwright.runtime.comm.pending import Pending, Transfers
+from shardwright.runtime.comm.torch_groups import THREADS, Operations, limit_waits, sub_group
+from shardwright.runtime.comm.ways import (
     ALL_TO_ALL,
     MIB,
     POINT_TO_POINT,
@@ -31,25 +41,18 @@ from shardwright.runtime.capabilities import (
     Paths,
     fastest_paths,
     fixed_paths,
-    gather_point_to_point,
+    sends_and_receives,
     sum_parts,
     way_at,
 )
-from shardwright.runtime.pending import Pending, PointToPoint
 from shardwright.runtime.probe import Probe
-from shardwright.runtime.torch_private import (
-    THREADS,
-    Operations,
-    address_of,
-    limit_waits,
-    sub_group,
-)
+from shardwright.runtime.torch_private import address_of
 
 _BYTES: Final = torch.uint8
 _BACKEND_ONLY: Final = Paths()
 _REMEMBERED: Final = 4  # labels for a message
 LONGEST: Final = timedelta(minutes=30)  # that a wait takes where the backend does not say
-_KNOCK: Final = (1 << 30) - 1  # a tag that no letter has
+_PROBE_TAG: Final = (1 << 30) - 1  # that no other message has
 
 
 class _Channel:
@@ -77,56 +80,20 @@ class _Channel:
 _channels: WeakKeyDictionary[dist.ProcessGroup, _Channel] = WeakKeyDictionary()
 
 
-class Peers:
-    """The ranks of one process group and the collectives among them.
+class Collectives:
+    """What ranks who are in collectives together have in common, and what is made of these.
 
-    ``size`` 1 needs no backend: a collective is a copy, or nothing where both sides are one
-    storage. A failure that another rank caused is a PeerError that names the label, the ``step``,
-    the collective and the ranks that are missing. ``checked`` compares every collective across
-    ranks before it starts, MismatchError if they differ; on where SHARDWRIGHT_LOG is ``debug``.
-    ``paths`` forces ways (see capabilities) instead of a probe. ``timeout`` bounds the waits; left
-    out, a group with torch's own default gets the bound of the default group.
+    ``rank`` is which part of parameters this one has and ``size`` how many there are: gathers put
+    parts in this order.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        rank: int,
-        size: int,
-        device_type: str,
-        probe: Probe | None = None,
-        *,
-        paths: str | Mapping[str, str] | None = None,
-        checked: bool | None = None,
-        timeout: timedelta | None = None,
-    ) -> None:
-        assert group is not None or size == 1
-        self.group = group
-        self.name = "" if group is None else group.group_name
-        self.rank = rank
-        self.size = size
-        self.probe = probe or Probe()
-        self._blocks: dict[int, Peers] = {}
-        self.is_fake = False
-        self.config = ""  # its backend for each kind of device
-        self._cpu = device_type == "cpu"
-        self._device_type = device_type
-        self._forced = None if paths is None else fixed_paths(paths)
-        debug = os.environ.get("SHARDWRIGHT_LOG") == "debug" if checked is None else checked
-        if group is None:
-            self._channel, self._gloo, self._checked = _Channel(), False, False
-            self._usual = _BACKEND_ONLY
-            return
-        self._channel = _channels.setdefault(group, _Channel())
-        self._channel.limit = limit_waits(group, timeout)
-        self._operations = Operations(group)
-        self.config = config = dist.get_backend_config(group)
-        self._gloo = self._cpu and "cpu:gloo" in config
-        self.is_fake = "fake" in config  # nothing travels, so nothing received means anything
-        # what a fake group stands for there, and what threads do as planned
-        on_gloo = self._gloo or (self._cpu and (self.is_fake or THREADS in config))
-        self._usual = USUAL_ON_GLOO if on_gloo and size > 1 else _BACKEND_ONLY
-        self._checked = debug and size > 1 and not self.is_fake
+    rank: int
+    size: int
+    name: str  # of the group
+    probe: Probe
+    is_fake: bool  # nothing travels, so nothing received means anything
+    config: str  # the backend for each kind of device
+    channel: _Channel  # what everyone who uses the group shares
 
     @property
     def on_host(self) -> bool:
@@ -136,75 +103,47 @@ class Peers:
     @property
     def sequence(self) -> int:
         """How many collectives this group has begun, whoever called them."""
-        return self._channel.sequence
+        return self.channel.sequence
 
-    def tell(self, what: str, text: str) -> None:
-        """Say ``text`` on the first rank, once for all who use the group."""
-        if self.rank == 0 and what not in self._channel.told:
-            self._channel.told.add(what)
-            logging.getLogger("shardwright").warning("%s", text)
+    @property
+    def limit(self) -> timedelta | None:
+        """How long a wait may take; None where the backend does not say."""
+        return self.channel.limit
 
     @property
     def step(self) -> int | None:
         """The training step, for messages; one for all who use this group."""
-        return self._channel.step
+        return self.channel.step
 
     @step.setter
     def step(self, step: int | None) -> None:
-        self._channel.step = step
+        self.channel.step = step
 
     @property
     def reducing(self) -> Any:
         """Who began the last reduce of this group that may be under way still: one for all who use
         it."""
-        found = self._channel.reducing
+        found = self.channel.reducing
         return None if found is None else found()
 
     @reducing.setter
     def reducing(self, who: object) -> None:
-        self._channel.reducing = ref(who)
+        self.channel.reducing = ref(who)
 
     def remember(self, label: str) -> int:
         """A number for all labels that were remembered so far: 32 bits, which are the same on ranks
         that did the same."""
-        channel = self._channel
+        channel = self.channel
         channel.history = zlib.crc32(label.encode(), channel.history)
         channel.last.append(label)
         return channel.history
 
     def forget(self) -> list[str]:
         """Begin anew, after ranks were found to differ; the last labels here."""
-        self._channel.history = 0
-        return list(self._channel.last)
+        self.channel.history = 0
+        return list(self.channel.last)
 
-    @property
-    def limit(self) -> timedelta | None:
-        """How long a wait may take; None where the backend does not say."""
-        return self._channel.limit
-
-    @property
-    def paths(self) -> dict[str, str]:
-        """The way of each collective in words."""
-        return self._ways().table()
-
-    def _ways(self) -> Paths:
-        return self._forced or self._channel.paths or self._usual
-
-    def prepare(self, nbytes: int) -> None:
-        """Collectives of ``nbytes`` will come: find the faster ways, once per group.
-
-        A collective itself: every rank calls it with the same sizes in the same order. Below 1 MiB,
-        on one rank, and on backends other than gloo's for the CPU it does nothing.
-        """
-        idle = self._forced is not None or self._channel.paths is not None
-        if idle or not self._gloo or self.size == 1 or nbytes < MIB:
-            return
-        try:
-            self._channel.paths = fastest_paths(self._operations, self.rank, self.size)
-        except RuntimeError as error:
-            self.explain(error, "the probe of collectives", self.sequence)
-            raise
-
+    @abstractmethod
     def all_gather(
         self, label: str, full: torch.Tensor, shard: torch.Tensor, *, wait: bool = True
     ) -> Pending | None:
@@ -212,99 +151,10 @@ class Peers:
 
         The version counter of ``full`` stays as it is.
         """
-        nbytes = full.nbytes
-        pending = self._begin(label, "all_gather", nbytes)
-        try:
-            if self.size == 1:
-                _copy(full, shard)
-            else:
-                whole = full.data  # backends copy into it, which would count as a version
-                if whole.dtype is not _BYTES:
-                    whole = whole.view(_BYTES)
-                part = shard if shard.dtype is _BYTES else shard.view(_BYTES)
-                steps = (self._forced or self._channel.paths or self._usual).all_gather
-                if steps and way_at(steps, nbytes) == POINT_TO_POINT:
-                    pending = PointToPoint.of(pending)
-                    letters = gather_point_to_point(
-                        self._operations, self.rank, self.size, whole, part, self.sequence
-                    )
-                    for letter in letters:
-                        pending.owns(letter, whole, part)
-                else:
-                    pending.owns(self._operations.all_gather(whole, part, wait), whole, part)
-        except RuntimeError as error:
-            pending.blame(error)
-        return pending.returned(wait)
 
-    def reduce_scatter(
-        self, label: str, shard: torch.Tensor, full: torch.Tensor, *, wait: bool = True
-    ) -> Pending | None:
-        """``shard`` [n] becomes this rank's part of the sum over ranks of ``full`` [W*n]."""
-        nbytes = full.nbytes
-        pending = self._begin(label, "reduce_scatter", nbytes)
-        try:
-            if self.size == 1:
-                _copy(shard, full)
-            else:
-                steps = (self._forced or self._channel.paths or self._usual).reduce_scatter
-                if steps and way_at(steps, nbytes) == ALL_TO_ALL:
-                    parts = torch.empty_like(full)
-                    self.probe.holds(parts, "communication")
-                    work = self._operations.all_to_all(parts, full, (), (), wait)
-                    pending.owns(work, shard, full, parts)
-                    pending.then(partial(_sum_and_free, shard, parts, self.size))
-                else:
-                    pending.owns(self._operations.reduce_scatter(shard, full, wait), shard, full)
-        except RuntimeError as error:
-            pending.blame(error)
-        return pending.returned(wait)
-
-    def all_reduce(
-        self, label: str, tensor: torch.Tensor, *, wait: bool = True, largest: bool = False
-    ) -> Pending | None:
-        """``tensor`` becomes its sum over ranks, or the ``largest`` of each element."""
-        pending = self._begin(label, "all_reduce max" if largest else "all_reduce", tensor.nbytes)
-        try:
-            if self.size > 1:
-                pending.owns(self._operations.all_reduce(tensor, wait, largest), tensor)
-        except RuntimeError as error:
-            pending.blame(error)
-        return pending.returned(wait)
-
-    def all_to_all(
-        self,
-        label: str,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_splits: Sequence[int] | None = None,
-        sent_splits: Sequence[int] | None = None,
-        *,
-        wait: bool = True,
-    ) -> Pending | None:
-        """Send the k-th split of ``sent`` to rank k; equal splits where none are given."""
-        pending = self._begin(label, "all_to_all", sent.nbytes, alike=False)
-        splits = (received_splits or (), sent_splits or ())
-        try:
-            if self.size == 1:
-                _copy(received, sent)
-            else:
-                work = self._operations.all_to_all(received, sent, *splits, wait)
-                pending.owns(work, received, sent)
-        except RuntimeError as error:
-            pending.blame(error)
-        return pending.returned(wait)
-
+    @abstractmethod
     def broadcast(self, label: str, tensor: torch.Tensor, source: int) -> None:
         """``tensor`` becomes what it is on rank ``source`` of this group; contiguous, any dtype."""
-        root = self.global_rank(source) if self.size > 1 else source
-        pending = self._begin(label, f"broadcast {root}", tensor.nbytes)
-        try:
-            if self.size > 1:
-                flat = tensor.view(-1).view(_BYTES)
-                pending.owns(self._operations.broadcast(flat, source, True), flat)
-        except RuntimeError as error:
-            pending.blame(error)
-        pending.wait()
 
     def gather_uneven(self, label: str, local: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The 1-D ``local`` parts, of ``sizes[rank]`` elements each, one after the other.
@@ -336,6 +186,159 @@ class Peers:
         rows = full.view(self.size, longest)
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
+
+class Peers(Collectives):
+    """The ranks of one process group and the collectives among them.
+
+    One rank needs no group: a collective is a copy, or nothing where both sides are one storage. A
+    failure that another rank caused is a PeerError that names the label, the ``step``, the
+    collective and the ranks that are missing. ``checked`` compares every collective across ranks
+    before it starts, MismatchError if they differ; on where SHARDWRIGHT_LOG is ``debug``. ``paths``
+    forces ways (see ``ways``) instead of a probe. ``timeout`` bounds the waits; left out, a group
+    with torch's own default gets the bound of the default group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device_type: str,
+        probe: Probe | None = None,
+        *,
+        paths: str | Mapping[str, str] | None = None,
+        checked: bool | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.group = group
+        self.name = "" if group is None else group.group_name
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
+        self.probe = probe or Probe()
+        self._blocks: dict[int, Peers] = {}
+        self.is_fake, self.config = False, ""
+        self._device_type = device_type
+        self._cpu = device_type == "cpu"
+        self._forced = None if paths is None else fixed_paths(paths)
+        debug = os.environ.get("SHARDWRIGHT_LOG") == "debug" if checked is None else checked
+        if group is None:
+            self.channel, self._gloo, self._checked = _Channel(), False, False
+            self._usual = _BACKEND_ONLY
+            return
+        self.channel = _channels.setdefault(group, _Channel())
+        self.channel.limit = limit_waits(group, timeout)
+        self._operations = Operations(group)
+        self.config = config = dist.get_backend_config(group)
+        self._gloo = self._cpu and "cpu:gloo" in config
+        self.is_fake = "fake" in config
+        # what a fake group stands for there, and what threads do as planned
+        on_gloo = self._gloo or (self._cpu and (self.is_fake or THREADS in config))
+        self._usual = USUAL_ON_GLOO if on_gloo and self.size > 1 else _BACKEND_ONLY
+        self._checked = debug and self.size > 1 and not self.is_fake
+
+    def tell(self, what: str, text: str) -> None:
+        """Say ``text`` on the first rank, once for all who use the group."""
+        if self.rank == 0 and what not in self.channel.told:
+            self.channel.told.add(what)
+            logging.getLogger("shardwright").warning("%s", text)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The way of each collective in words."""
+        return self._ways().table()
+
+    def _ways(self) -> Paths:
+        return self._forced or self.channel.paths or self._usual
+
+    def prepare(self, nbytes: int) -> None:
+        """Collectives of ``nbytes`` will come: find the faster ways, once per group.
+
+        A collective itself: every rank calls it with the same sizes in the same order. Below 1 MiB,
+        on one rank, and on backends other than gloo's for the CPU it does nothing.
+        """
+        idle = self._forced is not None or self.channel.paths is not None
+        if idle or not self._gloo or self.size == 1 or nbytes < MIB:
+            return
+        try:
+            self.channel.paths = fastest_paths(self._operations)
+        except RuntimeError as error:
+            self.explain(error, "the probe of collectives", self.sequence)
+            raise
+
+    def all_gather(
+        self, label: str, full: torch.Tensor, shard: torch.Tensor, *, wait: bool = True
+    ) -> Pending | None:
+        nbytes = full.nbytes
+        pending = self._begin(label, "all_gather", nbytes)
+        if self.size == 1:
+            _copy(full, shard)
+            return pending.returned(wait)
+        whole = full.data  # backends copy into it, which would count as a version
+        if whole.dtype is not _BYTES:
+            whole = whole.view(_BYTES)
+        part = shard if shard.dtype is _BYTES else shard.view(_BYTES)
+        steps = (self._forced or self.channel.paths or self._usual).all_gather
+        if steps and way_at(steps, nbytes) == POINT_TO_POINT:
+            works = sends_and_receives(self._operations, whole, part, self.sequence)
+            pending.starts((whole, part), Transfers, works, self.limit)
+        else:
+            pending.starts((whole, part), self._operations.all_gather, whole, part, wait)
+        return pending.returned(wait)
+
+    def reduce_scatter(
+        self, label: str, shard: torch.Tensor, full: torch.Tensor, *, wait: bool = True
+    ) -> Pending | None:
+        """``shard`` [n] becomes this rank's part of the sum over ranks of ``full`` [W*n]."""
+        nbytes = full.nbytes
+        pending = self._begin(label, "reduce_scatter", nbytes)
+        if self.size == 1:
+            _copy(shard, full)
+            return pending.returned(wait)
+        steps = (self._forced or self.channel.paths or self._usual).reduce_scatter
+        if steps and way_at(steps, nbytes) == ALL_TO_ALL:
+            parts = torch.empty_like(full)
+            self.probe.holds(parts, "communication")
+            exchange = self._operations.all_to_all
+            pending.starts((shard, full, parts), exchange, parts, full, (), (), wait)
+            pending.then(partial(_sum_and_free, shard, parts, self.size))
+        else:
+            pending.starts((shard, full), self._operations.reduce_scatter, shard, full, wait)
+        return pending.returned(wait)
+
+    def all_reduce(
+        self, label: str, tensor: torch.Tensor, *, wait: bool = True, largest: bool = False
+    ) -> Pending | None:
+        """``tensor`` becomes its sum over ranks, or the ``largest`` of each element."""
+        pending = self._begin(label, "all_reduce max" if largest else "all_reduce", tensor.nbytes)
+        if self.size > 1:
+            pending.starts((tensor,), self._operations.all_reduce, tensor, wait, largest)
+        return pending.returned(wait)
+
+    def all_to_all(
+        self,
+        label: str,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_splits: Sequence[int] = (),
+        sent_splits: Sequence[int] = (),
+        *,
+        wait: bool = True,
+    ) -> Pending | None:
+        """Send the k-th split of ``sent`` to rank k; equal splits where none are given."""
+        pending = self._begin(label, "all_to_all", sent.nbytes, alike=False)
+        if self.size == 1:
+            _copy(received, sent)
+        else:
+            splits = received_splits, sent_splits
+            exchange = self._operations.all_to_all
+            pending.starts((received, sent), exchange, received, sent, *splits, wait)
+        return pending.returned(wait)
+
+    def broadcast(self, label: str, tensor: torch.Tensor, source: int) -> None:
+        root = self.global_rank(source) if self.size > 1 else source
+        pending = self._begin(label, f"broadcast {root}", tensor.nbytes)
+        if self.size > 1:
+            flat = tensor.view(-1).view(_BYTES)
+            pending.starts((flat,), self._operations.broadcast, flat, source, True)
+        pending.wait()
+
     def narrow(self, ranks: int) -> Peers:
         """This rank's block of ``ranks`` consecutive ranks of the group, as a group of its own.
 
@@ -356,16 +359,16 @@ class Peers:
             return self
         if ranks not in self._blocks:
             first = self.rank // ranks * ranks
-            group = None if ranks == 1 else self._sub_group(range(first, first + ranks))
-            made = Peers(group, self.rank % ranks, ranks, self._device_type, self.probe)
+            group = None if ranks == 1 else self.sub_group(range(first, first + ranks))
+            made = Peers(group, self._device_type, self.probe)
             made._forced = self._forced
             made._checked = self._checked and group is not None
             self._blocks[ranks] = made
         return self._blocks[ranks]
 
-    def _sub_group(self, own: range) -> dist.ProcessGroup:
+    def sub_group(self, own: range) -> dist.ProcessGroup:
         """Those of this group's ranks, this one among them, as a group that is made once."""
-        groups = self._channel.narrowed
+        groups = self.channel.narrowed
         if own not in groups:
             assert self.group is not None
             members = dist.get_process_group_ranks(self.group)[own.start : own.stop : own.step]
@@ -373,6 +376,15 @@ class Peers:
             name = f"{self.group.group_name}/{own[0]}-{own[-1]}{apart}"
             groups[own] = sub_group(self.group, members, name, self.limit)
         return groups[own]
+
+    def asked_of_all(self, name: str) -> AbstractContextManager[None]:
+        """Inside of a call ``name`` that all of these ranks have to make: whoever waits in it says
+        after a while who is missing, and a PeerError says what such a call is."""
+        if self.size == 1 or self.is_fake or not dist.is_initialized():
+            return nullcontext()
+        others = self.ranks
+        own = others.pop(self.rank)
+        return desync.asked_of_all(name, f"{self.name}/{self.sequence}", own, others)
 
     def meet(self, where: str, why: str, remedy: str) -> None:
         """Wait for all ranks to be ``where``, with no collective: who is where others are not would
@@ -383,7 +395,7 @@ class Peers:
         """
         if self.group is None or self.size == 1 or self.is_fake:
             return
-        channel, ranks = self._channel, self.ranks
+        channel, ranks = self.channel, self.ranks
         channel.meetings += 1
         own, name = ranks[self.rank], self.group.group_name
         limit = self.limit or LONGEST
@@ -404,11 +416,11 @@ class Peers:
         """Count and announce a collective; ``alike``: all ranks name the same bytes."""
         if self.probe.listens:
             self.probe.collective(label, nbytes)
-        channel = self._channel
+        channel = self.channel
         channel.sequence = sequence = channel.sequence + 1
         pending = Pending(self, label, sequence, kind, nbytes)
         if self._checked:
-            entry = desync.Entry(sequence, kind, nbytes if alike else 0, label)
+            entry = desync.LabelledCall(sequence, kind, nbytes if alike else 0, label)
             try:
                 desync.compare(entry, self.ranks, self._rows)
             except RuntimeError as error:
@@ -449,7 +461,7 @@ class Peers:
         """
         if self.group is None or not desync.is_lost(error):
             return
-        channel = self._channel
+        channel = self.channel
         ranks = self.ranks
         if channel.absence is None:
             word = f"collective {sequence} ({label})"
@@ -463,13 +475,13 @@ class Peers:
     def _reaches(self, rank: int) -> bool:
         """Whether the connection to ``rank`` still stands: it may only be waiting for another."""
         try:
-            _knocks.append(self._operations.send(torch.zeros(1, dtype=_BYTES), rank, _KNOCK))
+            _probes.append(self._operations.send(torch.zeros(1, dtype=_BYTES), rank, _PROBE_TAG))
         except RuntimeError:
             return False
         return True
 
 
-_knocks: list[dist.Work] = []  # nobody receives them; gloo must not lose their buffers
+_probes: list[dist.Work] = []  # nobody receives them; gloo must not lose their buffers
 
 
 def _sum_and_free(shard: torch.Tensor, parts: torch.Tensor, size: int) -> None:

@@ -1,15 +1,21 @@
 """Every collective of the runtime goes through a Comm; a process group begins and ends here."""
 
+# A mesh of (replicate, shard) has two process groups on each rank, and what is cut over shards
+# alone, or over both, is reduced by a collective of one and then of the other. The second begins as
+# the last part of the wait for the first (``Pending.then``): all ranks wait in the same order, so a
+# wait is a place where a collective may begin, and it needs no thread and no stream of its own.
+# Gathers of what a rank keeps stay within its shards, for replicas have the same.
+
 from __future__ import annotations
 
 import hashlib
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,22 +28,10 @@ from shardwright.core.errors import (
     check_type,
     expected,
 )
-from shardwright.runtime.peers import Peers
-from shardwright.runtime.pending import Pending
+from shardwright.runtime.comm.peers import Collectives, Peers
+from shardwright.runtime.comm.pending import Pending
+from shardwright.runtime.comm.torch_groups import flattened
 from shardwright.runtime.probe import Probe
-from shardwright.runtime.torch_private import flattened
-
-__all__ = [
-    "Comm",
-    "CutTwice",
-    "Peers",
-    "Pending",
-    "fingerprint_of",
-    "flat",
-    "meet",
-    "start",
-    "stop",
-]
 
 START_SECONDS = 300.0  # some ranks start later than others by more than a step may take
 
@@ -98,12 +92,16 @@ def fingerprint_of(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
-class Comm(Peers):
+class Comm(Collectives):
     """The collectives of a mesh, counted and labelled.
 
-    A 2-D mesh means (replicate, shard). ``group``, ``rank`` and ``size`` are those of its last
-    dimension, and gathers stay within them; reductions also sum over ``replicas``, the group of the
-    first dimension (None for 1-D), as the last part of their wait. ``total`` counts all ranks.
+    A 2-D mesh means (replicate, shard). ``shards`` are the ranks of its last dimension, among whom
+    whole parameters are gathered, and ``twins`` those of the first (None for 1-D), who have the
+    same shard: reductions also sum over them, as the last part of their wait. ``total`` counts all.
+
+    ``twice``: what a shard has is cut again among its R twins. ``rank`` and ``size`` count these
+    parts: rank (r, s) of the mesh has part s*R + r. All R ranks of a shard keep its parameters, R
+    parts with their own among them, so a gather of what has not changed needs ``shards`` alone.
     """
 
     def __init__(
@@ -111,50 +109,82 @@ class Comm(Peers):
         mesh: DeviceMesh,
         probe: Probe | None = None,
         *,
+        twice: bool = False,
         paths: str | Mapping[str, str] | None = None,
         checked: bool | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         check_mesh(mesh)
+        probe = probe or Probe()
+
+        def peers(dim: int) -> Peers:
+            group, device = mesh.get_group(dim), mesh.device_type
+            return Peers(group, device, probe, paths=paths, checked=checked, timeout=timeout)
+
         last = mesh.ndim - 1
-        options: dict[str, Any] = {"paths": paths, "checked": checked, "timeout": timeout}
-        super().__init__(
-            mesh.get_group(last),
-            mesh.get_local_rank(last),
-            mesh.size(last),
-            mesh.device_type,
-            probe,
-            **options,
-        )
-        self.mesh = mesh
+        assert last or not twice, "a mesh of one dimension has no replicas"
+        self.mesh, self.twice = mesh, twice
+        self.shards = shards = peers(last)
+        self.twins = peers(0) if last else None
+        self.kept = 1  # neighbouring parts of parameters that a rank keeps, its own among them
+        self.rank, self.size = shards.rank, shards.size
+        if twice and self.twins is not None:
+            self.kept = self.twins.size
+            self.rank = self.rank * self.kept + self.twins.rank
+            self.size *= self.kept
+        self.total = mesh.size()
+        self.replicas = None if twice or self.twins is None else self.twins.group
         groups = (mesh.get_group(dim) for dim in range(mesh.ndim))
         ranks = repr([dist.get_process_group_ranks(group) for group in groups]).encode()
-        self.identity = (self.size, mesh.size(), zlib.crc32(ranks))  # unlike that of other ranks
-        self.total = mesh.size()
-        self.kept = 1  # neighbouring parts of parameters that a rank keeps, its own among them
-        self.replicas: dist.ProcessGroup | None = None
-        self._twins: Peers | None = None
-        if last:
-            self.replicas = mesh.get_group(0)
-            self._twins = Peers(
-                self.replicas,
-                mesh.get_local_rank(0),
-                mesh.size(0),
-                mesh.device_type,
-                probe,
-                **options,
-            )
+        self.identity = (self.size, self.total, zlib.crc32(ranks))  # unlike that of other ranks
+        self.group, self.name, self.channel = shards.group, shards.name, shards.channel
+        self.is_fake, self.config = shards.is_fake, shards.config
+        self._every: Peers | None = None  # of all ranks, for exchanges of parts that are cut twice
 
     @property
-    def shards(self) -> Peers:
-        """The ranks among whom whole parameters are gathered."""
-        return self
+    def probe(self) -> Probe:
+        """Who is told of collectives; set it to let somebody else hear of all of them."""
+        return self.shards.probe
+
+    @probe.setter
+    def probe(self, probe: Probe) -> None:
+        for peers in (self.shards, self.twins, self._every):
+            if peers is not None:
+                peers.probe = probe
 
     @property
     def sums_in_two(self) -> bool:
         """Whether a reduce-scatter is one over shards and then a sum over replicas, which may be
         left to a later one."""
-        return self._twins is not None
+        return self.twins is not None and not self.twice
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The way of each collective in words."""
+        return self.shards.paths
+
+    def prepare(self, nbytes: int) -> None:
+        """As ``Peers.prepare``, of gathers."""
+        self.shards.prepare(nbytes)
+
+    def tell(self, what: str, text: str) -> None:
+        """As ``Peers.tell``."""
+        self.shards.tell(what, text)
+
+    def narrow(self, ranks: int) -> Peers:
+        """As ``Peers.narrow``, of those among whom whole parameters are gathered."""
+        return self.shards.narrow(ranks)
+
+    def asked_of_all(self, name: str) -> AbstractContextManager[None]:
+        """As ``Peers.asked_of_all``."""
+        return self.shards.asked_of_all(name)
+
+    def global_rank(self, rank: int) -> int:
+        """How the whole job counts the one who has part ``rank``, which is what messages name."""
+        if not self.twice:
+            return self.shards.global_rank(rank)
+        shard, twin = divmod(rank, self.kept)
+        return int(self.mesh.mesh[twin, shard])
 
     def as_replicas(self, replicas: int) -> DeviceMesh:
         """The ranks of a mesh of one dimension as (replicate, shard) (collective)."""
@@ -163,7 +193,7 @@ class Comm(Peers):
         first = self.rank - shard
         groups = [range(shard, self.size, shards), range(first, first + shards)]
         return DeviceMesh.from_group(
-            [self._sub_group(own) for own in groups],
+            [self.shards.sub_group(own) for own in groups],
             self.mesh.device_type,
             mesh=self.mesh.mesh.view(replicas, shards),
             mesh_dim_names=("replicate", "shard"),
@@ -171,8 +201,17 @@ class Comm(Peers):
 
     def gather_kept(self, label: str, kept: torch.Tensor, part: torch.Tensor) -> None:
         """``kept`` [kept*n] becomes the parts [n] of the ranks that keep the same ones."""
-        assert self._twins is not None
-        self._twins.all_gather(f"{label} over replicas", kept, part)
+        assert self.twins is not None
+        self.twins.all_gather(f"{label} over replicas", kept, part)
+
+    def all_gather(
+        self, label: str, full: torch.Tensor, shard: torch.Tensor, *, wait: bool = True
+    ) -> Pending | None:
+        if self.twice:
+            kept = shard.new_empty(self.kept * shard.numel())
+            self.gather_kept(label, kept, shard)
+            shard = kept
+        return self.shards.all_gather(label, full, shard, wait=wait)
 
     def reduce_scatter(
         self,
@@ -186,14 +225,24 @@ class Comm(Peers):
     ) -> Pending | None:
         """``shard`` [n] becomes this rank's part of the sum of ``full`` [W*n] over all ranks.
 
-        Without ``replicas`` over the group's only; ``between`` is called before the sum over them.
+        Without ``replicas`` over the shards only; ``between`` is called before the sum over them.
         """
-        if self._twins is None or not replicas:
-            return super().reduce_scatter(label, shard, full, wait=wait)
-        pending = super().reduce_scatter(label, shard, full, wait=False)
-        if pending is not None and between is not None:
+        twins, over = self.twins, f"{label} over replicas"
+        if twins is None or not replicas:
+            assert not self.twice, "parts of a shard's sum are whose replica has them"
+            return self.shards.reduce_scatter(label, shard, full, wait=wait)
+        last = partial(twins.all_reduce, over, shard)
+        of_shards = shard
+        if self.twice:
+            of_shards = shard.new_empty(self.kept * shard.numel())
+            self.probe.holds(of_shards, "communication")
+            last = partial(twins.reduce_scatter, over, shard, of_shards)
+        pending = self.shards.reduce_scatter(label, of_shards, full, wait=False)
+        assert pending is not None
+        if between is not None and not self.twice:
             pending.then(between)
-        return self._over_replicas(pending, label, shard, wait)
+        pending.then(last)
+        return pending.returned(wait)
 
     def all_reduce(
         self,
@@ -206,25 +255,59 @@ class Comm(Peers):
     ) -> Pending | None:
         """``tensor`` becomes its sum, or the ``largest`` of each element, over all ranks.
 
-        Without ``replicas`` over the group's only: what replicas have in common counts once.
+        Without ``replicas`` over the shards only: what replicas have in common counts once. Of what
+        is cut twice they have nothing in common.
         """
-        if self._twins is None or not replicas:
-            return super().all_reduce(label, tensor, wait=wait, largest=largest)
-        pending = super().all_reduce(label, tensor, wait=False, largest=largest)
-        return self._over_replicas(pending, label, tensor, wait, largest)
-
-    def _over_replicas(
-        self,
-        pending: Pending | None,
-        label: str,
-        tensor: torch.Tensor,
-        wait: bool,
-        largest: bool = False,
-    ) -> Pending | None:
+        twins = self.twins
+        if twins is None or not (replicas or self.twice):
+            return self.shards.all_reduce(label, tensor, wait=wait, largest=largest)
+        pending = self.shards.all_reduce(label, tensor, wait=False, largest=largest)
         assert pending is not None
-        assert self._twins is not None
-        reduce = partial(self._twins.all_reduce, f"{label} over replicas", tensor, largest=largest)
-        pending.then(reduce)
+        pending.then(partial(twins.all_reduce, f"{label} over replicas", tensor, largest=largest))
+        return pending.returned(wait)
+
+    def broadcast(self, label: str, tensor: torch.Tensor, source: int) -> None:
+        shard, twin = divmod(source, self.kept)
+        self.shards.broadcast(label, tensor, shard)
+        if self.twice and self.twins is not None:
+            self.twins.broadcast(f"{label} over replicas", tensor, twin)
+
+    def all_to_all(
+        self,
+        label: str,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_splits: Sequence[int] = (),
+        sent_splits: Sequence[int] = (),
+        *,
+        wait: bool = True,
+    ) -> Pending | None:
+        """Send the k-th split of ``sent`` to who has part k; equal splits where none are given."""
+        splits = received_splits, sent_splits
+        if not self.twice:
+            return self.shards.all_to_all(label, received, sent, *splits, wait=wait)
+        if self._every is None:
+            whole = flat(self.mesh)
+            self._every = Peers(whole.get_group(), whole.device_type, self.probe)
+        # the group of all ranks counts replica by replica, parts go shard by shard
+        shards = range(self.shards.size)
+        order = [s * self.kept + r for r in range(self.kept) for s in shards]
+        wanted, given = (
+            tensor.split(list(sizes) if sizes else tensor.numel() // self.size)
+            for tensor, sizes in zip((received, sent), splits, strict=True)
+        )
+        arrived = torch.empty_like(received)
+        targets = [wanted[part] for part in order]
+        pending = self._every.all_to_all(
+            label,
+            arrived,
+            torch.cat([given[part] for part in order]),
+            [target.numel() for target in targets],
+            [given[part].numel() for part in order],
+            wait=False,
+        )
+        assert pending is not None
+        pending.then(partial(_split_into, targets, arrived))
         return pending.returned(wait)
 
     def differs(self, label: str, numbers: torch.Tensor, *, everywhere: bool) -> bool:
@@ -232,23 +315,23 @@ class Comm(Peers):
         pair = torch.cat([numbers, -numbers])
         if everywhere:
             self.all_reduce(label, pair, largest=True)
-        elif self._twins is not None:
-            self._twins.all_reduce(label, pair, largest=True)
+        elif self.twins is not None:
+            self.twins.all_reduce(label, pair, largest=True)
         largest, smallest = pair.chunk(2)
         return not torch.equal(largest, -smallest)
 
     def broadcast_replicas(self, label: str, tensor: torch.Tensor, *, everywhere: bool) -> None:
         """``tensor`` becomes what it is on the first of all ranks, or of all replicas."""
-        if self._twins is not None:
-            self._twins.broadcast(label, tensor, 0)
+        if self.twins is not None:
+            self.twins.broadcast(label, tensor, 0)
         if everywhere:
             self.broadcast(label, tensor, 0)
 
     def meet(self, where: str, why: str, remedy: str) -> None:
         """Wait for all ranks of the mesh to be ``where``, with no collective."""
-        Peers.meet(self.shards, where, why, remedy)
-        if self._twins is not None:
-            self._twins.meet(where, why, remedy)
+        self.shards.meet(where, why, remedy)
+        if self.twins is not None:
+            self.twins.meet(where, why, remedy)
 
     def agree(self, what: str, facts: Mapping[str, str], values: str = "") -> bool:
         """Raise on every rank, naming the ranks and the first fact on which they differ. Whether
@@ -259,7 +342,7 @@ class Comm(Peers):
         digests = [hashlib.sha256(text.encode()).digest() for text in texts]
         own = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
         everyone = own = own.to(self.mesh.device_type)
-        for peers in (self.shards, self._twins):
+        for peers in (self.shards, self.twins):
             if peers is not None:
                 own, everyone = everyone, everyone.new_empty(peers.size * everyone.numel())
                 peers.all_gather(f"agree on {what}", everyone, own)
@@ -280,133 +363,10 @@ class Comm(Peers):
                         "Start every rank from the same plan, code and versions.",
                     )
                 )
-        return all(row[-1].equal(rows[0, -1]) for row in rows[: self.mesh.size(self.mesh.ndim - 1)])
+        return all(row[-1].equal(rows[0, -1]) for row in rows[: self.shards.size])
 
 
-class CutTwice(Comm):
-    """The same where what a shard has is cut again among its R replicas.
-
-    ``rank`` and ``size`` count these parts: rank (r, s) of the mesh has part s*R + r. All R ranks
-    of a shard keep its parameters, so a gather of what has not changed needs ``shards`` alone.
-    """
-
-    def __init__(
-        self, mesh: DeviceMesh, probe: Probe | None = None, *, timeout: timedelta | None = None
-    ) -> None:
-        super().__init__(mesh, probe, timeout=timeout)
-        assert self._twins is not None, "a mesh of one dimension has no replicas"
-        self._shards = Peers(
-            self.group, self.rank, self.size, mesh.device_type, probe, timeout=timeout
-        )
-        self.kept = self._twins.size
-        self.rank = self.rank * self.kept + self._twins.rank
-        self.size = self.total
-        self.identity = (self.size, *self.identity[1:])
-        self.replicas = None
-        self._every: Peers | None = None
-
-    @property
-    def shards(self) -> Peers:
-        return self._shards
-
-    @property
-    def sums_in_two(self) -> bool:
-        return False
-
-    def global_rank(self, rank: int) -> int:
-        shard, twin = divmod(rank, self.kept)
-        return int(self.mesh.mesh[twin, shard])
-
-    def prepare(self, nbytes: int) -> None:
-        self._shards.prepare(nbytes)
-
-    def narrow(self, ranks: int) -> Peers:
-        return self._shards.narrow(ranks)
-
-    def all_gather(
-        self, label: str, full: torch.Tensor, shard: torch.Tensor, *, wait: bool = True
-    ) -> Pending | None:
-        kept = shard.new_empty(self.kept * shard.numel())
-        self.gather_kept(label, kept, shard)
-        return self._shards.all_gather(label, full, kept, wait=wait)
-
-    def reduce_scatter(
-        self,
-        label: str,
-        shard: torch.Tensor,
-        full: torch.Tensor,
-        *,
-        wait: bool = True,
-        replicas: bool = True,
-        between: Callable[[], object] | None = None,
-    ) -> Pending | None:
-        assert self._twins is not None
-        assert replicas, "parts of a shard's sum are whose replica has them"
-        kept = shard.new_empty(self.kept * shard.numel())
-        self.probe.holds(kept, "communication")
-        pending = self._shards.reduce_scatter(label, kept, full, wait=False)
-        assert pending is not None
-        over = f"{label} over replicas"
-        pending.then(partial(self._twins.reduce_scatter, over, shard, kept))
-        return pending.returned(wait)
-
-    def all_reduce(
-        self,
-        label: str,
-        tensor: torch.Tensor,
-        *,
-        wait: bool = True,
-        largest: bool = False,
-        replicas: bool = True,
-    ) -> Pending | None:
-        """``tensor`` becomes its sum, or the ``largest``, over all ranks, which have no parts in
-        common."""
-        pending = self._shards.all_reduce(label, tensor, wait=False, largest=largest)
-        return self._over_replicas(pending, label, tensor, wait, largest)
-
-    def broadcast(self, label: str, tensor: torch.Tensor, source: int) -> None:
-        assert self._twins is not None
-        shard, twin = divmod(source, self.kept)
-        self._shards.broadcast(label, tensor, shard)
-        self._twins.broadcast(f"{label} over replicas", tensor, twin)
-
-    def all_to_all(
-        self,
-        label: str,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_splits: Sequence[int] | None = None,
-        sent_splits: Sequence[int] | None = None,
-        *,
-        wait: bool = True,
-    ) -> Pending | None:
-        """Send the k-th split of ``sent`` to who has part k, in one group of all ranks."""
-        if self._every is None:
-            whole = flat(self.mesh)
-            rank, device = whole.get_local_rank(), whole.device_type
-            self._every = Peers(whole.get_group(), rank, self.size, device, self.probe)
-        shards = range(self._shards.size)
-        order = [s * self.kept + r for r in range(self.kept) for s in shards]  # of the group
-        given, wanted = (
-            tensor.split(list(splits) if splits else tensor.numel() // self.size)
-            for tensor, splits in ((sent, sent_splits), (received, received_splits))
-        )
-        arrived = torch.empty_like(received)
-        targets = [wanted[part] for part in order]
-        pending = self._every.all_to_all(
-            label,
-            arrived,
-            torch.cat([given[part] for part in order]),
-            [target.numel() for target in targets],
-            [given[part].numel() for part in order],
-            wait=False,
-        )
-        assert pending is not None
-        pending.then(partial(_parted, arrived, targets))
-        return pending.returned(wait)
-
-
-def _parted(values: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+def _split_into(targets: Sequence[torch.Tensor], values: torch.Tensor) -> None:
     for target, part in zip(targets, values.split([t.numel() for t in targets]), strict=True):
         target.copy_(part)
 

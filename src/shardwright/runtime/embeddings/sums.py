@@ -1,12 +1,19 @@
-"""Tables that every rank keeps whole: what their rows learn is summed over ranks.
+"""What ranks add up beside the exchange of rows: what rows of replicated tables learn, and sums
+over the columns of rows that are cut.
 
-Some have a dense gradient, together. Of others ranks exchange the rows that they looked up, each
-once with the sum of its gradients.
+Tables that every rank keeps whole have a dense gradient, together; of those that learn by rows
+ranks exchange the rows that they looked up, each once with the sum of its gradients. A batch
+touches the same rows of a table in every one of its column ranges, so ranks that have columns of
+the same rows have sums for them in the same order, and exchange these without a word about which.
 """
+
+# All ranks must come to the same bits, or what they keep whole drifts apart: sums are made in the
+# order of ranks on every one of them, never in that in which parts arrive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +21,9 @@ import torch
 from shardwright.core.schedule import replicas_ride
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.bags import cat
-from shardwright.runtime.embeddings.guide import Guide, Request
 from shardwright.runtime.embeddings.initial import InitialBlock
-from shardwright.runtime.embeddings.route import Group
+from shardwright.runtime.embeddings.route import Strip, TableGroup
+from shardwright.runtime.embeddings.routing import GroupRouting, RowRequest
 from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.embeddings.update import Looked, Touched
 
@@ -30,13 +37,13 @@ class Learnt:
     touched: dict[int, Touched]
 
 
-class Replicas:
+class ReplicatedStores:
     """The replicated tables of a module, a store to each group; ``rides``: their dense gradient
     travels with the row gradients of ``routed`` tables."""
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[TableGroup],
         comm: Comm,
         initial: InitialBlock,
         routed: bool,
@@ -44,7 +51,7 @@ class Replicas:
         self.comm = comm
         self.device = torch.device(comm.mesh.device_type)
         self.stores = [Store(g, comm.rank, initial, comm.probe, self.device) for g in groups]
-        self.guides = [Guide.of(group, 1, self.device) for group in groups]
+        self.routings = [GroupRouting.of(group, 1, self.device) for group in groups]
         self.whole = [k for k, group in enumerate(groups) if not group.key.by_rows]
         self.by_rows = [k for k, group in enumerate(groups) if group.key.by_rows]
         kept = [self.stores[k] for k in self.whole]
@@ -52,7 +59,7 @@ class Replicas:
         nbytes = torch.float32.itemsize * sum(self.sizes)
         self.rides = replicas_ride(routed, comm.size, nbytes)
 
-    def learnt(self, gradients: Sequence[torch.Tensor], asked: Sequence[Request]) -> Learnt:
+    def learnt(self, gradients: Sequence[torch.Tensor], asked: Sequence[RowRequest]) -> Learnt:
         """This rank's share: of each group the gradient [S, width] of what was asked."""
         dense = self._dense(gradients, asked) if self.whole else None
         touched = {
@@ -91,7 +98,9 @@ class Replicas:
             width = self.stores[place].width
             touched[place] = Touched(rows.view(torch.int64), gradients.view(-1, width))
 
-    def _dense(self, gradients: Sequence[torch.Tensor], asked: Sequence[Request]) -> torch.Tensor:
+    def _dense(
+        self, gradients: Sequence[torch.Tensor], asked: Sequence[RowRequest]
+    ) -> torch.Tensor:
         """The gradients of rows as one of all replicas that have one, flat, each group's with how
         often its rows were looked up where that counts."""
         dense = torch.zeros(sum(self.sizes), device=self.device)
@@ -130,3 +139,77 @@ class Replicas:
             looked = part[size:] if store.moving_rows else None
             gradient = part[:size].view_as(store.weight).mul_(scale)
             store.update_all(gradient, looked, rate, number)
+
+
+@dataclass(frozen=True, slots=True)
+class _CutRows:
+    """Rows of a table of which this rank has columns: the ``ranks`` that have some, and where they
+    are in this one's groups."""
+
+    ranks: list[int]
+    places: list[tuple[int, slice]]
+
+
+class ColumnSums:
+    """Sums over all columns of rows whose columns lie in several blocks; ``groups`` are those whose
+    sums it adds up."""
+
+    def __init__(self, strips: Sequence[Strip], comm: Comm) -> None:
+        self.comm = comm
+        self.groups = {group for strip in strips for _, group, _ in strip.members}
+        self.own = [
+            _CutRows(
+                sorted({rank for rank, _, _ in strip.members}),
+                [
+                    (group, slice(base, base + strip.rows))
+                    for rank, group, base in strip.members
+                    if rank == comm.rank
+                ],
+            )
+            for strip in strips
+            if any(rank == comm.rank for rank, _, _ in strip.members)
+        ]
+
+    def add_up(self, rows: Mapping[int, torch.Tensor], sums: Mapping[int, torch.Tensor]) -> None:
+        """Let ``sums`` [M] of each group, for its ``rows`` [M] in ascending order, be over all
+        columns (collective)."""
+        parts = self._parts(rows, sums)
+        empty = next(iter(sums.values())).new_empty(0)
+        own = [torch.stack(views).sum(0) for views in parts]
+        sent: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for cut, part in zip(self.own, own, strict=True):
+            for rank in cut.ranks:
+                sent[rank].append(part)
+        sent[self.comm.rank] = []
+        sizes = [sum(map(len, sent[rank])) for rank in range(self.comm.size)]
+        out = torch.cat([empty, *(part for rank in range(self.comm.size) for part in sent[rank])])
+        received = torch.empty_like(out)
+        self.comm.all_to_all("exchange sums over columns", received, out, sizes, sizes)
+        came = {
+            rank: iter(values.split([len(part) for part in sent[rank]]))
+            for rank, values in enumerate(received.split(sizes))
+        }
+        for cut, part, views in zip(self.own, own, parts, strict=True):
+            # in the order of ranks, so that all of them come to the same bits
+            total = torch.zeros_like(part)
+            for rank in cut.ranks:
+                total += part if rank == self.comm.rank else next(came[rank])
+            for view in views:
+                view.copy_(total)
+
+    def _parts(
+        self, rows: Mapping[int, torch.Tensor], sums: Mapping[int, torch.Tensor]
+    ) -> list[list[torch.Tensor]]:
+        """Of all rows that are cut those of ``sums`` that are theirs, for each of their blocks."""
+        ends: dict[int, list[int]] = defaultdict(list)
+        for cut in self.own:
+            for group, rows_of in cut.places:
+                ends[group] += [rows_of.start, rows_of.stop]
+        found = {
+            group: iter(torch.searchsorted(rows[group], rows[group].new_tensor(at)).tolist())
+            for group, at in ends.items()
+        }
+        return [
+            [sums[group][next(found[group]) : next(found[group])] for group, _ in cut.places]
+            for cut in self.own
+        ]

@@ -1,18 +1,23 @@
-"""Who is here, and at which collective: asked before one in debug mode, and after one failed.
+"""Who is here, and at which collective: asked before one in debug mode, after one failed, and while
+a call that every rank has to make waits for the others.
 
 Asking before costs an all-gather each time and finds ranks that are about to exchange different
-things, which gloo would do without a word. Asking after goes through the store where the ranks
-met, for the process group is of no use any more.
+things, which gloo would do without a word. Asking after, or meanwhile, goes through the store where
+the ranks met, for the process group is of no use any more, or busy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Final
 
 import torch
@@ -20,18 +25,25 @@ import torch.distributed as dist
 
 from shardwright.core.errors import MismatchError, PeerError, expected
 from shardwright.launcher.worker import from_a_peer
-from shardwright.runtime.torch_private import default_store
+from shardwright.runtime.comm.torch_groups import default_store
 
 SECONDS: Final = 2.0
 LATE_SECONDS: Final = 10.0  # after which a rank that waits for others in the store says so
+HERE_SECONDS: Final = 5.0  # after which a rank in a call of all ranks leaves word that it is there
+SAID_SECONDS: Final = 10.0  # after which it says who has left none
+REMEDY: Final = (
+    "Whole tensors are for all ranks at once: call sw.full_state_dict(model), or full_tensor(), on "
+    "every rank, then use what it gives on one."
+)
 _GRACE: Final = 1.0
+_LOOK_AT_CALLS: Final = 0.5
 _LOOK: Final = 0.02
 _LABEL: Final = 96
 _ENTRY: Final = struct.Struct(f"<qq16s32s{_LABEL}s")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LabelledCall:
     """A collective as one rank sees it; ``nbytes`` is 0 where ranks may differ in it."""
 
     sequence: int
@@ -50,14 +62,14 @@ class Entry:
         return f"{self.label!r} ({self.kind}{size}, collective {self.sequence})"
 
 
-def _unpacked(row: torch.Tensor) -> Entry:
+def _unpacked(row: torch.Tensor) -> LabelledCall:
     sequence, nbytes, kind, _, label = _ENTRY.unpack(bytes(row.tolist()))
     text = label.rstrip(b"\0").decode(errors="replace")
-    return Entry(sequence, kind.rstrip(b"\0").decode(), nbytes, text)
+    return LabelledCall(sequence, kind.rstrip(b"\0").decode(), nbytes, text)
 
 
 def compare(
-    entry: Entry, ranks: Sequence[int], gather: Callable[[torch.Tensor], torch.Tensor]
+    entry: LabelledCall, ranks: Sequence[int], gather: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """MismatchError on every rank, with the same text, unless all are at the same collective.
 
@@ -205,3 +217,77 @@ def timed_out(error: BaseException) -> bool:
     """Whether this rank gave up waiting; otherwise it saw a connection close."""
     text = str(error).lower()
     return "timed out" in text or "timeout" in text
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A call under way of which every rank has to make its own; ``stage`` counts what was done."""
+
+    name: str
+    place: str
+    own: int
+    others: Sequence[int]
+    begun: float
+    stage: int = 0
+
+    def look(self) -> None:
+        """Leave word, or say who is missing, once it is time."""
+        waited = time.monotonic() - self.begun
+        if self.stage == 0 and waited > HERE_SECONDS:
+            self.stage = 1
+            default_store().set(f"{self.place}/{self.own}", "here")
+        if self.stage == 1 and waited > SAID_SECONDS:
+            self.stage = 2
+            missing = [r for r in self.others if not default_store().check([f"{self.place}/{r}"])]
+            if missing:
+                names = ", ".join(map(str, missing))
+                text = f"waiting for {waited:.0f} s for rank {names}. {REMEDY}"
+                logging.getLogger("shardwright").warning("%s: %s", self.name, text)
+
+
+class _Watch:
+    """The calls of this process that are under way, and a thread that looks at them as long as
+    there are any."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, _Waiting] = {}
+        self.numbers = count()
+        self._any = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, call: _Waiting) -> int:
+        """Look at ``call`` until it is taken from ``calls`` by the number that this gives."""
+        number = next(self.numbers)
+        self.calls[number] = call
+        self._any.set()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._look, name="missing ranks", daemon=True)
+            self._thread.start()
+        return number
+
+    def _look(self) -> None:
+        while True:
+            self._any.wait()
+            self._any.clear()
+            while self.calls:
+                time.sleep(_LOOK_AT_CALLS)
+                for call in [*self.calls.values()]:
+                    with contextlib.suppress(Exception):  # a store that is gone: the call says why
+                        call.look()
+
+
+_watch = _Watch()
+
+
+@contextmanager
+def asked_of_all(name: str, place: str, own: int, others: Sequence[int]) -> Iterator[None]:
+    """Inside of a call ``name`` that rank ``own`` and ``others`` each have to make: after a while
+    it is said who is missing, and a PeerError says so, too. ``place`` tells calls apart."""
+    begun = time.monotonic()
+    number = _watch.begin(_Waiting(name, f"shardwright/whole/{place}", own, others, begun))
+    try:
+        yield
+    except PeerError as error:
+        raise PeerError(f"{error} {REMEDY}") from error
+    finally:
+        del _watch.calls[number]
