@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from shardwright.core.measurement import Measurement, read_measurement, write_measurement
     from shardwright.core.placement import BlockShard, Owned, Replicate, Shard
     from shardwright.estimate.footprint import footprint as estimate_memory
+    from shardwright.estimate.own_model import Task
     from shardwright.estimate.recordings import plan, plan_module
-    from shardwright.estimate.task import Task
     from shardwright.job.job import Job, parse_job, read_job
     from shardwright.job.plan import Plan, read_plan, write_plan
     from shardwright.planner.explain import explain_tensor as explain

@@ -110,7 +110,7 @@ def planned(
     if kind == "cached":
         document["data"] = {**JOBS[kind]["data"], "cache": str(folder / "rows")}
     job = parse_job(document)
-    source_of(job).prepare(job)
+    source_of(job).prepare()
     path = folder / f"{ranks}-{batch}-{steps}.json"
     folder.mkdir(exist_ok=True)
     write_plan(plan(job), path)

@@ -19,7 +19,7 @@ def install(rank: int, what: str, folder: Path) -> None:
 
     from shardwright.runtime.embeddings.tables import ShardedTables
     from shardwright.runtime.units.dstorage import storages_in
-    from shardwright.train.tasks.clicks import Clicks
+    from shardwright.train.sources.clicks import Clicks
 
     def weights(model: nn.Module) -> list[torch.Tensor]:
         found = [unit.byte_storage for unit in storages_in(model)]

@@ -18,8 +18,7 @@ from shardwright.core.document import to_kind
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.scores import Scores
 from shardwright.data.dealing import Dealt, split
-from shardwright.estimate.own_model import importable, python_function, with_names_of
-from shardwright.estimate.task import Batch, Task
+from shardwright.estimate.own_model import Batch, Task, importable, python_function, with_names_of
 from shardwright.job.job import Job, checkpoint_folder, data_files
 from shardwright.launcher.folder import measurement_file
 from shardwright.runtime.checkpoint.folders import complete_steps, step_folder

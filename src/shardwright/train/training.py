@@ -38,8 +38,7 @@ from shardwright.core.exhausted import out_of_memory
 from shardwright.core.scores import Scores, scores_text
 from shardwright.core.thread_rank import thread_rank
 from shardwright.core.timeline import Phase
-from shardwright.estimate.own_model import Call, naming_errors
-from shardwright.estimate.task import Batch, InputsOf, inputs_of
+from shardwright.estimate.own_model import Batch, Call, InputsOf, inputs_of, naming_errors
 from shardwright.job.job import checkpoint_folder, named_files, run_in, table_folder
 from shardwright.job.plan import Plan, read_plan
 from shardwright.job.train import rate_factor
@@ -76,7 +75,7 @@ from shardwright.train.resuming import (
 )
 from shardwright.train.room import check_room, out_of_memory_at
 from shardwright.train.scoring import Scoring
-from shardwright.train.tasks import task_of
+from shardwright.train.sources import task_of
 from shardwright.train.writers import PROGRESS_SECONDS, writers
 
 

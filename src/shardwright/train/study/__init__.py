@@ -87,7 +87,7 @@ def study(job: Job, folder: Path, stream: TextIO, done: Done, given: Path | None
     """
     variants = variants_of(job)
     _check_held_out(job)
-    source_of(job).check(job)
+    source_of(job).check()
     with hold(folder, secrets.token_hex(6)):
         return _Going(job, folder, stream, done, given, variants).go()
 
@@ -140,7 +140,7 @@ class _Going:
         bare = msgspec.structs.replace(data, cache=UNSET)
         job = msgspec.structs.replace(run_in(self.job, self.folder), data=bare)
         self._say(f"making {data.rows:,} rows up, for all runs")
-        source_of(job).prepare(job, self._say)
+        source_of(job).prepare(self._say)
         cache = str(self.folder / "data" / "rows") if data.cache is UNSET else data.cache
         return msgspec.structs.replace(as_log(job), cache=cache)
 
