@@ -13,8 +13,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.core.recording import Blocks
-from shardwright.estimate.models import recorded_model
 from shardwright.estimate.stages import Stage, pipeline_ranks
+from shardwright.estimate.unplanned import recorded_model
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.models.llama import Llama
 from shardwright.runtime.fully_shard import fully_shard_flat

@@ -10,7 +10,7 @@ import pytest
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.core.recording import Recording
-from shardwright.estimate.llama import Request, forget_recordings, stage_recording
+from shardwright.estimate.llama import StageRequest, forget_recordings, stage_recording
 from shardwright.estimate.stages import Stage
 from shardwright.heap.rank_step import Chunk
 from shardwright.trace.treatment import Treatment
@@ -31,7 +31,7 @@ def recorded(
     local = local or LocalShape()
     local = msgspec.structs.replace(local, first=stage.first, last=stage.last)
     treatment = Treatment("cpu", checkpointing)
-    request = Request(shape, local, BATCH, SEQUENCE, "bf16", treatment, **changes)
+    request = StageRequest(shape, local, BATCH, SEQUENCE, "bf16", treatment, **changes)
     return stage_recording(request, stage)
 
 

@@ -13,9 +13,9 @@ from torch import nn
 from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.recording import Recording
 from shardwright.core.timeline import Kind, Phase
-from shardwright.estimate.machines import machine_of, optimizer_of, sharding
 from shardwright.estimate.own_model import python_function
-from shardwright.estimate.python_model import python_recording
+from shardwright.estimate.recorded import python_recording
+from shardwright.estimate.unplanned import machine_of, optimizer_of, sharding
 from shardwright.heap.ledger import Ledger
 from shardwright.heap.rank_step import Chunk, RankStep
 from shardwright.job.job import Job, degrees_of, memory_of, parse_job

@@ -29,6 +29,7 @@ from shardwright.job.job import Job
 from shardwright.launcher.worker import from_a_peer
 from shardwright.runtime.embeddings.bags import bad_id
 from shardwright.trace.checks import first_line, named, no_gradient
+from shardwright.trace.composed import Shortened
 from shardwright.trace.places import place_of, wrong_id
 
 Batch = Any  # tensors or arrays, alone or in tuples, lists and dictionaries
@@ -110,7 +111,8 @@ class Built(NamedTuple):
     """What the function made: a module, what it is called with, and the loss of what it returns.
 
     ``loss`` is a function of the result, or where there are ``targets`` of both; None: the mean of
-    the result.
+    the result. A model of ours names parts that are units: some ``apart`` from those that repeat,
+    or all its ``units``, and is not shortened then.
     """
 
     where: str
@@ -120,6 +122,8 @@ class Built(NamedTuple):
     loss: Callable[..., Any] | None = None
     targets: Any = None
     notes: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    units: Shortened | None = None
 
     @property
     def called(self) -> str:

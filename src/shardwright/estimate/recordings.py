@@ -34,12 +34,12 @@ from shardwright.job.job import (
     Job,
     check_units,
     checkpointing_of,
+    degrees_of,
     memory_of,
     parallel_of,
     parse_job,
     table_optimizer,
 )
-from shardwright.job.model import ESTIMATED
 from shardwright.job.model_of_job import check_model, model_of, reads_bags, step_dtypes
 from shardwright.job.plan import Plan
 from shardwright.planner.kinds import find_kinds
@@ -51,13 +51,7 @@ from shardwright.planner.strategy.found import Found
 if TYPE_CHECKING:
     from torch import nn
 
-RECORDERS = (
-    "core",
-    "models",
-    "tracker",
-    "trace",
-    "estimate/footprint",
-)  # folders whose code records
+RECORDERS = ("core", "job", "models", "tracker", "trace", "estimate")  # whose code records
 
 
 def plan(job: Job, hear: Hear | None = None) -> Plan:
@@ -129,7 +123,7 @@ def plan_module(
     """
     from torch import nn
 
-    from shardwright.estimate.python_model import module_recording
+    from shardwright.estimate.recorded import module_recording
     from shardwright.trace.treatment import Treatment
 
     if isinstance(build, nn.Module) or not callable(build):
@@ -239,14 +233,23 @@ def _digest(content: bytes) -> bytes:
 
 
 def _record(job: Job, device: str, routed: tuple[str, ...] | None) -> Recording:
-    from shardwright.estimate.built_in import built_in_recording
-    from shardwright.estimate.models import recorded_whole
     from shardwright.trace.treatment import Treatment
 
     treatment = Treatment(device, checkpointing_of(job)[0])
-    if job.model.kind in ESTIMATED:
-        return recorded_whole(job, treatment, routed)
-    return built_in_recording(job, treatment)
+    if job.model.kind == "llama":
+        from shardwright.estimate.llama import LlamaModel
+        from shardwright.estimate.stages import Stage
+
+        # as each of its ranks runs it, divided among data ranks alone
+        section = msgspec.structs.replace(parallel_of(job), data_replicate=1, data_shard=-1)
+        alone = msgspec.structs.replace(job, parallel=section)
+        llama = LlamaModel(alone, degrees_of(alone, 1), treatment)
+        return llama.recorded(section, Stage((0, llama.layers), True, True)).recording
+    from shardwright.estimate.recorded import built_in_recording, python_recording
+
+    if job.model.kind != "python":
+        return built_in_recording(job, treatment)
+    return python_recording(job, treatment, job.batch.size, planned=True, routed=routed).recording
 
 
 def _path(job: Job, device: str) -> Path | None:

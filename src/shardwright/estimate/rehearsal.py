@@ -2,13 +2,15 @@
 
 Either in this process, which holds everything: a llama as one rank with whole fp32 parameters; or
 on ranks that torchrun starts, which share parameters as FSDP2 or our runtime does. Both with
-kernels of the CPU, the job's checkpointing, batch and optimizer.
+kernels of the CPU, the job's checkpointing, batch and optimizer. ``torchrun ... -m
+shardwright.estimate.rehearsal DIR`` is one of those ranks.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +22,10 @@ import msgspec
 import torch
 from msgspec import UNSET, UnsetType
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from shardwright.core.document import read_document
+from shardwright.core.document import decode_json, read_document, write_document
 from shardwright.core.errors import InputError, RunError, UnsupportedError, expected
 from shardwright.core.footprint import TRACKED_SCHEMA, Footprint, Tracked
 from shardwright.core.llama import LlamaShape
@@ -31,16 +33,19 @@ from shardwright.core.llama_local import LocalShape
 from shardwright.core.optimizers import MADE, optimizer_named
 from shardwright.core.quantities import format_bytes
 from shardwright.core.recording import Blocks, RecordedUnit
-from shardwright.estimate.machines import optimizer_of, sharding
-from shardwright.estimate.models import recorded_model
 from shardwright.estimate.own_model import Call, built_of, importable, make, python_function
 from shardwright.estimate.stages import Stage
+from shardwright.estimate.unplanned import optimizer_of, recorded_model, sharding
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import ComputeDtype, Fsdp2Section, MemorySection, ReduceDtype, Runtime
 from shardwright.job.model import ESTIMATED
 from shardwright.job.parallel import ParallelSection
+from shardwright.launcher.folder import store_file
+from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.launch import Launch, launch
+from shardwright.launcher.worker import run_worker
 from shardwright.models.llama import Llama
+from shardwright.runtime import comm
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.trace.checkpointing import policy
@@ -151,7 +156,7 @@ def rehearse_among(job: Job, predicted: Footprint, stream: TextIO) -> list[Track
     world_size = predicted.world_size
     folder = Path(tempfile.mkdtemp(prefix="shardwright-memory-"))
     request = Launch(
-        module="shardwright.estimate.rehearsal_rank",
+        module="shardwright.estimate.rehearsal",
         arguments=(str(folder),),
         world_size=world_size,
         folder=folder,
@@ -360,3 +365,31 @@ def _set_fsdp2(model: nn.Module, its: Fsdp2Section) -> None:
             where = f"--real-ranks: memory.fsdp2.{name}"
             raise UnsupportedError(expected(where, wanted, f"torch {torch.__version__}"))
         setter(value)
+
+
+def main() -> int:
+    """One rank of ``memory --real N``: follow two steps as torchrun's environment says; the status
+    file says how it ended."""
+    folder = Path(sys.argv[1])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def body(heartbeat: Heartbeat) -> None:
+        job = decode_json((folder / JOB).read_bytes(), Job)
+        store = comm.meet(TIMEOUT, rank, world_size, store_file(folder))
+        comm.start("gloo", TIMEOUT, rank, world_size, store)
+        try:
+            replicas = parallel_of(job).data_replicate
+            several = replicas > 1
+            sizes = (replicas, world_size // replicas) if several else (world_size,)
+            names = ("replicate", "shard") if several else ("shard",)
+            found = followed(job, init_device_mesh("cpu", sizes, mesh_dim_names=names))
+            write_document(found, tracked_file(folder, rank))
+            heartbeat.mark("done")
+        finally:
+            comm.stop()
+
+    return run_worker(folder, rank, body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,13 @@
-"""Recordings of a module of the user's own: what a function returns, run once on fake tensors."""
+"""Recordings of what a function returns, a user's own or ours (DLRM, a small GPT), run once on fake
+tensors.
+"""
+
+# One road for all: a function gives a module, what it is called with, and its loss, and the module
+# runs with few of the parts that repeat in it. Ours say besides which of their parts are units, for
+# plans name these; of others the parts that repeat are. Before the run the module is cut down to
+# what one rank has: shares of its layers, some of its experts, the blocks of its stage. Embeddings
+# that a plan routes are stand-ins while it runs; one that a step turns out to use otherwise (twice,
+# say) is an ordinary parameter again, and the step is recorded anew.
 
 from __future__ import annotations
 
@@ -6,8 +15,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any
 
 import msgspec
 import torch
@@ -15,8 +24,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwright.core.recording import Recording
-from shardwright.estimate.expert_parallel import Routing, cut_experts
+from shardwright.core.batch import expected_distinct
+from shardwright.core.recording import Recording, Series
 from shardwright.estimate.own_model import (
     Built,
     Call,
@@ -26,14 +35,25 @@ from shardwright.estimate.own_model import (
     make,
     python_function,
 )
-from shardwright.estimate.own_stages import Blocks, StageOf, blocks_of
+from shardwright.estimate.parallelize import Routing, cut, cut_experts
 from shardwright.estimate.routed import Routed
-from shardwright.estimate.stages import Stage
-from shardwright.estimate.tensor_parallel import cut
+from shardwright.estimate.stages import (
+    OwnBlocks,
+    RecordedStage,
+    Stage,
+    StageOf,
+    blocks_of,
+    moved,
+    stages,
+)
 from shardwright.estimate.with_tables import BESIDE_TABLES
 from shardwright.job.job import Job, parallel_of
-from shardwright.job.model_of_job import step_dtypes
-from shardwright.job.parallel import ParallelSection, Style
+from shardwright.job.model_of_job import placed_tables, reads_bags, step_dtypes
+from shardwright.job.parallel import Degrees, ParallelSection, Style
+from shardwright.models.dlrm import DLRM
+from shardwright.models.kinds import HashNetwork
+from shardwright.models.transformer import Transformer, next_token_loss
+from shardwright.planner.problem import batch_of
 from shardwright.runtime.deferred_init import Deferred
 from shardwright.runtime.embeddings.module import NoTableError
 from shardwright.trace.checkpointing import policy, treated
@@ -47,14 +67,16 @@ from shardwright.trace.checks import (
 from shardwright.trace.composed import Composer, Shortened
 from shardwright.trace.faked import FakeMode, faked, settle
 from shardwright.trace.module import Subject, held_tensors, record, storage_bytes
+from shardwright.trace.tables import RoutedRows
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.tensors import DTYPES, NAMES
 
 PLAN = "parallel.parallelize_plan"
+BLOCKS, ENDS = "layers", ("embed", "head")  # of a small GPT
 POINTER = "Accessing the data pointer of FakeTensor"  # torch's words, 2.11 to 2.13
 
 
-class Request(msgspec.Struct, frozen=True):
+class ModuleRequest(msgspec.Struct, frozen=True):
     """All that a recording of a function's module depends on; ``routed`` are paths of embeddings
     that are tables, or None for all that can be; ``cut`` are layers that ``tensor`` ranks share,
     and experts that those of ``routing`` do; with ``stage`` a pipeline's ranks have one each."""
@@ -71,14 +93,6 @@ class Request(msgspec.Struct, frozen=True):
     stage: Stage | None = None
 
 
-class Recorded(NamedTuple):
-    """A recording, the parameters of the whole module, and the bytes that a stage receives."""
-
-    recording: Recording
-    parameters: int
-    received: int = 0
-
-
 def module_recording(
     function: Callable[[], Any],
     name: str,
@@ -87,7 +101,7 @@ def module_recording(
     routed: tuple[str, ...] | None,
 ) -> Recording:
     """The recording of what ``function`` gives, to be planned; errors call it ``name``."""
-    request = Request(Call(name, "{}", 1, 1), dtype, treatment, planned=True, routed=routed)
+    request = ModuleRequest(Call(name, "{}", 1, 1), dtype, treatment, planned=True, routed=routed)
     return _recorded.__wrapped__(request, function).recording
 
 
@@ -101,7 +115,7 @@ def python_recording(
     routed: tuple[str, ...] | None = (),
     stage: Stage | None = None,
     parallel: ParallelSection | None = None,
-) -> Recorded:
+) -> RecordedStage:
     """The recording of a job's own module for ``batch`` samples, or of one ``stage`` of it.
 
     Parameters compute in ``memory.param_dtype``, as they are in a job without the section; the
@@ -118,38 +132,76 @@ def python_recording(
         return _recorded(request, python_function(request.call.name, request.call.where))
 
 
-def python_blocks(job: Job, treatment: Treatment, batch: int) -> Blocks:
-    """The blocks of a job's own module, for a pipeline to share out; UnsupportedError where they
-    do not repeat in one place."""
-    request = _request(job, treatment, batch)
-    with importable():
-        return _blocks(request, python_function(request.call.name, request.call.where))
+class OwnModel:
+    """A module that a function returns; tensor ranks have parts of its layers, expert ranks some of
+    its experts, a pipeline's stages some of its blocks."""
+
+    def __init__(self, job: Job, degrees: Degrees, treatment: Treatment) -> None:
+        self.job, self.treatment, self.several = job, treatment, degrees.microbatches
+        self.batch = job.batch.size // self.several
+        self.blocks: OwnBlocks | None = None
+        if degrees.pipeline > 1:
+            request = _request(job, treatment, self.batch)
+            with importable():
+                call = request.call
+                self.blocks = _blocks(request, python_function(call.name, call.where))
+        self.layers = len(self.blocks.names) if self.blocks else 1
+        ends = stages(self.layers, degrees.pipeline * degrees.chunks)
+        self.parameters = self._of(ends[0], parallel_of(job)).parameters
+
+    def recorded(self, parallel: ParallelSection, stage: Stage) -> RecordedStage:
+        """The module, or a stage of its blocks; of those that are alike one stands for others."""
+        begin, end = stage.layers
+        by = 0
+        if self.blocks and self.blocks.alike and not stage.first and not stage.last:
+            by = begin - 1  # the blocks of the second stage on, wherever they lie
+            stage = Stage((1, end - by), False, False)
+        of = self._of(stage, parallel)
+        found = moved(of.recording, self.blocks, by) if self.blocks else of.recording
+        found = msgspec.structs.replace(found, inputs=found.inputs * self.several)
+        return of._replace(recording=found)
+
+    def _of(self, stage: Stage, parallel: ParallelSection) -> RecordedStage:
+        one = stage if self.blocks else None
+        return python_recording(self.job, self.treatment, self.batch, stage=one, parallel=parallel)
+
+
+def built_in_recording(job: Job, treatment: Treatment) -> Recording:
+    """A step of a DLRM or a small GPT on one rank, its tables apart."""
+    built = _dlrm(job) if job.model.kind == "dlrm" else _transformer(job)
+    request = ModuleRequest(Call(job.model.kind, "{}", 1, 1), "", treatment)
+    with FakeMode(allow_non_fake_inputs=True) as mode:
+        return _traced(request, built, mode).recording
 
 
 def _request(
     job: Job, treatment: Treatment, batch: int, parallel: ParallelSection | None = None
-) -> Request:
+) -> ModuleRequest:
     parallel = parallel or parallel_of(job)
     layers = tuple((parallel.parallelize_plan or {}).items())
     call, dtype = Call.of(job, batch), step_dtypes(job)[0]
     routing = Routing.of(parallel)
-    return Request(call, dtype, treatment, tensor=parallel.tensor, cut=layers, routing=routing)
+    return ModuleRequest(
+        call, dtype, treatment, tensor=parallel.tensor, cut=layers, routing=routing
+    )
 
 
 @lru_cache(maxsize=64)
-def _blocks(request: Request, function: Callable[..., Any]) -> Blocks:
+def _blocks(request: ModuleRequest, function: Callable[..., Any]) -> OwnBlocks:
     with _made(request, function) as (built, _):
         return blocks_of(built.module)
 
 
 @lru_cache(maxsize=64)
-def _recorded(request: Request, function: Callable[..., Any]) -> Recorded:
+def _recorded(request: ModuleRequest, function: Callable[..., Any]) -> RecordedStage:
     with _made(request, function) as (built, mode), without_pointers(), without_log():
         return _traced(request, built, mode)
 
 
 @contextmanager
-def _made(request: Request, function: Callable[..., Any]) -> Iterator[tuple[Built, FakeTensorMode]]:
+def _made(
+    request: ModuleRequest, function: Callable[..., Any]
+) -> Iterator[tuple[Built, FakeTensorMode]]:
     """What the function returns, on fake tensors, and their mode."""
     # a module may have kept real tensors that it made when it was imported
     mode, default = FakeMode(allow_non_fake_inputs=True), torch.get_default_dtype()
@@ -176,7 +228,7 @@ def _without_sampling() -> Iterator[None]:
         setattr(nn.init, name, sampling)
 
 
-def _traced(request: Request, built: Built, mode: FakeTensorMode) -> Recorded:
+def _traced(request: ModuleRequest, built: Built, mode: FakeTensorMode) -> RecordedStage:
     module = built.module
     routed = Routed(module, request.routed)
     check_module(module, built.where, routed.tables)
@@ -219,11 +271,11 @@ def _traced(request: Request, built: Built, mode: FakeTensorMode) -> Recorded:
     said = (*built.notes, *found.notes, *routed.notes, *filter(None, left))
     notes = tuple(dict.fromkeys(said))
     found = msgspec.structs.replace(found, units=units, notes=notes, **more)
-    return Recorded(found, parameters, of.received if of else 0)
+    return RecordedStage(found, parameters, of.received if of else 0)
 
 
 def _composed(
-    request: Request,
+    request: ModuleRequest,
     built: Built,
     routed: Routed,
     of: StageOf | None,
@@ -241,13 +293,15 @@ def _composed(
         extra=[leaf for leaf in tree_leaves(built.targets) if isinstance(leaf, torch.Tensor)],
     )
     every = policy(request.treatment.checkpointing).every
-    parts: Sequence[str] | None = None if request.planned else ()
+    parts: Sequence[str] | None = None if request.planned else built.apart
     if of:
         last = of.stage.last
         subject = replace(subject, call=of.run, loss=subject.loss if last else None)
         parts = of.apart(every)
-    full = request.full or bool(parts)
+    full = request.full or bool(of and parts)
     run = _run(request, subject, routed, experts)
+    if built.units:
+        return run(built.units)
 
     @torch.no_grad()
     def forward() -> None:
@@ -258,7 +312,8 @@ def _composed(
         finally:
             routed.asked = asked
 
-    composer = Composer(module, run, every, full, parts, experts, None if of else forward)
+    known = of or built.apart  # which of their parts run
+    composer = Composer(module, run, every, full, parts, experts, None if known else forward)
     try:
         found = composer.recording()
     except Untraceable as error:
@@ -270,7 +325,7 @@ def _composed(
 
 
 def _run(
-    request: Request, subject: Subject, routed: Routed, experts: Collection[nn.Module]
+    request: ModuleRequest, subject: Subject, routed: Routed, experts: Collection[nn.Module]
 ) -> Callable[[Shortened], Recording]:
     """Records the module with the parts that it has just then."""
     treatment, dtype = request.treatment, DTYPES.get(request.dtype)
@@ -301,7 +356,7 @@ def _run(
     return run
 
 
-def _about_units(composer: Composer, request: Request) -> Iterator[str]:
+def _about_units(composer: Composer, request: ModuleRequest) -> Iterator[str]:
     if composer.apart or any(container.units for container in composer.containers):
         return
     yield "no part of the module repeats: all of its parameters are one unit"
@@ -317,4 +372,69 @@ def _not_trained(module: nn.Module, found: Recording) -> Iterator[str]:
         yield f"'{names[0]}'{more} no gradient in a step: counted and run as frozen"
 
 
-# ---- tensors of one fake mode --------------------------------------------------------------------
+# ---- our own models ------------------------------------------------------------------------------
+
+
+def _dlrm(job: Job) -> Built:
+    """A DLRM without its tables, whose exchange is a plan's to decide."""
+    model, batch = DLRM(job, device="meta"), job.batch.size
+    model.tables = _stand_in(job)
+    _expect_distinct(model, job)
+    dense, labels = torch.empty(batch, job.model.dense_features), torch.empty(batch)
+    ids = _bags(job) if reads_bags(job) else torch.empty(batch, len(job.tables), dtype=torch.int64)
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(logits.squeeze(1), labels)
+
+    parts = {"bottom": model.bottom, "kinds": model.kinds, "interact": model.interact}
+    parts["top"] = model.top
+    units = {n: [part] for n, part in parts.items() if part is not None and list(part.parameters())}
+    whole = Shortened(units, (), [], [], [])
+    return Built(job.model.kind, model, (dense, ids), {}, loss, labels, units=whole)
+
+
+def _stand_in(job: Job) -> RoutedRows:
+    """For the tables that are placed."""
+    of = [(name, table) for table in placed_tables(job) for name in table.feature_names]
+    dims = {name: table.dim for name, table in of}
+    each = {name for name, table in of if not table.pooled}
+    return RoutedRows(of[0][1].dim if of else 0, dims=dims, each=each)
+
+
+def _expect_distinct(model: DLRM, job: Job) -> None:
+    """Hash networks compute as many rows as there are expected to be different ids."""
+    for table in job.tables:
+        network = None if model.kinds is None else model.kinds.of_table.get(table.name)
+        if isinstance(network, HashNetwork):
+            network.distinct = partial(_expected, table.rows, batch_of(job).zipf_of(table))
+
+
+def _expected(rows: int, zipf: float, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    count = expected_distinct(len(ids), rows, zipf)
+    return ids.new_empty(count), torch.empty_like(ids)
+
+
+def _bags(job: Job) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Of every feature ids, offsets and perhaps weights."""
+    found: dict[str, tuple[torch.Tensor, ...]] = {}
+    for table in job.tables:
+        for name, length in zip(table.feature_names, table.pooling_factors, strict=True):
+            ids = torch.empty(round(length * job.batch.size), dtype=torch.int64)
+            offsets = torch.empty(job.batch.size + 1, dtype=torch.int64)
+            weights = (torch.empty(len(ids)),) if table.weighted else ()
+            found[name] = (ids, offsets, *weights)
+    return found
+
+
+def _transformer(job: Job) -> Built:
+    """A small GPT on tokens; one of one block repeats none, so that block stands for itself."""
+    model = Transformer(job, device="meta")
+    size = (job.batch.size, job.batch.sequence)
+    tokens, targets = (torch.empty(size, dtype=torch.int64) for _ in range(2))
+    built = Built(job.model.kind, model, (tokens,), {}, next_token_loss, targets, apart=ENDS)
+    if len(model.layers) > 1:
+        return built
+    (only,) = names = (f"{BLOCKS}.0",)
+    units = {name: [model.get_submodule(name)] for name in (*ENDS, only)}
+    alone = Series(BLOCKS, names, names)
+    return built._replace(units=Shortened(units, (alone,), list(model.layers), [0], []))
