@@ -12,7 +12,7 @@ from shardwright.core.errors import InputError
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape, check_local
 from shardwright.models.llama import Llama, chunked_loss, loss, parallel_loss
-from shardwright.models.llama.loss import capped
+from shardwright.models.llama.layers import capped
 from shardwright.trace.treatment import Treatment
 
 DENSE = LlamaShape(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ffn_dim=48, vocab=64)

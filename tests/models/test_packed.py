@@ -17,8 +17,7 @@ from shardwright.core.kinds import (
     settled,
 )
 from shardwright.core.model import KindName, TableSpec
-from shardwright.models.embeddings import Embeddings
-from shardwright.models.packed import looked_up, packed, unpacked
+from shardwright.models.embeddings import Embeddings, looked_up, packed, unpacked
 
 DTYPES = {"int8": torch.float32, "int4": torch.float16}
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
-from shardwright.models.llama import Block
+from shardwright.models.llama import LlamaBlock
 from shardwright.trace.recorder import Recorder
 
 LARGE = LlamaShape(  # Llama 3 8B
@@ -53,7 +53,7 @@ def block() -> Make:
 
     def make(small: bool = False, local: LocalShape | None = None, **options: Any) -> nn.Module:
         options.setdefault("dtype", torch.bfloat16)
-        return Block(SMALL if small else LARGE, local or LocalShape(), 0, **options)
+        return LlamaBlock(SMALL if small else LARGE, local or LocalShape(), 0, **options)
 
     return make
 

@@ -19,9 +19,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwright.core.errors import InputError, expected
 from shardwright.core.llama_local import received_rows
 from shardwright.job.parallel import ParallelSection, Style, capacity_of, expert_load, fits
-from shardwright.models.llama.collectives import all_reduce, all_to_all, copy_to_ranks, gather_alike
 from shardwright.models.llama.experts import elsewhere
-from shardwright.models.llama.layers import rows_here
+from shardwright.models.llama.layers import (
+    all_reduce,
+    all_to_all,
+    copy_to_ranks,
+    gather_alike,
+    rows_here,
+)
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 

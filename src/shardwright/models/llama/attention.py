@@ -19,9 +19,19 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
-from shardwright.models.llama.collectives import copy_to_ranks, exchanged, gather_alike, gathered
-from shardwright.models.llama.layers import TOKENS, Device, Linear, RMSNorm, enter, leave
-from shardwright.models.llama.loss import capped
+from shardwright.models.llama.layers import (
+    TOKENS,
+    Device,
+    Linear,
+    RMSNorm,
+    capped,
+    copy_to_ranks,
+    enter,
+    exchanged,
+    gather_alike,
+    gathered,
+    leave,
+)
 
 
 def rotations(

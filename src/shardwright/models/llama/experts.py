@@ -13,12 +13,12 @@ from torch import nn
 
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
-from shardwright.models.llama.collectives import all_to_all
 from shardwright.models.llama.layers import (
     ACTIVATIONS,
     Device,
     Linear,
     SwiGLU,
+    all_to_all,
     enter,
     has_data,
     leave,
