@@ -18,7 +18,7 @@ from worlds import apart
 
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import Event, phase_peaks
-from shardwright.estimate.own_model import Built, Call, Task, as_tensors, python_function
+from shardwright.estimate.own_model import Built, FunctionCall, Task, as_tensors, python_function
 from shardwright.job.job import Job, parse_job
 from shardwright.job.plan import Plan
 from shardwright.runtime.apply import apply
@@ -102,7 +102,7 @@ def exact_bytes(mesh: DeviceMesh, name: str) -> tuple[dict[str, int], dict[str, 
 
 def built(job: Job) -> Built:
     """What the job's function gives, with all numbers at once."""
-    call = Call.of(job)
+    call = FunctionCall.of(job)
     made = really(call, python_function(call.name, call.where), job.train.seed)
     assert isinstance(made, Built)
     return made

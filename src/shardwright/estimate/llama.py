@@ -15,7 +15,7 @@ from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.core.recording import RecordedUnit, Recording
 from shardwright.core.tensor import TensorSpec, element_bytes
-from shardwright.estimate.stages import HEAD, RecordedStage, Stage, StageResults
+from shardwright.estimate.stages import HEAD, ModelStage, RecordedStage, StageResults
 from shardwright.job.job import Job, memory_of
 from shardwright.job.memory import WHOLE
 from shardwright.job.parallel import Degrees, ParallelSection, local_shape
@@ -41,7 +41,7 @@ class StageRequest(msgspec.Struct, frozen=True):
     casts: bool = True  # units cast their inputs, as mixed precision of FSDP does
 
 
-def stage_recording(request: StageRequest, stage: Stage) -> Recording:
+def stage_recording(request: StageRequest, stage: ModelStage) -> Recording:
     """The recording of a stage of the llama, unfolded to its layers by its series."""
     shape, every = request.shape, policy(request.treatment.checkpointing).every
     layers = range(*stage.layers)
@@ -147,7 +147,7 @@ class LlamaModel:
         self.parameters = self.shape.parameter_count
         self.layers = self.shape.layers
 
-    def recorded(self, parallel: ParallelSection, stage: Stage) -> RecordedStage:
+    def recorded(self, parallel: ParallelSection, stage: ModelStage) -> RecordedStage:
         """The stage with parameters as they are stored, and the tokens of the whole batch."""
         request = self._request(parallel, stage)
         found = stage_recording(request, stage)
@@ -171,7 +171,7 @@ class LlamaModel:
         words = local.vocab(self.shape) if local.loss == "parallel" else self.shape.vocab
         return request.batch * request.sequence * words * element_bytes("fp32")
 
-    def _request(self, parallel: ParallelSection, stage: Stage) -> StageRequest:
+    def _request(self, parallel: ParallelSection, stage: ModelStage) -> StageRequest:
         section, batch = memory_of(self.job), self.job.batch
         assert section.param_dtype, "a llama's is known"
         local = local_shape(

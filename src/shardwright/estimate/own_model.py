@@ -84,7 +84,7 @@ class Task(Protocol):
         ...
 
 
-class Call(msgspec.Struct, frozen=True):
+class FunctionCall(msgspec.Struct, frozen=True):
     """How the function that a job names is called; ``arguments`` are JSON."""
 
     name: str
@@ -93,7 +93,7 @@ class Call(msgspec.Struct, frozen=True):
     sequence: int
 
     @classmethod
-    def of(cls, job: Job, batch: int | None = None) -> Call:
+    def of(cls, job: Job, batch: int | None = None) -> FunctionCall:
         """The call for the job's own batch, or for one of ``batch`` samples."""
         model = job.model
         assert isinstance(model.python, str)
@@ -206,7 +206,7 @@ def _is_pythons(found: Any) -> bool:
     return file is None or _STDLIB in Path(file).parents  # else a module of that name of one's own
 
 
-def make(call: Call, function: Callable[..., Any], remedy: str = "") -> Built | Task:
+def make(call: FunctionCall, function: Callable[..., Any], remedy: str = "") -> Built | Task:
     """Call the function and read what it returns; ``remedy`` is for where it fails.
 
     InputError, in one line, where it cannot be called or returns something else.
@@ -282,7 +282,7 @@ def _parameters(function: Callable[..., Any]) -> Sequence[str]:
         return []
 
 
-def _parts(returned: Any, call: Call, unasked: bool) -> Built:
+def _parts(returned: Any, call: FunctionCall, unasked: bool) -> Built:
     parts = returned if isinstance(returned, (tuple, list)) else (returned,)
     if not parts or len(parts) > 4 or not isinstance(parts[0], nn.Module):
         found = ", ".join(type(part).__name__ for part in parts) or "nothing"

@@ -28,7 +28,7 @@ from shardwright.core.batch import expected_distinct
 from shardwright.core.recording import Recording, Series
 from shardwright.estimate.own_model import (
     Built,
-    Call,
+    FunctionCall,
     built_of,
     check_call,
     importable,
@@ -38,9 +38,9 @@ from shardwright.estimate.own_model import (
 from shardwright.estimate.parallelize import Routing, cut, cut_experts
 from shardwright.estimate.routed import Routed
 from shardwright.estimate.stages import (
+    ModelStage,
     OwnBlocks,
     RecordedStage,
-    Stage,
     StageOf,
     blocks_of,
     moved,
@@ -77,11 +77,17 @@ POINTER = "Accessing the data pointer of FakeTensor"  # torch's words, 2.11 to 2
 
 
 class ModuleRequest(msgspec.Struct, frozen=True):
-    """All that a recording of a function's module depends on; ``routed`` are paths of embeddings
-    that are tables, or None for all that can be; ``cut`` are layers that ``tensor`` ranks share,
-    and experts that those of ``routing`` do; with ``stage`` a pipeline's ranks have one each."""
+    """All that a recording of a function's module depends on.
 
-    call: Call
+    Parameters compute in ``dtype``, where it is empty in the one they were made in, which their
+    units have in any case. With ``full`` every part is recorded, not a few of each kind. Of a model
+    to be ``planned`` large parts that do not repeat are units of their own; FSDP2 has them in the
+    root's. ``routed`` are paths of embeddings that are tables, or None for all that can be; ``cut``
+    are layers that ``tensor`` ranks share, and experts that those of ``routing`` do; with ``stage``
+    a pipeline's ranks have one each.
+    """
+
+    call: FunctionCall
     dtype: str
     treatment: Treatment
     full: bool = False
@@ -90,7 +96,18 @@ class ModuleRequest(msgspec.Struct, frozen=True):
     tensor: int = 1
     cut: tuple[tuple[str, Style], ...] = ()
     routing: Routing = Routing()
-    stage: Stage | None = None
+    stage: ModelStage | None = None
+
+    @classmethod
+    def of(
+        cls, job: Job, treatment: Treatment, batch: int, parallel: ParallelSection | None = None
+    ) -> ModuleRequest:
+        """That of a job's module for ``batch`` samples; ``parallel`` stands in for its section."""
+        parallel = parallel or parallel_of(job)
+        layers = tuple((parallel.parallelize_plan or {}).items())
+        call, dtype = FunctionCall.of(job, batch), step_dtypes(job)[0]
+        routing = Routing.of(parallel)
+        return cls(call, dtype, treatment, tensor=parallel.tensor, cut=layers, routing=routing)
 
 
 def module_recording(
@@ -101,33 +118,15 @@ def module_recording(
     routed: tuple[str, ...] | None,
 ) -> Recording:
     """The recording of what ``function`` gives, to be planned; errors call it ``name``."""
-    request = ModuleRequest(Call(name, "{}", 1, 1), dtype, treatment, planned=True, routed=routed)
+    request = ModuleRequest(
+        FunctionCall(name, "{}", 1, 1), dtype, treatment, planned=True, routed=routed
+    )
     return _recorded.__wrapped__(request, function).recording
 
 
-def python_recording(
-    job: Job,
-    treatment: Treatment,
-    batch: int,
-    *,
-    full: bool = False,
-    planned: bool = False,
-    routed: tuple[str, ...] | None = (),
-    stage: Stage | None = None,
-    parallel: ParallelSection | None = None,
-) -> RecordedStage:
-    """The recording of a job's own module for ``batch`` samples, or of one ``stage`` of it.
-
-    Parameters compute in ``memory.param_dtype``, as they are in a job without the section; the
-    units have the dtypes they were made in. With ``full`` every part is recorded, not a few of each
-    kind. Of a model to be ``planned`` large parts that do not repeat are units of their own; FSDP2
-    has them in the root's. Embeddings that are ``routed`` are tables of the recording. ``parallel``
-    stands in for the job's own section.
-    InputError where the function or its module cannot be used, in one line that says why.
-    """
-    request = _request(job, treatment, batch, parallel)
-    more = {"full": full, "planned": planned, "routed": routed, "stage": stage}
-    request = msgspec.structs.replace(request, **more)
+def recorded(request: ModuleRequest) -> RecordedStage:
+    """The recording of what a job's function returns. InputError where the function or its module
+    cannot be used, in one line that says why."""
     with importable():
         return _recorded(request, python_function(request.call.name, request.call.where))
 
@@ -141,7 +140,7 @@ class OwnModel:
         self.batch = job.batch.size // self.several
         self.blocks: OwnBlocks | None = None
         if degrees.pipeline > 1:
-            request = _request(job, treatment, self.batch)
+            request = ModuleRequest.of(job, treatment, self.batch)
             with importable():
                 call = request.call
                 self.blocks = _blocks(request, python_function(call.name, call.where))
@@ -149,41 +148,29 @@ class OwnModel:
         ends = stages(self.layers, degrees.pipeline * degrees.chunks)
         self.parameters = self._of(ends[0], parallel_of(job)).parameters
 
-    def recorded(self, parallel: ParallelSection, stage: Stage) -> RecordedStage:
+    def recorded(self, parallel: ParallelSection, stage: ModelStage) -> RecordedStage:
         """The module, or a stage of its blocks; of those that are alike one stands for others."""
         begin, end = stage.layers
         by = 0
         if self.blocks and self.blocks.alike and not stage.first and not stage.last:
             by = begin - 1  # the blocks of the second stage on, wherever they lie
-            stage = Stage((1, end - by), False, False)
+            stage = ModelStage((1, end - by), False, False)
         of = self._of(stage, parallel)
         found = moved(of.recording, self.blocks, by) if self.blocks else of.recording
         found = msgspec.structs.replace(found, inputs=found.inputs * self.several)
         return of._replace(recording=found)
 
-    def _of(self, stage: Stage, parallel: ParallelSection) -> RecordedStage:
-        one = stage if self.blocks else None
-        return python_recording(self.job, self.treatment, self.batch, stage=one, parallel=parallel)
+    def _of(self, stage: ModelStage, parallel: ParallelSection) -> RecordedStage:
+        request = ModuleRequest.of(self.job, self.treatment, self.batch, parallel)
+        return recorded(msgspec.structs.replace(request, stage=stage if self.blocks else None))
 
 
 def built_in_recording(job: Job, treatment: Treatment) -> Recording:
     """A step of a DLRM or a small GPT on one rank, its tables apart."""
     built = _dlrm(job) if job.model.kind == "dlrm" else _transformer(job)
-    request = ModuleRequest(Call(job.model.kind, "{}", 1, 1), "", treatment)
+    request = ModuleRequest(FunctionCall(job.model.kind, "{}", 1, 1), "", treatment)
     with FakeMode(allow_non_fake_inputs=True) as mode:
         return _traced(request, built, mode).recording
-
-
-def _request(
-    job: Job, treatment: Treatment, batch: int, parallel: ParallelSection | None = None
-) -> ModuleRequest:
-    parallel = parallel or parallel_of(job)
-    layers = tuple((parallel.parallelize_plan or {}).items())
-    call, dtype = Call.of(job, batch), step_dtypes(job)[0]
-    routing = Routing.of(parallel)
-    return ModuleRequest(
-        call, dtype, treatment, tensor=parallel.tensor, cut=layers, routing=routing
-    )
 
 
 @lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,16 +160,11 @@ def plan_module(
 
     watch = watch_of(job)
 
-    def look(sure: bool) -> Found:
-        return find_with_tables(
-            job,
-            lambda its, routed: of(routed, checkpointing_of(its)[0]),
-            watch,
-            found_at_all=said,
-            sure=sure,
-        )
+    def record(its: Job, routed: Paths | None) -> Recording:
+        return of(routed, checkpointing_of(its)[0])
 
-    return written(surely_or_perhaps(look), watch)
+    look = partial(find_with_tables, job, record, watch, found_at_all=said)
+    return written(surely_or_perhaps(lambda sure: look(sure=sure)), watch)
 
 
 def _check_takes_nothing(build: Callable[..., Any]) -> None:
@@ -238,18 +233,20 @@ def _record(job: Job, device: str, routed: tuple[str, ...] | None) -> Recording:
     treatment = Treatment(device, checkpointing_of(job)[0])
     if job.model.kind == "llama":
         from shardwright.estimate.llama import LlamaModel
-        from shardwright.estimate.stages import Stage
+        from shardwright.estimate.stages import ModelStage
 
         # as each of its ranks runs it, divided among data ranks alone
         section = msgspec.structs.replace(parallel_of(job), data_replicate=1, data_shard=-1)
         alone = msgspec.structs.replace(job, parallel=section)
         llama = LlamaModel(alone, degrees_of(alone, 1), treatment)
-        return llama.recorded(section, Stage((0, llama.layers), True, True)).recording
-    from shardwright.estimate.recorded import built_in_recording, python_recording
+        return llama.recorded(section, ModelStage((0, llama.layers), True, True)).recording
+    from shardwright.estimate.recorded import ModuleRequest, built_in_recording
+    from shardwright.estimate.recorded import recorded as of_function
 
     if job.model.kind != "python":
         return built_in_recording(job, treatment)
-    return python_recording(job, treatment, job.batch.size, planned=True, routed=routed).recording
+    request = ModuleRequest.of(job, treatment, job.batch.size)
+    return of_function(msgspec.structs.replace(request, planned=True, routed=routed)).recording
 
 
 def _path(job: Job, device: str) -> Path | None:

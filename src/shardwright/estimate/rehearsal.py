@@ -33,8 +33,8 @@ from shardwright.core.llama_local import LocalShape
 from shardwright.core.optimizers import MADE, optimizer_named
 from shardwright.core.quantities import format_bytes
 from shardwright.core.recording import Blocks, RecordedUnit
-from shardwright.estimate.own_model import Call, built_of, importable, make, python_function
-from shardwright.estimate.stages import Stage
+from shardwright.estimate.own_model import FunctionCall, built_of, importable, make, python_function
+from shardwright.estimate.stages import ModelStage
 from shardwright.estimate.unplanned import optimizer_of, recorded_model, sharding
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import ComputeDtype, Fsdp2Section, MemorySection, ReduceDtype, Runtime
@@ -273,7 +273,7 @@ def units_of(job: Job) -> list[RecordedUnit]:
     """The units of the estimate, those inside of others first."""
     degrees = degrees_of(job, job.cluster.world_size or 1)
     model = recorded_model(job, degrees, Treatment("cpu", memory_of(job).policy))
-    whole = Stage((0, model.layers), True, True)
+    whole = ModelStage((0, model.layers), True, True)
     blocks = Blocks(model.recorded(parallel_of(job), whole).recording)
     found = [blocks.own(name, unit) for name, unit in blocks.unfolded()]
     return sorted(found, key=lambda unit: unit.name == "")
@@ -282,7 +282,7 @@ def units_of(job: Job) -> list[RecordedUnit]:
 def _built(job: Job) -> tuple[nn.Module, Any, Loss]:
     """The model on this CPU, its batch, and the loss of a step."""
     if job.model.kind == "python":
-        call = Call.of(job)
+        call = FunctionCall.of(job)
         built = built_of(make(call, python_function(call.name, call.where)), call.where)
         batch = (built.inputs, built.keywords, built.targets)
         return (

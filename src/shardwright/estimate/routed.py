@@ -17,10 +17,10 @@ from shardwright.runtime.embeddings.bags import Keyed, features_of
 from shardwright.runtime.embeddings.collection import RoutedCollection
 from shardwright.runtime.embeddings.module import NoTableError, RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table
-from shardwright.trace.arguments import Reached
 from shardwright.trace.tables import (
     OWN_DTYPES,
     Embedding,
+    Reached,
     RoutedRows,
     collected,
     embeddings,
@@ -114,7 +114,7 @@ class Routed:
                 self._put(path, instead)
                 instead_of[path] = instead
             for path, part in self.collections.items():
-                rows = _Rows(path, part, self._asking(path), self.spread)
+                rows = CollectionRows(path, part, self._asking(path), self.spread)
                 instead_of[path] = RoutedCollection(rows, part, rows.read)
                 self._put(path, instead_of[path])
             self._reached = Reached(self.module, instead_of)
@@ -162,7 +162,7 @@ class Routed:
         return {"tables": tuple(tables), "early": early or UNSET} if tables else {}
 
 
-class _Rows(RoutedRows):
+class CollectionRows(RoutedRows):
     """Stands in for the tables of a collection ``like`` at ``path``, while a step is recorded:
     features as ``read`` gives them -> rows of each that nobody looked up. What was read is put in
     ``spread``."""

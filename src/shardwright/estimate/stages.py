@@ -54,7 +54,7 @@ class RecordedStage(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class ModelStage:
     """A stretch of the model; ``first`` has the embedding, ``last`` the head."""
 
     layers: tuple[int, int]
@@ -67,15 +67,15 @@ class PipelineRank:
     """What a rank of the pipeline holds and does; ``microbatches`` is how many it really has."""
 
     rank: int
-    stages: tuple[Stage, ...]
+    stages: tuple[ModelStage, ...]
     runs: tuple[Run, ...]
     microbatches: int
 
 
-def stages(layers: int, count: int) -> list[Stage]:
+def stages(layers: int, count: int) -> list[ModelStage]:
     """Deal ``layers`` out to ``count`` stages, the first and last with less for what is beside."""
     if count == 1:
-        return [Stage((0, layers), True, True)]
+        return [ModelStage((0, layers), True, True)]
     weight = layers + 2 * ENDS_WEIGH
     if weight < count or layers < count - 2 * ENDS_WEIGH:
         raise InputError(
@@ -91,7 +91,7 @@ def stages(layers: int, count: int) -> list[Stage]:
     sizes[-1] -= ENDS_WEIGH
     found, begin = [], 0
     for index, size in enumerate(sizes):
-        found.append(Stage((begin, begin + size), index == 0, index == count - 1))
+        found.append(ModelStage((begin, begin + size), index == 0, index == count - 1))
         begin += size
     return found
 
@@ -195,7 +195,7 @@ class StageOf:
     A stage without blocks has one all the same, at whose door it ends or begins.
     """
 
-    def __init__(self, module: nn.Module, stage: Stage) -> None:
+    def __init__(self, module: nn.Module, stage: ModelStage) -> None:
         self.module, self.stage = module, stage
         self.container = _container(module)
         begin, end = stage.layers

@@ -172,7 +172,7 @@ MODULES: dict[Join, Callable[[TableSpec, torch.device | str], nn.Module]] = {
 }
 
 
-class _Run(NamedTuple):
+class _JoinedAlike(NamedTuple):
     """Tables one after the other whose rows are joined alike, with ``parts`` each."""
 
     join: Join
@@ -205,7 +205,7 @@ class Kinds(nn.Module):
                 self.add_module(table.name, module)
                 self.of_table[table.name] = module
         self.runs = [
-            _Run(key[0], run, key[1])
+            _JoinedAlike(key[0], run, key[1])
             for key, group in itertools.groupby(tables, _alike)
             for run in [tuple(group)]
         ]

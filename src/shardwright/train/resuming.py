@@ -30,7 +30,7 @@ from shardwright.runtime.saving import Resumed
 RATE = "learning_rate"
 
 
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DataPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a rank is in its data, with its losses and bad rows so far: plain values.
 
     ``before`` is what other numbers of ranks have taken, ``taken`` this rank's rows since, dealt by
@@ -47,7 +47,7 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class RunStart:
     """Where a rank begins: after ``step``, and what was ``dealt``, lost and left out until then."""
 
     step: int = 0
@@ -70,7 +70,7 @@ class Start:
         before, taken = split(self.dealt, batch, world_size)
         steps = len(losses) - len(self.losses)
         return msgspec.to_builtins(
-            Place(
+            DataPlace(
                 tuple((each.batch, each.taken) for each in before),
                 batch,
                 taken[rank] + steps * batch + bad_rows,
@@ -82,13 +82,13 @@ class Start:
         )
 
 
-def start_after(found: Resumed, rank: int, world_size: int) -> Start:
+def start_after(found: Resumed, rank: int, world_size: int) -> RunStart:
     """Where a rank goes on; InputError for a checkpoint that no run of a job has saved.
 
     Of another number of ranks, each has the mean of their losses as its own.
     """
     try:
-        places = [to_kind(extra, Place) for extra in found.extras]
+        places = [to_kind(extra, DataPlace) for extra in found.extras]
         losses = np.array([np.frombuffer(base64.b64decode(p.losses)) for p in places])
     except (msgspec.ValidationError, ValueError) as error:
         where, remedy = f"step-{found.step}", "Name another checkpoint.folder."
@@ -98,7 +98,7 @@ def start_after(found: Resumed, rank: int, world_size: int) -> Start:
     before = (Dealt(batch, taken) for batch, taken in first.before)
     dealt = (*before, Dealt(first.batch, tuple(place.taken for place in places)))
     same = len(places) == world_size
-    return Start(
+    return RunStart(
         found.step,
         tuple(each for each in dealt if any(each.taken)),
         tuple((losses[rank] if same else losses.mean(0)).tolist()),
@@ -108,7 +108,7 @@ def start_after(found: Resumed, rank: int, world_size: int) -> Start:
     )
 
 
-def batches_after(task: Task, rank: int, world_size: int, start: Start) -> Iterator[Batch]:
+def batches_after(task: Task, rank: int, world_size: int, start: RunStart) -> Iterator[Batch]:
     """The batches of a rank that it has not had yet.
 
     A task whose ``batches`` does not take what was ``dealt`` gives them all again.

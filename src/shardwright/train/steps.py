@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwright.core.exhausted import out_of_memory
 from shardwright.core.scores import BINS, EDGE, SIZE, Scores, scores_of, scores_text
-from shardwright.estimate.own_model import Batch, Call, InputsOf, naming_errors
+from shardwright.estimate.own_model import Batch, FunctionCall, InputsOf, naming_errors
 from shardwright.job.job import checkpoint_folder
 from shardwright.job.train import rate_factor
 from shardwright.runtime.comm import Comm
@@ -30,7 +30,7 @@ from shardwright.runtime.random_state import random_states, set_random_states
 from shardwright.runtime.saves import Saves
 from shardwright.train.loop import Measured
 from shardwright.train.profiling import Profiler
-from shardwright.train.resuming import Start, facts_of
+from shardwright.train.resuming import RunStart, facts_of
 from shardwright.train.room import out_of_memory_at
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Steps:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         measured: Measured,
-        start: Start,
+        start: RunStart,
     ) -> None:
         self.of, self.job, self.task = of, of.job, of.task
         self.meter, self.guard = of.meter, of.guard
@@ -102,7 +102,7 @@ class Steps:
 
     def _errors(self) -> AbstractContextManager[None]:
         own = isinstance(self.job.model.python, str)
-        return naming_errors(Call.of(self.job).where) if own else nullcontext()
+        return naming_errors(FunctionCall.of(self.job).where) if own else nullcontext()
 
     def _step(self, batches: Iterator[Batch], *, is_last: bool) -> tuple[float, Sequence[int]]:
         """The loss of this rank, and what all ranks wish for at the end of the step."""

@@ -56,7 +56,7 @@ from shardwright.runtime.saving import load_checkpoint
 from shardwright.train.hosts import Hosts
 from shardwright.train.loop import Measured, measure, metered
 from shardwright.train.profiling import Profiler
-from shardwright.train.resuming import Start, batches_after, changes, lasting, start_after
+from shardwright.train.resuming import RunStart, batches_after, changes, lasting, start_after
 from shardwright.train.room import check_room
 from shardwright.train.sources import task_of
 from shardwright.train.steps import Steps
@@ -153,10 +153,10 @@ class Training:
         section = self.job.checkpoint
         check_room(self.plan, self.rank, self.device, section is not UNSET and section.overlap)
 
-    def _resumed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Start:
+    def _resumed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> RunStart:
         """Go on from the newest checkpoint, if there is one and the run is to be resumed."""
         rank, world_size = self.rank, self.plan.world_size
-        folder, start = checkpoint_folder(self.job, self.folder), Start()
+        folder, start = checkpoint_folder(self.job, self.folder), RunStart()
         if self.resume and complete_steps(folder):
             found = load_checkpoint(folder, model, optimizer, random_state=True)
             start = start_after(found, rank, world_size)

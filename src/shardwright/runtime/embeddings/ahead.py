@@ -15,7 +15,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.runtime.embeddings.module import Entrance
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.torch_private import outside_graphs
-from shardwright.trace.arguments import Given, Reached, value_at
+from shardwright.trace.tables import Given, Reached, value_at
 from shardwright.tracker.private import in_backward
 
 

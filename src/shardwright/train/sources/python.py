@@ -29,7 +29,7 @@ from shardwright.data.dealing import Dealt
 from shardwright.estimate.own_model import (
     Batch,
     Built,
-    Call,
+    FunctionCall,
     Task,
     as_call,
     as_tensors,
@@ -85,7 +85,7 @@ class OwnModule:
 
     def task(self) -> Task:
         """The module with its batches, or the task that the job's function returns."""
-        job, call = self.job, Call.of(self.job)
+        job, call = self.job, FunctionCall.of(self.job)
         with importable():
             function = python_function(call.name, call.where)
         try:
@@ -99,7 +99,7 @@ class OwnModule:
         return OwnTask(job, made)
 
 
-def really(call: Call, function: Callable[..., Any], seed: int) -> Built | Task:
+def really(call: FunctionCall, function: Callable[..., Any], seed: int) -> Built | Task:
     """What the function gives, with its numbers."""
     with importable():
         seed_all(seed)
@@ -116,7 +116,7 @@ class OwnTask:
 
     def __init__(self, job: Job, made: Built | Later) -> None:
         self.job = job
-        self.call = Call.of(job)
+        self.call = FunctionCall.of(job)
         self.is_empty = isinstance(made, Later)  # parameters are on the meta device
         self.later = made if isinstance(made, Later) else None
         self.built = made.built if isinstance(made, Later) else made
@@ -278,7 +278,7 @@ class Later:
         return self.built._replace(inputs=inputs, keywords=keywords, targets=targets)
 
 
-def later(call: Call, function: Callable[..., Any], seed: int) -> Later:
+def later(call: FunctionCall, function: Callable[..., Any], seed: int) -> Later:
     """Run the function without numbers; any error says that it has to be run itself."""
     deferred = Deferred()
     with importable(), warnings.catch_warnings():
