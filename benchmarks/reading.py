@@ -26,9 +26,9 @@ import msgspec
 import numpy as np
 
 from shardwright.core.document import write_document
-from shardwright.data.cache import LIST, Array, CachedReader, CachedRows, write_cache
-from shardwright.data.criteo import CriteoLog
-from shardwright.data.reading import ClickBatch, ClickReader
+from shardwright.data.cache import LIST, Array, CachedRows, write_cache
+from shardwright.data.logs import CriteoLog
+from shardwright.data.reading import ClickBatch, ClickReader, numbered_batches
 from shardwright.data.synthetic import CARDINALITIES, ClickModel
 
 BATCH = 2048
@@ -74,7 +74,7 @@ def parse(text: Path, rows: int) -> dict[str, Any]:
 
 def mapped(folder: Path, rows: int) -> dict[str, Any]:
     """From the cache."""
-    return read(CachedReader(CachedRows(folder), BATCH), rows)
+    return read(numbered_batches(CachedRows(folder).at, BATCH), rows)
 
 
 def write(text: Path, folder: Path) -> dict[str, Any]:

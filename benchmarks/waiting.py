@@ -20,7 +20,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from shardwright.core.profile import Stage, by_phase
+from shardwright.core.profile import ProfiledStage, by_phase
 from shardwright.data.synthetic import ClickModel
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import Job, parse_job
@@ -60,7 +60,7 @@ def job(folder: Path, rows: int) -> Job:
     )
 
 
-def figures(stage: Stage) -> dict[str, Any]:
+def figures(stage: ProfiledStage) -> dict[str, Any]:
     """Milliseconds of a step by phase, means over ranks, and of kernels."""
     phases = {
         phase: {

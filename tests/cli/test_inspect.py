@@ -52,7 +52,7 @@ def logged(tmp_path: Path) -> Path:
 
 
 def write(folder: Path, zipf: float, rows: int = 8192) -> None:
-    model = ClickModel.named(["large", "seen"], [20000, 3000], [1.0, 3.0], 2, zipf=zipf)
+    model = ClickModel(zipf=zipf).named(["large", "seen"], [20000, 3000], [1.0, 3.0], 2)
     model.write(folder / "log.csv", rows=rows, start=0)
 
 
@@ -123,7 +123,7 @@ def test_a_last_batch_that_is_short_counts_in_no_mean_of_batches(call: Any, logg
 
 
 def test_a_folder_of_days_is_read_as_training_reads_it(call: Any, logged: Path) -> None:
-    model = ClickModel.named(["large", "seen"], [20000, 3000], [1.0, 3.0], 2, zipf=1.1)
+    model = ClickModel(zipf=1.1).named(["large", "seen"], [20000, 3000], [1.0, 3.0], 2)
     (logged.parent / "days").mkdir()
     for day in range(3):
         model.write(logged.parent / "days" / f"day_{day}", rows=2048, start=2048 * day)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 from oracle import Record, check_fields, given, repeated, setting, table
@@ -14,16 +15,17 @@ from oracle import Record, check_fields, given, repeated, setting, table
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import NoPlanError
 from shardwright.core.model import TableSpec
-from shardwright.cost.imbalance import each_rank, unevenness
 from shardwright.cost.reservation import Reservation, reserve
 from shardwright.job.planner import PartitionerSection, ProposerSection, ReservationSection
 from shardwright.planner.choice import Choice
 from shardwright.planner.pricing.evaluate import PricingContext
-from shardwright.torchrec.critical_path import critical_terms
-from shardwright.torchrec.loop import Proposed, propose
-from shardwright.torchrec.options import torchrec_options
+from shardwright.planner.statistics.ranks import each_rank, unevenness
+from shardwright.torchrec import partitioners, search
+from shardwright.torchrec.candidate import Bytes, Proposal
 from shardwright.torchrec.pricing import price
-from shardwright.torchrec.proposers import make_proposers
+from shardwright.torchrec.profile import critical_terms, torchrec_options
+from shardwright.torchrec.proposers import DEFAULT
+from shardwright.torchrec.search import Proposed
 
 RELATIVE = 1e-9
 MS = 1000
@@ -107,11 +109,11 @@ def compare_plan(case: Record) -> None:
         assert not expected.get("num_proposals")
         return
     compare_room(room, case["expected"])
-    found = plan(case, priced, tables, room)
+    found, refused = plan(case, priced, tables, room)
     counts = {"num_proposals": found.proposals, "num_plans": found.plans}
     assert counts == {name: expected.get(name, count) for name, count in counts.items()}
     if "error_type" in expected:
-        told = LACKING if found.lacks_memory(room.capacities) else "strict_constraints"
+        told = LACKING if lacks_memory(refused, room) else "strict_constraints"
         assert (found.tables, told) == ((), expected["error_type"])
         return
     compare_tables(found, expected, cluster)
@@ -120,20 +122,38 @@ def compare_plan(case: Record) -> None:
 
 def plan(
     case: Record, priced: PricingContext, tables: Sequence[TableSpec], room: Reservation
-) -> Proposed:
-    """What this package plans for a case."""
+) -> tuple[Proposed, list[Bytes]]:
+    """What this package plans for a case, and the bytes of every proposal without room."""
     cases = [(t, option) for t in tables for option in torchrec_options(t, priced.cluster)]
     choices: dict[str, list[Choice]] = {}
     for choice in price(priced, cases):
         choices.setdefault(choice.table.name, []).append(choice)
-    return propose(
-        list(choices.values()),
-        priced.cluster,
-        room.capacities,
-        make_proposers(proposer_sections(case)),
-        partitioner_section(case),
-        price=lambda changed: price(priced, changed),
-    )
+    refused = []
+
+    def place(section: Any, proposal: Proposal, *more: Any) -> Any:
+        try:
+            return partitioners.place(section, proposal, *more)
+        except partitioners.NoRoomError:
+            hbm, ddr, ssd = (sum(one.storage[tier] for one in proposal) for tier in range(3))
+            refused.append((hbm, ddr, ssd))
+            raise
+
+    with mock.patch.object(search, "place", place):
+        found = search.propose(
+            list(choices.values()),
+            priced.cluster,
+            room.capacities,
+            proposer_sections(case) or DEFAULT,
+            partitioner_section(case),
+            price=lambda changed: price(priced, changed),
+        )
+    return found, refused
+
+
+def lacks_memory(refused: Sequence[Bytes], room: Reservation) -> bool:
+    """Whether the least bytes of any proposal exceed those of all ranks."""
+    every = [sum(tier) for tier in zip(*room.capacities, strict=True)]
+    return not refused or any(n > free for n, free in zip(min(refused), every, strict=True))
 
 
 def compare_room(room: Reservation, expected: Record) -> None:

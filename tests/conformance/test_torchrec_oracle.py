@@ -11,8 +11,8 @@ from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
 from shardwright.planner.choice import Choice
 from shardwright.planner.statistics.tables import over_shards
-from shardwright.torchrec.options import torchrec_options
 from shardwright.torchrec.pricing import price
+from shardwright.torchrec.profile import torchrec_options
 from shardwright.torchrec.times import PARTS
 
 RELATIVE = 1e-9

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwright.core.cluster import (
     SCHEMA,
     Calibration,
-    Figure,
+    SourcedFigure,
     parse_calibration,
     read_calibration,
     to_toml,
@@ -21,7 +21,7 @@ from shardwright.core.cluster import (
 from shardwright.core.errors import InputError
 from shardwright.job.job import parse_job, read_job
 
-RATE = Figure(2.5e9, "B/s", "measured: copy", "2026-11-21", 9, 0.04)
+RATE = SourcedFigure(2.5e9, "B/s", "measured: copy", "2026-11-21", 9, 0.04)
 FOUND = Calibration(
     SCHEMA,
     "2026-11-21",
@@ -29,8 +29,8 @@ FOUND = Calibration(
     "cpu",
     "gloo",
     {"cores": "2"},
-    {"ddr_cap": Figure(1e9, "B", "the host's", "2026-11-21", 1)},
-    {"memory_rate": RATE, "ssd_rate": Figure(5e8, "B/s", "carried over", "2026-11")},
+    {"ddr_cap": SourcedFigure(1e9, "B", "the host's", "2026-11-21", 1)},
+    {"memory_rate": RATE, "ssd_rate": SourcedFigure(5e8, "B/s", "carried over", "2026-11")},
 )
 DOCUMENT: dict[str, Any] = tomllib.loads(to_toml(FOUND))
 
@@ -60,7 +60,7 @@ def test_a_cluster_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_any_text_and_number_survives_the_file(
     machine: dict[str, str], source: str, value: float, spread: float
 ) -> None:
-    figure = Figure(value, "B/s", source, "2026-11", 3, spread)
+    figure = SourcedFigure(value, "B/s", source, "2026-11", 3, spread)
     found = msgspec.structs.replace(FOUND, machine=machine, constants={source: figure})
     assert parse_calibration(tomllib.loads(to_toml(found)), "c.toml") == found
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.core.measurement import Line
+from shardwright.core.measurement import ComparedNumber
 
 
 @pytest.mark.parametrize(
@@ -19,5 +19,5 @@ from shardwright.core.measurement import Line
 def test_a_line_has_its_difference_relative_to_the_measurement(
     predicted: float | None, measured: float | None, difference: float, error: float | None
 ) -> None:
-    line = Line(0, "forward", "weight", "a", predicted, measured)
+    line = ComparedNumber(0, "forward", "weight", "a", predicted, measured)
     assert (line.difference, line.error) == (difference, error)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from shardwright.core.block import check_tiling
 from shardwright.core.layout import (
     ALIGNMENT,
-    Piece,
     Segment,
+    ShardPiece,
     UnitLayout,
     balanced_owners,
     unit_layout,
@@ -154,7 +154,7 @@ def test_every_element_lies_exactly_once_on_its_owners(layout: UnitLayout) -> No
         check_tiling(blocks, [spec for spec in specs if spec.fqn in these], layout.world_size)
 
 
-def _elements(piece: Piece) -> Iterator[int]:
+def _elements(piece: ShardPiece) -> Iterator[int]:
     """The elements of the tensor that a piece has, in the order in which it has them."""
     shape = piece.tensor.shape
     if len(piece.offsets) != len(shape) or not shape:

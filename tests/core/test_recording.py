@@ -12,7 +12,7 @@ from recordings import chain, layers, unit
 
 from shardwright.core.errors import InputError
 from shardwright.core.recording import (
-    Blocks,
+    BlockNames,
     Piece,
     RecordedTable,
     RecordedUnit,
@@ -52,7 +52,7 @@ def recording(*counts: tuple[int, int], turns: bool = False) -> Recording:
 
 
 def order_of(found: Recording, point: str) -> list[str]:
-    return [m.unit for m in moments(found, Blocks(found)) if m.piece.point == point]
+    return [m.unit for m in moments(found, BlockNames(found)) if m.piece.point == point]
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 3)), min_size=1, max_size=3))
@@ -79,7 +79,7 @@ def test_every_unit_stands_once_beside_one_of_its_place_in_the_pattern(
     count: int, period: int
 ) -> None:
     found = recording((count, period))
-    pairs = list(Blocks(found).unfolded())
+    pairs = list(BlockNames(found).unfolded())
     assert [name for name, _ in pairs] == list(found.series[0].names)
     for name, beside in pairs:
         assert int(name.split(".")[1]) % period == int(beside.name.split(".")[1]) % period
@@ -87,7 +87,7 @@ def test_every_unit_stands_once_beside_one_of_its_place_in_the_pattern(
 
 def test_a_block_beside_another_is_as_far_from_it_as_when_it_was_recorded() -> None:
     found = recording((10, 1))
-    blocks = Blocks(found)
+    blocks = BlockNames(found)
     entered = [m for m in moments(found, blocks) if m.piece.point == "enter"]
     before = [blocks.beside(_before(m.piece.unit), m) for m in entered[1:]]
     assert before == [f"s0.{k}" for k in range(9)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.core.scores import BINS, EDGE, SIZE, scores_of, scores_text
+from shardwright.core.measurement import BINS, EDGE, SIZE, scores_of, scores_text
 from shardwright.data import quality
 
 ROWS = st.lists(

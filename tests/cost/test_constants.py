@@ -6,7 +6,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from shardwright.core.cluster import SCHEMA, Calibration, Figure, write_calibration
+from shardwright.core.cluster import SCHEMA, Calibration, SourcedFigure, write_calibration
 from shardwright.core.errors import InputError
 from shardwright.cost.constants import cluster
 from shardwright.cost.presets import HARDWARE, LOCAL, MODELS, PRESETS
@@ -221,9 +221,9 @@ def test_a_cluster_that_cannot_be_is_refused(
     assert str(caught.value) == message
 
 
-def _figure(name: str, **changes: Any) -> Figure:
+def _figure(name: str, **changes: Any) -> SourcedFigure:
     constant = LOCAL[name]
-    figure = Figure(constant.value, constant.unit, "measured: here", "2026-11-21", 9, 0.04)
+    figure = SourcedFigure(constant.value, constant.unit, "measured: here", "2026-11-21", 9, 0.04)
     return msgspec.structs.replace(figure, **changes)
 
 
@@ -234,7 +234,7 @@ MEASURED = Calibration(
     compute_device="cpu",
     backend="gloo",
     machine={"cores": "2", "threads_per_rank": "1"},
-    capacities={"ddr_cap": Figure(3e9, "B", "half of the host's", "2026-11-21", 1)},
+    capacities={"ddr_cap": SourcedFigure(3e9, "B", "half of the host's", "2026-11-21", 1)},
     constants={name: _figure(name) for name in LOCAL}
     | {"ssd_rate": _figure("ssd_rate", source="carried over", median_of=0)},
 )
@@ -244,7 +244,7 @@ def _section(**changes: Any) -> ClusterSection:
     return ClusterSection(file="here/c.toml", measured=MEASURED, **changes)
 
 
-def _with(**constants: Figure) -> ClusterSection:
+def _with(**constants: SourcedFigure) -> ClusterSection:
     changed = msgspec.structs.replace(MEASURED, constants=MEASURED.constants | constants)
     return ClusterSection(file="c.toml", measured=changed)
 
@@ -362,17 +362,17 @@ def test_a_measured_machine_without_a_constant_is_refused(name: str) -> None:
     [
         ({}, "c.toml: capacities.ddr_cap: expected bytes per rank, got none."),
         (
-            {"ddr_cap": Figure(3.0, "GiB", "x", "2026-11")},
+            {"ddr_cap": SourcedFigure(3.0, "GiB", "x", "2026-11")},
             "c.toml: capacities.ddr_cap.unit: expected 'B', got 'GiB'.",
         ),
         (
-            {"ddr_cap": Figure(0.5, "B", "x", "2026-11")},
+            {"ddr_cap": SourcedFigure(0.5, "B", "x", "2026-11")},
             "c.toml: capacities.ddr_cap.value: expected whole bytes, at most 2^60, got 0.5.",
         ),
     ],
 )
 def test_a_measured_machine_without_memory_is_refused(
-    capacities: dict[str, Figure], message: str
+    capacities: dict[str, SourcedFigure], message: str
 ) -> None:
     measured = msgspec.structs.replace(MEASURED, capacities=capacities)
     with pytest.raises(InputError) as caught:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from shardwright.core.model import QUANTIZED, ComputeKernel
 from shardwright.core.sharding import ShardingType
 from shardwright.cost import embedding
-from shardwright.cost.cache import Cache
-from shardwright.cost.embedding import CACHED_KERNELS, Demand
+from shardwright.cost.embedding import CACHED_KERNELS, Cache, Demand
 from shardwright.cost.presets import PRESETS
 
 TYPES = get_args(ShardingType)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.amount import Amount, Step, derivation, leaf, plain
-from shardwright.core.statistics import Unevenness
-from shardwright.cost.imbalance import Ranks, each_rank, mean, unevenness
+from shardwright.planner.statistics.ranks import RankGroup, each_rank, mean, unevenness
+from shardwright.planner.statistics.records import Unevenness
 
 LOADS = st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=40).filter(any)
 MEASURES = ("largest_deviation", "total_distance", "chi", "relative_entropy")
@@ -58,7 +58,7 @@ def test_measures_keep_their_ranges_and_know_no_unit(loads: list[float], unit: f
     assert _measures([load * unit for load in loads]) == pytest.approx(found, abs=1e-9)
 
 
-def _as_amounts(groups: Sequence[Ranks]) -> list[Ranks]:
+def _as_amounts(groups: Sequence[RankGroup]) -> list[RankGroup]:
     return [
         group._replace(value=leaf(group.value, f"load[{number}]", "s"), label=f"{number}")
         for number, group in enumerate(groups)
@@ -75,7 +75,7 @@ GROUPS = st.lists(
 def test_numbers_and_amounts_give_one_result_which_is_derived(
     reevaluate: Callable[[Sequence[Step]], None], pairs: list[tuple[float, int]]
 ) -> None:
-    groups = [Ranks(value, range(count)) for value, count in pairs]
+    groups = [RankGroup(value, range(count)) for value, count in pairs]
     amounts = _as_amounts(groups)
     numbers, derived = unevenness("seconds", groups), unevenness("seconds", amounts)
     assert numbers is not None
@@ -94,7 +94,7 @@ def test_numbers_and_amounts_give_one_result_which_is_derived(
 
 @given(GROUPS)
 def test_ranks_counted_together_are_as_uneven_as_one_by_one(pairs: list[tuple[float, int]]) -> None:
-    together = unevenness("seconds", [Ranks(value, range(count)) for value, count in pairs])
+    together = unevenness("seconds", [RankGroup(value, range(count)) for value, count in pairs])
     alone = unevenness("seconds", each_rank(v for v, count in pairs for _ in range(count)))
     for name in MEASURES:
         assert plain(getattr(together, name)) == pytest.approx(getattr(alone, name), abs=1e-9)

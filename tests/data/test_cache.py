@@ -14,15 +14,19 @@ from shardwright.core.errors import InputError
 from shardwright.data import cache
 from shardwright.data.cache import (
     LIST,
-    CachedReader,
     CachedRows,
     cached_evaluation,
     write_cache,
 )
-from shardwright.data.columns import ColumnLog, Feature
-from shardwright.data.criteo import CriteoLog
-from shardwright.data.dealing import Dealt
-from shardwright.data.reading import ClickBatch, ClickLog, ClickReader, evaluation_batches
+from shardwright.data.logs import BagColumn, ColumnLog, CriteoLog
+from shardwright.data.reading import (
+    ClickBatch,
+    ClickLog,
+    ClickReader,
+    DealtRows,
+    evaluation_batches,
+    numbered_batches,
+)
 from shardwright.data.synthetic import ClickModel, dense_names
 
 TABLES = (50,) * 26
@@ -36,14 +40,14 @@ def log(request: pytest.FixtureRequest, tmp_path: Path) -> ClickLog:
     if request.param == "criteo":
         ClickModel(cardinalities=TABLES).write(path, ROWS)
         return CriteoLog(path, TABLES)
-    model = ClickModel.named(BAGS, (50, 9, 20), (1.0, 2.5, 0.3), 3)
+    model = ClickModel().named(BAGS, (50, 9, 20), (1.0, 2.5, 0.3), 3)
     model.write(path, ROWS)
-    features = [Feature(name, size) for name, size in zip(BAGS, (50, 9, 20), strict=True)]
+    features = [BagColumn(name, size) for name, size in zip(BAGS, (50, 9, 20), strict=True)]
     if request.param == "weighted":
         lines = path.read_text().splitlines()
         weighted = [line.rpartition("\t")[0] + f"\t3:0.{n} 7" for n, line in enumerate(lines)]
         path.write_text("\n".join([lines[0], *weighted[1:]]) + "\n")
-        features[2] = Feature("empty", 20, weighted=True)
+        features[2] = BagColumn("empty", 20, weighted=True)
     return ColumnLog(path, "label", dense_names(3), features)
 
 
@@ -74,22 +78,26 @@ def test_a_rank_reads_the_batches_that_the_text_has(
     rows = cached(log, tmp_path)
     for rank in range(world_size):
         text = ClickReader(log, batch, rank, world_size)
-        for one, two in islice(zip(CachedReader(rows, batch, rank, world_size), text), 12):  # noqa: B905
+        for one, two in islice(zip(numbered_batches(rows.at, batch, rank, world_size), text), 12):  # noqa: B905
             assert_same(one, two)
 
 
 @pytest.mark.parametrize(
     "dealt",
-    [(Dealt(4, (8, 8)),), (Dealt(4, (9, 8)),), (Dealt(3, (6, 6, 6)), Dealt(5, (10,)))],
+    [
+        (DealtRows(4, (8, 8)),),
+        (DealtRows(4, (9, 8)),),
+        (DealtRows(3, (6, 6, 6)), DealtRows(5, (10,))),
+    ],
     ids=["the same ranks", "one took more", "other ranks twice"],
 )
 def test_a_resumed_rank_goes_on_with_the_rows_that_the_text_has_left(
-    log: ClickLog, tmp_path: Path, dealt: tuple[Dealt, ...]
+    log: ClickLog, tmp_path: Path, dealt: tuple[DealtRows, ...]
 ) -> None:
     rows = cached(log, tmp_path)
     for rank in range(2):
         text = ClickReader(log, 4, rank, 2, dealt=dealt)
-        binary = CachedReader(rows, 4, rank, 2, dealt=dealt)
+        binary = numbered_batches(rows.at, 4, rank, 2, dealt=dealt)
         for _ in range(12):
             assert_same(next(binary), next(text))
 
@@ -112,7 +120,7 @@ def test_what_was_read_is_let_go_of_again(
 ) -> None:
     let_go = []
     monkeypatch.setattr(cache, "_LET_GO", 100)
-    monkeypatch.setattr(cache._Mapped, "let_go", lambda mapped: let_go.append(mapped))
+    monkeypatch.setattr(CachedRows, "_let_go", lambda rows: let_go.extend(rows._pages))
     rows = cached(log, tmp_path)
     rows.batch(0, ROWS)
     assert len(let_go) == len(rows.list.arrays)
@@ -123,7 +131,7 @@ def test_a_step_reads_only_its_rank_s_rows(log: ClickLog, tmp_path: Path) -> Non
     asked: list[tuple[int, int]] = []
     read = rows.batch
     rows.batch = lambda a, b: (asked.append((a, b)), read(a, b))[1]  # type: ignore[method-assign]
-    list(islice(CachedReader(rows, 4, 1, 3), 3))
+    list(islice(numbered_batches(rows.at, 4, 1, 3), 3))
     assert asked == [(4, 8), (16, 20), (28, 32)]
 
 

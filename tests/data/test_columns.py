@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
-from shardwright.data.columns import ColumnLog, Feature
+from shardwright.data.logs import BagColumn, ColumnLog
 from shardwright.data.reading import ClickBatch, ClickReader, evaluation_batches
 
 FEATURES = (
-    Feature("item", 100),
-    Feature("seen", 50, weighted=True),
-    Feature("word", 7, hashed=True),
+    BagColumn("item", 100),
+    BagColumn("seen", 50, weighted=True),
+    BagColumn("word", 7, hashed=True),
 )
 HEADER = "other,word,click,seen,age,item"
 

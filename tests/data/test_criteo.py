@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
-from shardwright.data.criteo import FIELD_NAMES, CriteoLog
-from shardwright.data.dealing import Dealt
-from shardwright.data.reading import ClickBatch, ClickReader, evaluation_batches
+from shardwright.data.logs import FIELD_NAMES, CriteoLog
+from shardwright.data.reading import ClickBatch, ClickReader, DealtRows, evaluation_batches
 
 TABLES = [1000 + i for i in range(26)]
 HUGE = [1 << 40] * 26  # no reduction: ids come back as written
@@ -268,7 +267,7 @@ def test_who_goes_on_in_a_pass_reads_all_rows_of_those_that_follow(
     tmp_path: Path, taken: int
 ) -> None:
     log = CriteoLog(numbered(tmp_path, 7), HUGE)
-    reader = ClickReader(log, 2, dealt=[Dealt(2, (taken,))])
+    reader = ClickReader(log, 2, dealt=[DealtRows(2, (taken,))])
     read = [n for batch in islice(reader, 12) for n in numbers(batch)]
     assert read == [n % 7 for n in range(taken, taken + 24)]
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.core.errors import InputError
-from shardwright.data.criteo import CriteoLog
-from shardwright.data.days import PARTS, Days, Stretch, bounds, day_files, stretches_of
+from shardwright.data.logs import PARTS, CriteoLog, Days, LogSlice, bounds, day_files, slices_of
 from shardwright.data.reading import ClickReader
 
 TABLES = (1000,) * 26
@@ -34,7 +33,7 @@ def numbers(log: Days) -> list[int]:
 
 
 def parts(path: Path, days: int | None) -> dict[str, list[int]]:
-    found = stretches_of(path, days, opened)
+    found = slices_of(path, days, opened)
     return {part: numbers(Days(found[part])) for part in PARTS}
 
 
@@ -69,7 +68,7 @@ def test_a_day_that_is_missing_and_a_wrong_number_of_days_are_named(tmp_path: Pa
         day_files(tmp_path)
     write(tmp_path / "day_2", range(4))
     with pytest.raises(InputError, match=r"data.days: expected 24 files of days, got 4 files"):
-        stretches_of(tmp_path, 24, opened)
+        slices_of(tmp_path, 24, opened)
 
 
 def test_too_few_rows_for_so_many_days_are_refused(tmp_path: Path) -> None:
@@ -79,19 +78,19 @@ def test_too_few_rows_for_so_many_days_are_refused(tmp_path: Path) -> None:
 
 def test_clicks_stay_and_the_asked_share_of_other_rows_is_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "train.txt", range(4000), every=4)
-    log = Days([Stretch(opened(str(path)))], drop=0.875, seed=1)
+    log = Days([LogSlice(opened(str(path)))], drop=0.875, seed=1)
     found = numbers(log)
     assert {n for n in found if n % 4 == 0} == set(range(0, 4000, 4))
     left = len(found) - 1000
     assert 3000 * 0.125 * 0.8 < left < 3000 * 0.125 * 1.2
     assert numbers(log) == found  # in every pass the same
-    assert numbers(Days([Stretch(opened(str(path)))], drop=0.875, seed=2)) != found
+    assert numbers(Days([LogSlice(opened(str(path)))], drop=0.875, seed=2)) != found
 
 
 def test_a_row_is_left_out_of_a_part_or_not_as_it_is_of_the_whole_file(tmp_path: Path) -> None:
     path = write(tmp_path / "train.txt", range(140), every=9)
-    whole = numbers(Days([Stretch(opened(str(path)))], drop=0.5, seed=3))
-    found = stretches_of(path, 7, opened)
+    whole = numbers(Days([LogSlice(opened(str(path)))], drop=0.5, seed=3))
+    found = slices_of(path, 7, opened)
     own = [n for part in PARTS for n in numbers(Days(found[part], drop=0.5, seed=3))]
     assert own == whole
 
@@ -102,7 +101,7 @@ def test_a_bad_row_is_named_by_its_own_file_and_line(tmp_path: Path) -> None:
     lines = (tmp_path / "day_1").read_text().splitlines()
     lines[4] = lines[4].replace("\te\t", "\tzz\t", 1)
     (tmp_path / "day_1").write_text("\n".join(lines) + "\n")
-    reader = ClickReader(Days(stretches_of(tmp_path, None, opened)["train"]), 4)
+    reader = ClickReader(Days(slices_of(tmp_path, None, opened)["train"]), 4)
     read = [next(reader), next(reader), next(reader)]
     assert len(read) == 3
     with pytest.raises(InputError, match=r"day_1:5, field C1: expected 1 to 8 hexadecimal digits"):
@@ -114,7 +113,7 @@ def test_days_of_two_spellings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "day_1").write_text(f"{header}\n{row(1).replace(chr(9), ',')}\n")
     logs = [opened(str(write(tmp_path / "day_0", range(3)))), opened(str(tmp_path / "day_1"))]
     with pytest.raises(InputError, match=r"day_1: expected 'tsv', as in .*day_0, got 'csv'"):
-        Days([Stretch(log) for log in logs])
+        Days([LogSlice(log) for log in logs])
 
 
 @pytest.mark.parametrize(("rows", "days"), [(70, 7), (71, 7), (100, 24), (7, 2)])

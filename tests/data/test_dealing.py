@@ -5,18 +5,18 @@ from itertools import count, islice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data.dealing import Dealt, deal, split
+from shardwright.data.reading import DealtRows, deal, split
 
 
-def taken(dealt: tuple[Dealt, ...], batch: int, counts: list[int]) -> list[list[int]]:
+def taken(dealt: tuple[DealtRows, ...], batch: int, counts: list[int]) -> list[list[int]]:
     """So many rows of each rank."""
     ranks = range(len(counts))
     return [list(islice(deal(count, dealt, batch, r, len(counts)), counts[r])) for r in ranks]
 
 
-def after(dealt: tuple[Dealt, ...], batch: int, counts: list[int]) -> tuple[Dealt, ...]:
+def after(dealt: tuple[DealtRows, ...], batch: int, counts: list[int]) -> tuple[DealtRows, ...]:
     before, own = split(dealt, batch, len(counts))
-    return (*before, Dealt(batch, tuple(a + b for a, b in zip(own, counts, strict=True))))
+    return (*before, DealtRows(batch, tuple(a + b for a, b in zip(own, counts, strict=True))))
 
 
 LIVES = st.lists(
@@ -33,7 +33,7 @@ LIVES = st.lists(
 def test_no_row_is_dealt_twice_or_lost_however_often_the_number_of_ranks_changes(
     lives: list[tuple[int, list[int]]],
 ) -> None:
-    dealt: tuple[Dealt, ...] = ()
+    dealt: tuple[DealtRows, ...] = ()
     seen: list[int] = []
     for batch, counts in lives:
         seen += [row for rows in taken(dealt, batch, counts) for row in rows]
@@ -49,7 +49,7 @@ def test_no_row_is_dealt_twice_or_lost_however_often_the_number_of_ranks_changes
 def test_as_many_ranks_go_on_as_if_nothing_had_ended(
     lives: list[tuple[int, list[int]]], more: int
 ) -> None:
-    dealt: tuple[Dealt, ...] = ()
+    dealt: tuple[DealtRows, ...] = ()
     for batch, counts in lives:
         before, dealt = dealt, after(dealt, batch, counts)
     whole = taken(before, batch, [c + more for c in counts])
@@ -64,6 +64,6 @@ def test_after_even_batches_the_stream_is_asked_for_its_next_row_at_once() -> No
         asked.append(start)
         return count(start)
 
-    dealt = (Dealt(4, (12, 12)), Dealt(5, (10,)))
+    dealt = (DealtRows(4, (12, 12)), DealtRows(5, (10,)))
     assert next(deal(stream, dealt, 2, 1, 3)) == 24 + 10 + 2
     assert asked == [34]

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from shardwright.core.batch import expected_distinct
 from shardwright.core.errors import InputError
-from shardwright.data.columns import ColumnLog, Feature
-from shardwright.data.criteo import CriteoLog
+from shardwright.data.logs import BagColumn, ColumnLog, CriteoLog
 from shardwright.data.quality import auc, bayes_auc
 from shardwright.data.reading import evaluation_batches
 from shardwright.data.synthetic import ClickModel, ClickRows, facts
@@ -219,8 +218,8 @@ def test_rows_and_ids_out_of_range_are_refused(tmp_path: Path) -> None:
         SMALL.probability(np.zeros((2, 13)), ids)
 
 
-NAMED = ClickModel.named(
-    ["item", "seen", "word", "small"], [1000, 50, 20, 30], [1.0, 3.0, 2.25, 0.5], 2, seed=5
+NAMED = ClickModel(seed=5).named(
+    ["item", "seen", "word", "small"], [1000, 50, 20, 30], [1.0, 3.0, 2.25, 0.5], 2
 )
 
 
@@ -229,7 +228,7 @@ def test_named_columns_come_back_with_their_bags_and_probabilities(tmp_path: Pat
     path = tmp_path / "clicks.tsv"
     written = NAMED.write(path, 4000, start=50)
     made = NAMED.rows(50, 4050)
-    features = [Feature(*each) for each in zip(NAMED.names, NAMED.cardinalities, strict=True)]
+    features = [BagColumn(*each) for each in zip(NAMED.names, NAMED.cardinalities, strict=True)]
     label, *dense = NAMED.header[:3]
     [(batch, _)] = evaluation_batches(ColumnLog(path, label, dense, features), 10_000)
     assert written == facts(made.probabilities)
@@ -271,7 +270,7 @@ def test_labels_of_named_rows_follow_from_their_bags() -> None:
 
 @pytest.mark.slow
 def test_every_column_has_random_numbers_of_its_own() -> None:
-    many = ClickModel.named([f"t{i}" for i in range(1200)], [50] * 1200, [1.0] * 1200, 1)
+    many = ClickModel().named([f"t{i}" for i in range(1200)], [50] * 1200, [1.0] * 1200, 1)
     ids = many.rows(0, 200).batch.ids
     assert isinstance(ids, dict)
     assert len({column.tobytes() for column, *_ in ids.values()}) == 1200
@@ -288,7 +287,7 @@ def test_what_ids_are_worth_drifts_from_day_to_day_and_stays_within_one(named: b
     law = {"days": 4, "drift": 0.5, "total": 40_000}
     if named:
         few = (("a", "b", "c"), (400, 30, 20), (1.0, 2.0, 1.0), 3)
-        still, drifting = ClickModel.named(*few), ClickModel.named(*few, **law)
+        still, drifting = ClickModel().named(*few), ClickModel(**law).named(*few)
     else:
         still, drifting = ClickModel(), ClickModel(**law)
     likeness = []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardwright.core.errors import InputError
-from shardwright.data.tokens import Text, TextReader, held_out_batches, write_text
+from shardwright.data.tokens import Text, held_out_batches, training_batches, write_text
 
 SIZE, SEQUENCE = 1000, 7  # 142 windows: 128 to train on, 14 held out
 
@@ -46,7 +46,7 @@ def test_inputs_and_targets_own_their_memory(text: Text) -> None:
 
 
 def test_a_pass_takes_every_training_window_once_in_a_new_order(file: Path, text: Text) -> None:
-    reader = TextReader(text, 16)
+    reader = training_batches(text, 16)
     passes = [
         [window for _ in range(8) for window in _starts(file, next(reader).inputs)]
         for _ in range(2)
@@ -57,9 +57,9 @@ def test_a_pass_takes_every_training_window_once_in_a_new_order(file: Path, text
 
 
 def test_a_batch_may_reach_into_the_next_pass_or_over_several(file: Path, text: Text) -> None:
-    reader = TextReader(text, 300)
+    reader = training_batches(text, 300)
     found = _starts(file, next(reader).inputs)
-    again = TextReader(text, 100)
+    again = training_batches(text, 100)
     assert [w for _ in range(3) for w in _starts(file, next(again).inputs)] == found
     assert set(Counter(found).values()) <= {2, 3}
 
@@ -68,8 +68,10 @@ def test_a_batch_may_reach_into_the_next_pass_or_over_several(file: Path, text: 
 def test_the_global_batch_does_not_depend_on_the_number_of_ranks(
     text: Text, world_size: int
 ) -> None:
-    whole = TextReader(text, 12, seed=5)
-    readers = [TextReader(text, 12 // world_size, r, world_size, 5) for r in range(world_size)]
+    whole = training_batches(text, 12, seed=5)
+    readers = [
+        training_batches(text, 12 // world_size, r, world_size, 5) for r in range(world_size)
+    ]
     for _ in range(30):
         wanted, parts = next(whole), [next(reader) for reader in readers]
         assert np.array_equal(np.concatenate([p.inputs for p in parts]), wanted.inputs)
@@ -77,7 +79,7 @@ def test_the_global_batch_does_not_depend_on_the_number_of_ranks(
 
 
 def test_the_order_follows_from_the_seed(text: Text) -> None:
-    first, again, other = (next(TextReader(text, 20, seed=seed)).inputs for seed in (1, 1, 2))
+    first, again, other = (next(training_batches(text, 20, seed=seed)).inputs for seed in (1, 1, 2))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
 
@@ -109,7 +111,7 @@ def test_two_windows_are_enough(tmp_path: Path) -> None:
     path.write_bytes(b"0123456")
     text = Text(path, 3)
     assert (text.training, text.held_out) == (1, 1)
-    assert next(TextReader(text, 2)).targets.tolist() == [[49, 50, 51]] * 2
+    assert next(training_batches(text, 2)).targets.tolist() == [[49, 50, 51]] * 2
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:

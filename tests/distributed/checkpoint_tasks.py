@@ -11,11 +11,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwright.core.errors import ShardwrightError
-from shardwright.runtime.checkpoint import Held, read_checkpoint, write_checkpoint
+from shardwright.runtime.checkpoint import TensorPart, read_checkpoint, run_through, save_in_parts
 from shardwright.runtime.comm import Comm
 
 
-def held_by(mesh: DeviceMesh, seed: int) -> list[Held]:
+def held_by(mesh: DeviceMesh, seed: int) -> list[TensorPart]:
     """This rank's share of the cases' tensors, copies among them."""
     return cases.deal(cases.tensors(), mesh.size(), seed, copies=True)[mesh.get_local_rank()]
 
@@ -23,14 +23,16 @@ def held_by(mesh: DeviceMesh, seed: int) -> list[Held]:
 def write(mesh: DeviceMesh, folder: str, step: int, seed: int, keep: int | None = None) -> str:
     """Save; the name of the folder."""
     rank = mesh.get_local_rank()
-    final = write_checkpoint(
-        folder,
-        step,
-        held_by(mesh, seed),
-        Comm(mesh),
-        facts={"plan": "p1"},
-        scalars={"rank": rank, "step": step},
-        keep=keep,
+    final = run_through(
+        save_in_parts(
+            folder,
+            step,
+            held_by(mesh, seed),
+            Comm(mesh),
+            facts={"plan": "p1"},
+            scalars={"rank": rank, "step": step},
+            keep=keep,
+        )
     )
     return final.name
 
@@ -39,7 +41,7 @@ def collectives_of_a_save(mesh: DeviceMesh, folder: str) -> int:
     """How many collectives a save takes."""
     comm = Comm(mesh)
     before = comm.sequence
-    write_checkpoint(folder, 1, held_by(mesh, 1), comm, facts={}, scalars={}, keep=1)
+    run_through(save_in_parts(folder, 1, held_by(mesh, 1), comm, facts={}, scalars={}, keep=1))
     return comm.sequence - before
 
 
@@ -49,7 +51,8 @@ def write_on_grid(mesh: DeviceMesh, folder: str) -> str:
     held = cases.deal(cases.tensors(), 2, seed=9, copies=True)[grid.get_local_rank(1)]
     rank = mesh.get_local_rank()
     facts, scalars = {"plan": "p1"}, {"rank": rank, "step": 4}
-    return write_checkpoint(folder, 4, held, Comm(grid), facts=facts, scalars=scalars).name
+    parts = save_in_parts(folder, 4, held, Comm(grid), facts=facts, scalars=scalars)
+    return run_through(parts).name
 
 
 def read_on_grid(mesh: DeviceMesh, folder: str) -> Any:
@@ -58,7 +61,7 @@ def read_on_grid(mesh: DeviceMesh, folder: str) -> Any:
     true = cases.deal(cases.tensors(), 2, seed=10, copies=True)[grid.get_local_rank(1)]
     wanted = cases.blank(true)
     restored = read_checkpoint(folder, wanted, Comm(grid))
-    return tuple(restored), cases.equal(wanted, true)
+    return cases.said(restored, mesh.get_local_rank()), cases.equal(wanted, true)
 
 
 def read(mesh: DeviceMesh, folder: str, seed: int, step: int | None = None) -> Any:
@@ -66,7 +69,7 @@ def read(mesh: DeviceMesh, folder: str, seed: int, step: int | None = None) -> A
     true = held_by(mesh, seed)
     wanted = cases.blank(true)
     restored = read_checkpoint(folder, wanted, Comm(mesh), step=step)
-    return tuple(restored), cases.equal(wanted, true)
+    return cases.said(restored, mesh.get_local_rank()), cases.equal(wanted, true)
 
 
 def refused_read(mesh: DeviceMesh, folder: str, spoil: str = "", rank: int = 0) -> tuple[str, bool]:
@@ -84,13 +87,13 @@ def refused_read(mesh: DeviceMesh, folder: str, spoil: str = "", rank: int = 0) 
     return "no error", False
 
 
-def spoiled(wanted: list[Held], how: str) -> list[Held]:
+def spoiled(wanted: list[TensorPart], how: str) -> list[TensorPart]:
     """The list with something that no checkpoint of the cases has."""
     odd = {
-        "name": Held("odd", (1,), (0,), (1,), torch.zeros(1)),
-        "shape": Held("cube", (1,), (0,), (1,), torch.zeros(1)),
-        "dtype": Held("float64", (6, 7), (0,), (1,), torch.zeros(1)),
-        "tensor": Held("int8", (12, 7), (0,), (1,), torch.zeros(2, dtype=torch.int8)),
+        "name": TensorPart("odd", (1,), (0,), (1,), torch.zeros(1)),
+        "shape": TensorPart("cube", (1,), (0,), (1,), torch.zeros(1)),
+        "dtype": TensorPart("float64", (6, 7), (0,), (1,), torch.zeros(1)),
+        "tensor": TensorPart("int8", (12, 7), (0,), (1,), torch.zeros(2, dtype=torch.int8)),
     }
     if how not in odd:
         return wanted
@@ -104,7 +107,10 @@ def refused_write(mesh: DeviceMesh, folder: str, how: str, rank: int) -> tuple[s
     """
     own = mesh.get_local_rank()
     comm = Comm(mesh)
-    held = [*held_by(mesh, 1), Held("large", (mesh.size(), 40_000), (own, 0), (1, 40_000), large())]
+    held = [
+        *held_by(mesh, 1),
+        TensorPart("large", (mesh.size(), 40_000), (own, 0), (1, 40_000), large()),
+    ]
     facts, scalars, step, place = {"plan": "p1"}, {"value": 1.0}, 2, Path(folder)
     before = [cases.bits(part.tensor) for part in held]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -124,7 +130,7 @@ def refused_write(mesh: DeviceMesh, folder: str, how: str, rank: int) -> tuple[s
         elif how == "dtype":
             held[-1] = held[-1]._replace(tensor=held[-1].tensor.double())
     try:
-        write_checkpoint(place, step, held, comm, facts=facts, scalars=scalars, keep=1)
+        run_through(save_in_parts(place, step, held, comm, facts=facts, scalars=scalars, keep=1))
         text = "no error"
     except ShardwrightError as error:
         text = f"{type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
-from shardwright.core.recording import Blocks
+from shardwright.core.recording import BlockNames
 from shardwright.estimate.stages import ModelStage, pipeline_ranks
 from shardwright.estimate.unplanned import recorded_model
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
@@ -75,7 +75,7 @@ def _share(model: Llama, job: Job, mine: ModelStage, mesh: DeviceMesh) -> None:
     section = memory_of(job)
     degrees = degrees_of(job, job.cluster.world_size or 1)
     recorded = recorded_model(job, degrees, Treatment("cpu", section.policy))
-    blocks = Blocks(recorded.recorded(parallel_of(job), mine).recording)
+    blocks = BlockNames(recorded.recorded(parallel_of(job), mine).recording)
     units = [blocks.own(name, unit) for name, unit in blocks.unfolded()]
     for unit in sorted(units, key=lambda each: each.name == ""):
         modules = [model.get_submodule(path) for path in unit.modules]

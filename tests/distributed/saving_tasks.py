@@ -22,7 +22,7 @@ from shardwright.job.checkpoint import CheckpointSection
 from shardwright.job.plan import Plan
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.checkpoint import read_full
-from shardwright.runtime.checkpoint.write import Work
+from shardwright.runtime.checkpoint.write import SaveWork
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer
 from shardwright.runtime.saves import Saves
@@ -438,7 +438,7 @@ def held_back(mesh: DeviceMesh, folder: str, guarded: bool) -> tuple[bool, bool,
     options: dict[str, Any] = {"extra": lambda: None, "facts": {}, "say": lambda text: None}
     saves, guard = Saves(Path(folder), model, None, section, **options), Guard(mesh)
 
-    def step(number: int) -> Work | None:
+    def step(number: int) -> SaveWork | None:
         agreed = guard.settle(saves.words(number)) if guarded else saves.agreed(number)
         saves.after(number, agreed)
         return saves._work

@@ -17,7 +17,7 @@ from shardwright.cli.main import main
 from shardwright.job.job import Job
 from shardwright.job.plan import write_plan
 from shardwright.runtime.checkpoint import read_full
-from shardwright.runtime.checkpoint.stored import open_stored
+from shardwright.runtime.checkpoint.read import open_stored
 
 BEFORE = ("row_wise", "table_wise", "row_wise", "data_parallel", "column_wise", "row_wise")
 AFTER = ("column_wise", "row_wise", "data_parallel", "row_wise", "grid_shard", "table_wise")

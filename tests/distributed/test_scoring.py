@@ -11,11 +11,12 @@ import pytest
 import scoring_tasks as tasks
 from pool import Pool
 
-from shardwright.core.measurement import Record, merge
+from shardwright.core.measurement import Record
 from shardwright.data import quality
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import parse_job
 from shardwright.job.plan import Plan, write_plan
+from shardwright.train.records import merge
 from shardwright.train.sources import source_of
 
 TABLES = [{"name": f"C{i}", "rows": 60, "dim": 4} for i in range(1, 27)]

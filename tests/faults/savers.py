@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.errors import ShardwrightError
-from shardwright.runtime.checkpoint import Held, read_full, write_checkpoint
+from shardwright.runtime.checkpoint import TensorPart, read_full, run_through, save_in_parts
 from shardwright.runtime.checkpoint.folders import complete_steps
 from shardwright.runtime.comm import Comm
 
@@ -75,9 +75,9 @@ class Saver:
         value, count = self.chance.random(), self.chance.randint(1, MOST_ELEMENTS)
         time.sleep(self.chance.random() * 0.003)
         own = torch.full((1, count), value)
-        held = [Held("weight", (self.options.ranks, count), (self.rank, 0), (1, count), own)]
+        held = [TensorPart("weight", (self.options.ranks, count), (self.rank, 0), (1, count), own)]
         try:
-            write_checkpoint(self.folder, step, held, self.comm, facts={}, scalars={})
+            run_through(save_in_parts(self.folder, step, held, self.comm, facts={}, scalars={}))
         except ShardwrightError as error:
             text = str(error).replace(str(self.folder), "")
             self._note("refused", text)

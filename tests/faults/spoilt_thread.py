@@ -17,7 +17,7 @@ def install(what: str) -> None:
     import torch
     from torch import nn
 
-    from shardwright.core.thread_rank import thread_rank
+    from shardwright.tracker.announce import thread_rank
     from shardwright.train.sources.clicks import Clicks
 
     true_loss, steps = Clicks.loss, count(1)

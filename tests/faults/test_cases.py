@@ -19,7 +19,7 @@ from shardwright.estimate.recordings import plan
 from shardwright.job.job import parse_job
 from shardwright.job.plan import write_plan
 from shardwright.job.train import TrainSection
-from shardwright.launcher.outcome import decode_outcome
+from shardwright.launcher.ending import decode_outcome
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 300.0

@@ -15,10 +15,10 @@ import pytest
 
 from shardwright.core.errors import InputError
 from shardwright.launcher import launch as launching
+from shardwright.launcher.ending import RunOutcome, decode_outcome
 from shardwright.launcher.folder import MARK
 from shardwright.launcher.heartbeat import read_heartbeat
 from shardwright.launcher.launch import Launch, launch
-from shardwright.launcher.outcome import Outcome, decode_outcome
 
 HERE = Path(__file__).parent
 HANGS = 60.0  # seconds after which nothing will come; an endless worker lives for 100
@@ -37,7 +37,7 @@ def torchrun_has_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_LEAVE", 2 * HANGS)
 
 
-def run(folder: Path, fault: str, timeout: float = 20.0) -> tuple[Outcome, str]:
+def run(folder: Path, fault: str, timeout: float = 20.0) -> tuple[RunOutcome, str]:
     said = io.StringIO()
     request = Launch("workers", (str(folder), fault), 2, folder, timeout, setup_timeout=60.0)
     outcome = launch(request, said)

@@ -16,8 +16,8 @@ import pytest
 from commands import Answer, Call
 
 from shardwright.job.train import TrainSection
+from shardwright.launcher.ending import RunOutcome, decode_outcome
 from shardwright.launcher.heartbeat import Beat, read_heartbeat
-from shardwright.launcher.outcome import Outcome, decode_outcome
 
 TIMEOUT = 4.0  # of runs that are to hang
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def finished(folder: Path, steps: int, **kwargs: str) -> subprocess.CompletedPro
     return subprocess.run(line, capture_output=True, text=True, timeout=HANGS, check=False)
 
 
-def outcome(folder: Path) -> Outcome:
+def outcome(folder: Path) -> RunOutcome:
     path = folder / "run" / "outcome.json"
     return decode_outcome(path.read_bytes(), str(path))
 

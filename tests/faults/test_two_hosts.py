@@ -19,7 +19,7 @@ from test_cases import OWN
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import parse_job
 from shardwright.job.plan import Plan, write_plan
-from shardwright.launcher.outcome import RankOutcome, read_status
+from shardwright.launcher.heartbeat import RankOutcome, read_status
 
 pytestmark = pytest.mark.slow
 SECONDS = 240.0

@@ -13,8 +13,8 @@ from pathlib import Path
 from shardwright.core.errors import InputError, NoPlanError
 from shardwright.launcher.folder import MARK, store_file
 from shardwright.launcher.heartbeat import Heartbeat
-from shardwright.launcher.processes import run_processes
 from shardwright.launcher.progress import ProgressLog
+from shardwright.launcher.watch import run_processes
 from shardwright.launcher.worker import run_worker
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -20,14 +20,15 @@ from shardwright.core.timeline import PEAK, Event, encode
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import Job, parse_job
 from shardwright.job.plan import Plan
-from shardwright.launcher.outcome import OUTCOME_SCHEMA, Outcome, RankOutcome, encode_outcome
+from shardwright.launcher.ending import OUTCOME_SCHEMA, RunOutcome, encode_outcome
+from shardwright.launcher.heartbeat import RankOutcome
 
 FOLDER = Path(__file__).parent
 KINDS: dict[str, type[msgspec.Struct]] = {
     "job": Job,
     "plan": Plan,
     "measurement": Measurement,
-    "outcome": Outcome,
+    "outcome": RunOutcome,
     "study": Study,
 }
 TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise")
@@ -77,9 +78,9 @@ def measurement() -> Measurement:
     )
 
 
-def outcome() -> Outcome:
+def outcome() -> RunOutcome:
     """A rank that failed, and one that failed because of it."""
-    return Outcome(
+    return RunOutcome(
         schema=OUTCOME_SCHEMA,
         code=5,
         reason="rank 0 failed at step 3 in forward: out of memory",

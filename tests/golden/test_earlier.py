@@ -21,7 +21,7 @@ import resuming_tasks
 from pool import Threads
 
 import shardwright as sw
-from shardwright.launcher.outcome import decode_outcome
+from shardwright.launcher.ending import decode_outcome
 from shardwright.train.sources import source_of
 
 EARLIER = Path(__file__).parent / "earlier"

@@ -11,7 +11,7 @@ import pytest
 
 from shardwright.core.measurement import read_measurement, write_measurement
 from shardwright.job.plan import read_plan, write_plan
-from shardwright.launcher.outcome import decode_outcome
+from shardwright.launcher.ending import decode_outcome
 
 FOLDER = Path(__file__).parent
 GOLDEN = runpy.run_path(str(FOLDER / "regenerate.py"))

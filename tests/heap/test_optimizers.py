@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.optimizers import DENSE, OPTIMIZERS, Optimizer, optimizer_named
 from shardwright.core.tensor import TensorSpec
-from shardwright.core.timeline import Change
+from shardwright.core.timeline import StorageChange
 from shardwright.heap.optimizers import (
     Kept,
     peak_bytes,
@@ -215,7 +215,7 @@ def test_a_loop_over_tensors_holds_the_last_denominator_while_it_makes_the_next(
     taken = step_temporaries(optimizer_named("adam", "for_loop"), specs)
     assert [change.bytes for change in taken] == [40, 40, -40, 40, 40, -40, -40, -40]
     assert peak_bytes(taken) == 120
-    assert taken[0] == Change("root.1", 40)
+    assert taken[0] == StorageChange("root.1", 40)
 
 
 def test_an_optimizer_shows_what_is_assumed_about_it() -> None:

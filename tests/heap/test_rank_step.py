@@ -11,15 +11,6 @@ from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
 from shardwright.core.optimizers import Optimizer, optimizer_named
-from shardwright.core.pipelining import (
-    SCHEDULES,
-    Pass,
-    Run,
-    chunk_count,
-    expanded,
-    order,
-    order_in_runs,
-)
 from shardwright.core.recording import Piece, RecordedUnit, Recording, Touch
 from shardwright.core.tensor import TensorSpec
 from shardwright.heap.flat import FlatUnits
@@ -28,6 +19,15 @@ from shardwright.heap.ledger import Ledger
 from shardwright.heap.machine import Machine, Mark, Sharding
 from shardwright.heap.rank_step import ONE_PASS, Chunk, RankStep
 from shardwright.heap.replicated import Megatron, Replicated
+from shardwright.job.pipelining import (
+    SCHEDULES,
+    Pass,
+    PassRun,
+    chunk_count,
+    expanded,
+    order,
+    order_in_runs,
+)
 
 NUMEL = 1000
 WEIGHTS = 2 * 4 * NUMEL
@@ -79,7 +79,7 @@ def run() -> Step:
     ) -> Ledger:
         heap, sharding = Ledger(), Sharding(**changes)
         made = [Chunk(recording(), sent) for _ in range(chunks)]
-        made_step = RankStep(made, (Run(tuple(passes)),), optimizer)
+        made_step = RankStep(made, (PassRun(tuple(passes)),), optimizer)
         several = sharding.shards > 1
         made_step.run(heap, lambda h, u, f: (FSDP2 if several else Replicated)(h, u, sharding, f))
         return heap
@@ -119,7 +119,7 @@ def test_microbatches_in_flight_keep_their_activations(run: Step) -> None:
 
 
 def test_gradients_of_one_microbatch_are_there_while_the_next_runs(run: Step) -> None:
-    passes = tuple(expanded([Run(ONE_PASS.passes, 2)]))
+    passes = tuple(expanded([PassRun(ONE_PASS.passes, 2)]))
     heap = run(passes)
     assert total(heap, "forward") == STEADY + WEIGHTS + 2 * SAVED + PASSING
     assert total(heap, "backward") == STEADY + WEIGHTS + 2 * SAVED + 4 * NUMEL
@@ -127,7 +127,7 @@ def test_gradients_of_one_microbatch_are_there_while_the_next_runs(run: Step) ->
 
 
 def test_the_gradient_that_was_sent_is_there_until_the_next_backward_ends(run: Step) -> None:
-    passes = tuple(expanded([Run(ONE_PASS.passes, 2)]))
+    passes = tuple(expanded([PassRun(ONE_PASS.passes, 2)]))
     alone, behind = run(passes), run(passes, sent=STREAM)
     for phase in ("forward", "backward"):
         assert total(behind, phase) == total(alone, phase) + STREAM
@@ -175,7 +175,7 @@ MACHINES: tuple[Callable[..., Machine], ...] = (FSDP2, FlatUnits, Replicated, Me
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> tuple[tuple[Run, ...], int]:
+def pipelines(draw: st.DrawFn) -> tuple[tuple[PassRun, ...], int]:
     """What a rank of a pipeline does, and how many chunks it has."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     chunks = draw(st.integers(2, 3)) if SCHEDULES[name].chunks == "several" else chunk_count(name)
@@ -183,7 +183,7 @@ def pipelines(draw: st.DrawFn) -> tuple[tuple[Run, ...], int]:
     try:
         ranks = order_in_runs(name, stages, microbatches, chunks)
     except InputError:  # the schedule does not take these numbers
-        return (Run(ONE_PASS.passes, microbatches),), 1
+        return (PassRun(ONE_PASS.passes, microbatches),), 1
     return ranks[draw(st.integers(0, stages - 1))], chunks
 
 
@@ -207,13 +207,13 @@ def shardings(draw: st.DrawFn) -> Sharding:
 @given(pipelines(), shardings(), st.sampled_from(MACHINES), st.sampled_from([0, STREAM]))
 @settings(max_examples=150, deadline=None)
 def test_what_repeats_is_skipped_without_a_byte_of_difference(
-    pipeline: tuple[tuple[Run, ...], int],
+    pipeline: tuple[tuple[PassRun, ...], int],
     sharding: Sharding,
     machine: Callable[..., Machine],
     sent: int,
 ) -> None:
     runs, chunks = pipeline
-    one_by_one = tuple(Run((each,)) for each in expanded(runs))
+    one_by_one = tuple(PassRun((each,)) for each in expanded(runs))
     found = []
     for given_runs in (runs, one_by_one):
         heap = Ledger(fine=True)

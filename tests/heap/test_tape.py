@@ -11,7 +11,7 @@ import pytest
 
 from shardwright.core.errors import UnsupportedError
 from shardwright.core.footprint import RankMemory
-from shardwright.core.timeline import Change
+from shardwright.core.timeline import StorageChange
 from shardwright.estimate.footprint import footprint
 from shardwright.heap.classes import RankClass, Setting
 from shardwright.heap.tape import STREAMS
@@ -122,7 +122,7 @@ def _one_by_one(requests: Iterable[tuple[Any, ...]]) -> list[tuple[int, int, int
     return found
 
 
-def _of_changes(changes: Sequence[Change]) -> Iterator[tuple[Any, int, int]]:
+def _of_changes(changes: Sequence[StorageChange]) -> Iterator[tuple[Any, int, int]]:
     """Of what only is another kind from here on nobody is asked."""
     turned = {
         place

@@ -31,21 +31,20 @@ from shardwright.core.measurement import (
     RECORD_SCHEMA,
     Comparison,
     Record,
-    merge,
     read_measurement,
 )
 from shardwright.core.timeline import decode
-from shardwright.data.columns import ColumnLog, Feature
-from shardwright.data.criteo import CriteoLog
+from shardwright.data.logs import BagColumn, ColumnLog, CriteoLog
 from shardwright.data.reading import ClickReader
 from shardwright.job.hf_config import read_hf_config
 from shardwright.job.job import read_job
 from shardwright.job.plan import Plan, read_plan, sealed
-from shardwright.launcher.outcome import decode_outcome
+from shardwright.launcher.ending import decode_outcome
 from shardwright.launcher.progress import so_far
 from shardwright.report.html import render
 from shardwright.runtime.checkpoint.read import read_full
 from shardwright.train.compare import compare
+from shardwright.train.records import merge
 
 ROOT = Path(__file__).parents[2]
 MOST_MEMORY = 768 * 2**20  # bytes that reading so many files may add to this process
@@ -197,7 +196,7 @@ def read_criteo(path: Path) -> None:
 
 
 def read_columns(path: Path) -> None:
-    features = (Feature("item", 100), Feature("seen", 50, weighted=True))
+    features = (BagColumn("item", 100), BagColumn("seen", 50, weighted=True))
     next(ClickReader(ColumnLog(path, "click", ["age"], features), 3))
 
 

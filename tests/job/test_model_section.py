@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+import shardwright
 from shardwright.core.errors import InputError
 from shardwright.estimate.recordings import described
 from shardwright.job.job import (
@@ -261,3 +263,10 @@ def test_what_is_planned_computes_in_fp32() -> None:
     assert memory_of(job) == memory_of(
         _job(model={"kind": "transformer"}, memory={"param_dtype": "fp32", "reduce_dtype": "fp32"})
     )
+
+
+def test_no_file_but_the_one_of_kinds_asks_for_the_name_of_a_kind() -> None:
+    package = Path(shardwright.__file__).parent
+    asks = re.compile(r"model\.kind (==|!=|in|not in) |model\.kind\]|match .*model\.kind")
+    found = [path for path in package.rglob("*.py") if asks.search(path.read_text())]
+    assert [str(path.relative_to(package)) for path in found] == []

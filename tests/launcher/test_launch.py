@@ -18,9 +18,29 @@ import pytest
 
 from shardwright.core.errors import InputError, RunError
 from shardwright.launcher import launch as launching
-from shardwright.launcher.ending import End, outcome_of
+from shardwright.launcher.ending import (
+    OUTCOME_SCHEMA,
+    Blame,
+    End,
+    RunOutcome,
+    blame,
+    decode_outcome,
+    encode_outcome,
+    exit_code,
+    last_words,
+    outcome_of,
+    reason,
+)
 from shardwright.launcher.folder import MARK
-from shardwright.launcher.heartbeat import PHASES, Beat, Heartbeat, read_heartbeat
+from shardwright.launcher.heartbeat import (
+    PHASES,
+    Beat,
+    Heartbeat,
+    RankOutcome,
+    read_heartbeat,
+    read_status,
+    write_status,
+)
 from shardwright.launcher.launch import (
     Launch,
     hold,
@@ -28,18 +48,8 @@ from shardwright.launcher.launch import (
     loopback_environment,
     torchrun_command,
 )
-from shardwright.launcher.outcome import (
-    OUTCOME_SCHEMA,
-    Outcome,
-    RankOutcome,
-    decode_outcome,
-    encode_outcome,
-    read_status,
-    write_status,
-)
 from shardwright.launcher.progress import Lines, ProgressLog, ProgressReader, describe, writer_for
-from shardwright.launcher.verdict import Verdict, blame, exit_code, last_words, reason
-from shardwright.launcher.watch import RankView, Watch, exits_in, in_trouble
+from shardwright.launcher.watch import RankView, RunWatch, exits_in, in_trouble
 from shardwright.launcher.worker import first_line, from_a_peer
 
 AT_7 = Beat(pid=1, step=7, sequence=42, phase="exchange_rows", time=0.0)
@@ -90,7 +100,7 @@ def test_a_start_for_which_there_was_no_memory_is_a_run_that_failed(tmp_path: Pa
     log = "RuntimeError: can't start new thread\nRuntimeError: cannot join thread\n"
     (tmp_path / "torchrun.log").write_text(log)
     with subprocess.Popen(["true"]) as torchrun:
-        watch = Watch(tmp_path, 1, torchrun, "abc")
+        watch = RunWatch(tmp_path, 1, torchrun, "abc")
     never = End((view(0, beat=None, process="gone"),), 1, None, ())
     found = outcome_of(never, watch, (), 1.0, {})
     assert found.code == 5
@@ -156,7 +166,7 @@ def test_only_everybodys_silence_is_trouble_and_starting_takes_longer() -> None:
     assert in_trouble([view(0, quiet=61.0), replace(starting, quiet=61.0)], 10.0, 60.0)
     assert not in_trouble([view(0, status=DONE), view(1, status=DONE)], 10.0, 60.0)
     assert blame([view(0, status=DONE)]) is None
-    assert blame([view(0, status=DONE), view(1, process="gone")]) == Verdict("lost", (1,))
+    assert blame([view(0, status=DONE), view(1, process="gone")]) == Blame("lost", (1,))
 
 
 def test_torchruns_log_has_exit_codes_and_signals() -> None:
@@ -179,7 +189,7 @@ def test_a_rank_that_torchrun_ended_is_not_blamed_beside_the_one_that_was_killed
         output.parent.mkdir(parents=True)
         output.write_text("")
     with subprocess.Popen(["true"]) as torchrun:
-        watch = Watch(tmp_path, 2, torchrun, "abc")
+        watch = RunWatch(tmp_path, 2, torchrun, "abc")
     silent = End((view(0, process="gone"), view(1, process="gone")), 1, None, ())
     found = outcome_of(silent, watch, (), 1.0, {})
     assert found.reason.startswith("rank 1 died without a word at step 7 in exchange_rows (killed")
@@ -229,7 +239,7 @@ def test_ranks_whose_folder_is_gone_have_the_time_to_save_and_say_where(tmp_path
     saved = "stopped by SIGTERM after step 7, saved in x/step-7: the same command goes on."
     write_status(tmp_path, RankOutcome(0, "stopped", 75, 7, "step", saved))
     with subprocess.Popen(["true"]) as torchrun:
-        watch = Watch(tmp_path, 1, torchrun, "mark")
+        watch = RunWatch(tmp_path, 1, torchrun, "mark")
         found = outcome_of(End((view(0),), None, None, (), gone=True), watch, (), 1.0, {})
     assert found.code == 5
     assert found.reason.endswith(f"before the first step. The ranks were {saved}")
@@ -322,7 +332,7 @@ def test_lines_are_sparse_and_the_last_one_is_never_left_out() -> None:
 
 
 def test_an_outcome_survives_its_file_and_refuses_what_it_does_not_know() -> None:
-    outcome = Outcome(OUTCOME_SCHEMA, 5, "why", 7, 2, (DONE, PEER), ("x",), 1.5, {"torch": "2"})
+    outcome = RunOutcome(OUTCOME_SCHEMA, 5, "why", 7, 2, (DONE, PEER), ("x",), 1.5, {"torch": "2"})
     data = encode_outcome(outcome)
     assert decode_outcome(data) == outcome
     for bad in (data.replace(b"/1", b"/2"), data.replace(b'"why"', b"3"), b"[", b"\xff"):
@@ -457,7 +467,7 @@ def test_ranks_that_save_have_their_time_whatever_the_signal(
     monkeypatch.setattr(launching, "end_run", ended)
     request = Launch("none", (), 1, tmp_path, stop_grace=17.0, saves=saves)
     with subprocess.Popen(["true"]) as torchrun:
-        watch = Watch(tmp_path, 1, torchrun, "mark")
+        watch = RunWatch(tmp_path, 1, torchrun, "mark")
         caught = [number] if number else []
         launching._end(request, watch, caught, gone=not caught)
     assert given == [seconds]

@@ -3,18 +3,15 @@ from __future__ import annotations
 import pytest
 
 from shardwright.core.errors import InputError
-from shardwright.launcher.outcome import (
-    OUTCOME_SCHEMA,
-    Outcome,
-    RankOutcome,
-    decode_outcome,
-    encode_outcome,
-)
+from shardwright.launcher.ending import OUTCOME_SCHEMA, RunOutcome, decode_outcome, encode_outcome
+from shardwright.launcher.heartbeat import RankOutcome
 
 
-def _outcome() -> Outcome:
+def _outcome() -> RunOutcome:
     ranks = (RankOutcome(0, "finished", 0, 9, None, ""), RankOutcome(1, "lost", -9, 3, "load", "x"))
-    return Outcome(OUTCOME_SCHEMA, 0, "finished", 9, 2, ranks, ("torchrun",), 1.25, {"torch": "2"})
+    return RunOutcome(
+        OUTCOME_SCHEMA, 0, "finished", 9, 2, ranks, ("torchrun",), 1.25, {"torch": "2"}
+    )
 
 
 def test_an_outcome_comes_back_from_its_json() -> None:

@@ -14,7 +14,7 @@ from shardwright.core.model import ComputeKernel, TableSpec
 from shardwright.core.option import Option, place
 from shardwright.core.sharding import ShardingType
 from shardwright.planner.options import replica_kernel, runnable_options, wide_options
-from shardwright.torchrec.options import torchrec_options
+from shardwright.torchrec.profile import torchrec_options
 
 TYPES: tuple[ShardingType, ...] = get_args(ShardingType)
 KERNELS: tuple[ComputeKernel, ...] = get_args(ComputeKernel)

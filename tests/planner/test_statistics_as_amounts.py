@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from plans import plan
 
 from shardwright.core.amount import Amount, Step, derivation, leaf, named
-from shardwright.core.statistics import CriticalTerm, Measure
-from shardwright.cost.imbalance import Ranks
 from shardwright.job.job import parse_job
 from shardwright.job.plan import Plan
 from shardwright.planner.assemble import gap, proven
 from shardwright.planner.search.bound import beyond_room, priced, slowest_rank
-from shardwright.planner.statistics import memory, ranks, tables, times
-from shardwright.planner.statistics.holdings import Holdings
+from shardwright.planner.statistics import memory, ranks, tables
+from shardwright.planner.statistics.ranks import RankGroup
+from shardwright.planner.statistics.records import CriticalTerm, Measure
+from shardwright.planner.statistics.tables import Holdings
 from shardwright.planner.strategy.steps import step_seconds
 
 Agree = Callable[[Any, Any], None]
@@ -84,19 +84,19 @@ PROFILES = pytest.mark.parametrize("constants", ["torchrec-1.9", "cluster"])
     "statistic",
     [
         functools.partial(ranks.spread, "seconds"),
-        functools.partial(times.part_maximum, "lookup"),
-        times.excess,
-        lambda groups: [group.value for group in times.idle(groups, groups[0].value)],
+        functools.partial(ranks.part_maximum, "lookup"),
+        ranks.excess,
+        lambda groups: [group.value for group in ranks.idle(groups, groups[0].value)],
     ],
     ids=["spread", "part", "excess", "idle"],
 )
 def test_statistics_over_ranks(
-    agree: Agree, statistic: Callable[[Sequence[Ranks]], Any], pairs: list[tuple[float, int]]
+    agree: Agree, statistic: Callable[[Sequence[RankGroup]], Any], pairs: list[tuple[float, int]]
 ) -> None:
     first = 0
-    groups: list[Ranks] = []
+    groups: list[RankGroup] = []
     for value, count in pairs:
-        groups.append(Ranks(value, range(first, first + count)))
+        groups.append(RankGroup(value, range(first, first + count)))
         first += count
     named_groups = [
         group._replace(value=leaf(group.value, f"seconds[{n}]"), label=f"{n}")
@@ -137,7 +137,7 @@ def test_the_critical_path(agree: Agree, values: list[tuple[float, bool]]) -> No
     told: list[Any] = [
         msgspec.structs.replace(term, seconds=leaf(term.seconds, term.name)) for term in terms
     ]
-    agree(times.path_of(tuple(terms)).seconds, times.path_of(tuple(told)).seconds)
+    agree(ranks.path_of(tuple(terms)).seconds, ranks.path_of(tuple(told)).seconds)
 
 
 @given(capacity=NBYTES, taken=st.lists(NBYTES, max_size=12))

@@ -11,7 +11,7 @@ from recordings import unit as recorded_unit
 
 from shardwright.core.block import Block, encode
 from shardwright.core.cluster import Cluster, Constant
-from shardwright.core.measurement import Comparison, Curve, Line, Measurement, Quality
+from shardwright.core.measurement import ComparedNumber, Comparison, Curve, Measurement, Quality
 from shardwright.core.option import Option, ShardRun, place, row_runs
 from shardwright.core.placement import Flat, Replicate
 from shardwright.core.timeline import PEAK, Event, EventRun
@@ -239,7 +239,7 @@ def comparison(of: Plan | None = None, **changes: Any) -> Comparison:
     """Exact bytes equal, peaks a few percent low, seconds further off."""
     peak = sum(AT_PEAK.values())
     exact = tuple(
-        Line(rank, "setup", kind, f"tables.{name}", nbytes, nbytes)
+        ComparedNumber(rank, "setup", kind, f"tables.{name}", nbytes, nbytes)
         for rank in (0, 1)
         for kind, nbytes in (("weight", 2_973_472), ("optimizer_state", 185_842), ("padding", 48))
         for name in ("C3", "C12")
@@ -250,15 +250,16 @@ def comparison(of: Plan | None = None, **changes: Any) -> Comparison:
         tolerance=0.1,
         exact=exact,
         peaks=tuple(
-            Line(r, "backward", "", "peak", peak, peak + 150_000 * (r + 1)) for r in (0, 1)
+            ComparedNumber(r, "backward", "", "peak", peak, peak + 150_000 * (r + 1))
+            for r in (0, 1)
         ),
         phase_peaks=tuple(
-            Line(r, phase, "", "peak", 6 * MIB, 6 * MIB + 4096)
+            ComparedNumber(r, phase, "", "peak", 6 * MIB, 6 * MIB + 4096)
             for r in (0, 1)
             for phase in ("forward", "backward")
         ),
         seconds=tuple(
-            Line(r, phase, "time", phase, s, s * 1.3)
+            ComparedNumber(r, phase, "time", phase, s, s * 1.3)
             for r in (0, 1)
             for phase, s in SECONDS.items()
         ),

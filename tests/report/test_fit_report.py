@@ -8,8 +8,7 @@ import pytest
 from footprints import GIB
 from rich.console import Console
 
-from shardwright.core.fit import Estimate, Fit, Largest, PolicyFit, Remedy
-from shardwright.core.footprint import Verdict
+from shardwright.core.footprint import Estimate, Fit, Largest, PolicyFit, Remedy, Verdict
 from shardwright.report.fit_report import fit_report
 
 

@@ -8,9 +8,8 @@ import msgspec
 import pytest
 import samples
 
-from shardwright.core.measurement import Line, Quality
-from shardwright.core.profile import Awaited, Kernel, PhaseTime, Stage
-from shardwright.core.scores import Scores
+from shardwright.core.measurement import ComparedNumber, Quality, Scores
+from shardwright.core.profile import Awaited, Kernel, PhaseTime, ProfiledStage
 from shardwright.job.model import ModelSection
 from shardwright.report.html import render
 
@@ -147,7 +146,7 @@ def test_a_step_is_compared_in_the_phases_that_are_predicted() -> None:
 @pytest.mark.parametrize(("measured", "state"), [(0.008, "held"), (0.08, "open")])
 def test_a_step_far_from_its_prediction_is_not_called_held(measured: float, state: str) -> None:
     plan = samples.plan()
-    lines = (Line(0, "forward", "time", "forward", 0.008, measured),)
+    lines = (ComparedNumber(0, "forward", "time", "forward", 0.008, measured),)
     page = render(plan, samples.measurement(plan), samples.comparison(plan, seconds=lines))
     assert f'<div class="verdict {state}">' in page
     assert "Step on rank 0, the slowest:" in shown(page)
@@ -263,7 +262,7 @@ def test_scores_while_training_and_rows_for_validation_have_tables_of_their_own(
 
 def test_a_profile_is_shown_by_phase_and_by_kernel() -> None:
     plan = samples.plan()
-    stage = Stage(
+    stage = ProfiledStage(
         "training",
         20,
         (Kernel("<all_to_all>", 160, 0.111, 694e-6, 53.5e-6, 0.02, 0.733),),

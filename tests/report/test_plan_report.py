@@ -11,11 +11,11 @@ import samples
 from rich.console import Console
 
 from shardwright.core.quantities import format_bytes, format_seconds
-from shardwright.core.statistics import MemoryPrice
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import parse_job
 from shardwright.job.plan import Plan
 from shardwright.planner.statistics import statistics
+from shardwright.planner.statistics.records import MemoryPrice
 from shardwright.report.plan_report import plan_report
 
 

@@ -10,7 +10,7 @@ import samples
 from rich.console import Console, RenderableType
 
 from shardwright.core.cluster import SCHEMA, Calibration
-from shardwright.core.measurement import Line, Saved
+from shardwright.core.measurement import ComparedNumber, Saved
 from shardwright.core.option import ShardRun
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import PHASES
@@ -191,8 +191,8 @@ def test_differences_that_cancel_are_not_called_equal() -> None:
 def test_missing_sides_are_named() -> None:
     good = samples.comparison()
     lines = (
-        Line(0, "setup", "weight", "a", None, 64.0),
-        Line(1, "setup", "weight", "b", 64.0, None),
+        ComparedNumber(0, "setup", "weight", "a", None, 64.0),
+        ComparedNumber(1, "setup", "weight", "b", 64.0, None),
     )
     text = flowed(comparison_summary(msgspec.structs.replace(good, exact=lines)), 120)
     assert "not predicted" in text
@@ -228,7 +228,7 @@ def test_nothing_to_compare_is_not_a_success() -> None:
 def test_a_step_is_shown_with_its_error_and_as_a_ratio_beyond_twice(
     predicted: float, measured: float, shown: str, style: str
 ) -> None:
-    line = Line(1, "forward", "time", "forward", predicted, measured)
+    line = ComparedNumber(1, "forward", "time", "forward", predicted, measured)
     made = samples.comparison(seconds=(line,))
     assert f"Step on rank 1, the slowest: {shown}." in flowed(comparison_summary(made))
     found = time_verdict(made)
@@ -245,8 +245,8 @@ def test_a_step_is_shown_with_its_error_and_as_a_ratio_beyond_twice(
 
 def test_the_slowest_rank_is_the_one_that_was_measured_so() -> None:
     lines = (
-        Line(0, "forward", "time", "forward", 2.0, 1.0),
-        Line(1, "forward", "time", "forward", 1.0, 5.0),
+        ComparedNumber(0, "forward", "time", "forward", 2.0, 1.0),
+        ComparedNumber(1, "forward", "time", "forward", 1.0, 5.0),
     )
     found = time_verdict(samples.comparison(seconds=lines))
     assert found is not None
@@ -256,9 +256,11 @@ def test_the_slowest_rank_is_the_one_that_was_measured_so() -> None:
 
 def test_a_comparison_of_many_ranks_and_failures_is_one_screen() -> None:
     lines = tuple(
-        Line(r, phase, "time", phase, 1.0, 1.0 + r) for r in range(64) for phase in PHASES[:9]
+        ComparedNumber(r, phase, "time", phase, 1.0, 1.0 + r)
+        for r in range(64)
+        for phase in PHASES[:9]
     )
-    peaks = tuple(Line(r, "forward", "total", "peak", 100.0, 150.0) for r in range(64))
+    peaks = tuple(ComparedNumber(r, "forward", "total", "peak", 100.0, 150.0) for r in range(64))
     failed = tuple(f"rank {r}: peak" for r in range(64))
     made = samples.comparison(seconds=lines, phase_peaks=peaks, peaks=peaks, failures=failed)
     text = printed(comparison_summary(made))
@@ -267,7 +269,7 @@ def test_a_comparison_of_many_ranks_and_failures_is_one_screen() -> None:
 
 
 def test_of_many_ranks_only_the_slowest_shows_its_phases() -> None:
-    lines = tuple(Line(r, "forward", "time", "forward", 1.0, 1.0 + r) for r in range(8))
+    lines = tuple(ComparedNumber(r, "forward", "time", "forward", 1.0, 1.0 + r) for r in range(8))
     text = printed(comparison_summary(samples.comparison(seconds=lines)))
     assert "Phases on rank 7, the slowest of 8" in text
     assert "Phases on rank 0" not in text

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,15 +11,15 @@ from hypothesis import strategies as st
 from shardwright.core.cluster import Cluster
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option, ShardRun, shard_runs
-from shardwright.job.planner import PartitionerSection
+from shardwright.job.planner import PartitionerSection, ProposerSection
 from shardwright.planner.choice import Choice, cost
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.tally import Placed
-from shardwright.torchrec.candidate import Bytes, Offer, Proposals, Proposer, add_often
-from shardwright.torchrec.critical_path import critical_terms
-from shardwright.torchrec.dynamic_programming import DynamicProgramming
-from shardwright.torchrec.loop import Proposed, propose
-from shardwright.torchrec.proposers import DEFAULT, Greedy, Grid, Uniform
+from shardwright.torchrec import proposers
+from shardwright.torchrec.candidate import Bytes, Offer, Proposals, add_often
+from shardwright.torchrec.profile import critical_terms
+from shardwright.torchrec.proposers import DEFAULT
+from shardwright.torchrec.search import Proposed, propose
 
 MACHINE = Cluster("test", 4, 2, "cuda", 0, 0, 0, 2, {})
 MANY = 10**15
@@ -48,10 +47,10 @@ def capacities(hbm: int) -> list[Bytes]:
 
 
 def proposed(
-    tables: list[list[Choice]], *proposers: Proposer, hbm: int = MANY, **more: Any
+    tables: list[list[Choice]], *sections: ProposerSection, hbm: int = MANY, **more: Any
 ) -> Proposed:
     greedy = PartitionerSection()
-    return propose(tables, MACHINE, capacities(hbm), proposers or DEFAULT, greedy, **more)
+    return propose(tables, MACHINE, capacities(hbm), sections or DEFAULT, greedy, **more)
 
 
 def drawn(seed: int) -> list[list[Choice]]:
@@ -78,9 +77,13 @@ def busiest(found: Proposed) -> float:
 @given(seed=st.integers(0, 10**6), hbm=st.integers(20, 120))
 def test_no_proposer_that_goes_through_the_same_options_beats_the_grid(seed: int, hbm: int) -> None:
     tables = drawn(seed)
-    every = proposed(tables, Grid(), hbm=hbm)
+    every = proposed(tables, ProposerSection("grid"), hbm=hbm)
     assert every.proposals == 3 ** len(tables)
-    for proposer in (Greedy(), Greedy(use_depth=False), Uniform()):
+    for proposer in (
+        ProposerSection("greedy"),
+        ProposerSection("greedy", use_depth=False),
+        ProposerSection("uniform"),
+    ):
         found = proposed(tables, proposer, hbm=hbm)
         assert found.plans <= found.proposals
         assert bool(found.tables) == bool(found.plans)
@@ -104,7 +107,9 @@ def test_a_plan_respects_the_memory_of_every_rank(seed: int, hbm: int) -> None:
 
 def test_a_proposal_made_before_is_not_placed_again() -> None:
     tables = drawn(3)
-    found = proposed(tables, Grid(), Greedy(), Grid())
+    found = proposed(
+        tables, ProposerSection("grid"), ProposerSection("greedy"), ProposerSection("grid")
+    )
     grid, greedy, again = found.attempts
     assert grid.proposals == again.repeats == found.proposals
     assert (greedy.proposals, again.proposals) == (0, 0)
@@ -113,14 +118,16 @@ def test_a_proposal_made_before_is_not_placed_again() -> None:
 
 def test_proposals_in_another_order_of_tables_are_the_same() -> None:
     small, large = ways("small", ("table_wise", 1, 1.0)), ways("large", ("table_wise", 9, 1.0))
-    found = proposed([large, small], Greedy(), DynamicProgramming())
+    found = proposed(
+        [large, small], ProposerSection("greedy"), ProposerSection("dynamic_programming")
+    )
     assert found.proposals == 1
     assert found.attempts[1].repeats == 2
 
 
 def test_of_equal_plans_the_first_one_stays() -> None:
     tables = [ways("t", ("table_wise", 1, 1.0), ("row_wise", 1, 1.0))]
-    found = proposed(tables, Grid())
+    found = proposed(tables, ProposerSection("grid"))
     assert found.tables[0].choice.option.sharding_type == "table_wise"
 
 
@@ -134,14 +141,19 @@ def test_tables_that_are_not_pooled_come_first_as_in_torchrec() -> None:
 
 def test_skipped_proposers_show_why() -> None:
     tables = [ways(f"t{i}", ("table_wise", 1, 1.0), ("row_wise", 1, 1.0)) for i in range(4)]
-    found = proposed(tables, Grid(max_proposals=9), Greedy(), Grid(max_proposals=3))
+    found = proposed(
+        tables,
+        ProposerSection("grid", max_proposals=9),
+        ProposerSection("greedy"),
+        ProposerSection("grid", max_proposals=3),
+    )
     assert found.skipped == {
         "grid": "16 combinations, more than max_proposals = 9",
         "grid 2": "16 combinations, more than max_proposals = 3",
     }
 
 
-def test_what_does_not_fit_shows_the_last_the_closest_and_the_smallest() -> None:
+def test_of_what_does_not_fit_everything_was_proposed() -> None:
     tables = [
         ways(
             "t",
@@ -150,21 +162,8 @@ def test_what_does_not_fit_shows_the_last_the_closest_and_the_smallest() -> None
             ("table_row_wise", 150, 3.0),
         )
     ]
-    found = proposed(tables, Grid(), hbm=100)
+    found = proposed(tables, ProposerSection("grid"), hbm=100)
     assert (found.tables, found.plans, found.proposals) == ((), 0, 3)
-    assert found.last is not None
-    assert found.closest is not None
-    assert (found.last.sharding_type, found.last.missing) == ("table_row_wise", (100, 0, 0))
-    assert (found.closest.sharding_type, found.closest.missing) == ("row_wise", (10, 0, 0))
-    assert found.closest.ranks == (0,)
-    assert found.smallest == (300, 0, 0)
-
-
-@pytest.mark.parametrize(("size", "lacking"), [(101, False), (500, True)])
-def test_a_lack_of_memory_differs_from_tables_that_cannot_be_cut(size: int, lacking: bool) -> None:
-    found = proposed([ways("t", ("table_wise", size, 1.0))], Grid(), hbm=100)
-    assert not found.tables
-    assert found.lacks_memory(capacities(100)) is lacking
 
 
 def test_without_tables_there_is_nothing_to_propose() -> None:
@@ -178,27 +177,26 @@ def test_a_time_that_is_over_lets_nothing_be_tried() -> None:
     assert set(found.skipped.values()) == {"out of time"}
 
 
-@dataclass(frozen=True)
-class Endless:
+def endless(section: ProposerSection, offer: Offer) -> Proposals:
     """The same proposal for ever."""
-
-    name: str = "endless"
-
-    def proposals(self, offer: Offer) -> Proposals:
-        for _ in itertools.repeat(None):
-            yield tuple(each[0] for each in offer.tables)
-        return None
+    for _ in itertools.repeat(None):
+        yield tuple(each[0] for each in offer.tables)
+    return None
 
 
-def test_a_proposer_without_end_leaves_time_to_those_after_it() -> None:
+def test_a_proposer_without_end_leaves_time_to_those_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The clock here goes on by a second whenever it is looked at."""
     clock = itertools.count(0.0)
     watch = Watch(300.0, clock=lambda: next(clock))
     tables = [ways("t", ("table_wise", 5, 2.0), ("row_wise", 5, 1.0))]
-    found = proposed(tables, Endless(), Endless(), Grid(), watch=watch)
+    monkeypatch.setitem(proposers.WALKS, "uniform", endless)
+    forever = ProposerSection("uniform")
+    found = proposed(tables, forever, forever, ProposerSection("grid"), watch=watch)
     assert next(clock) < 290
     assert found.attempts[0].proposals == 1
-    assert found.skipped == {"endless": "out of time", "endless 2": "out of time"}
+    assert found.skipped == {"uniform": "out of time", "uniform 2": "out of time"}
     assert found.tables[0].choice.option.sharding_type == "row_wise"
 
 

@@ -20,9 +20,9 @@ from shardwright.planner.options import QUANTIZED_TYPES
 from shardwright.planner.pricing.evaluate import PricingContext
 from shardwright.torchrec import storage, times
 from shardwright.torchrec.constants import DDR_CAP, HBM_CAP, SSD_CAP, TORCHREC
-from shardwright.torchrec.options import torchrec_options
 from shardwright.torchrec.pricing import derive, price
-from shardwright.torchrec.storage import Ranks, Scheme, Shards
+from shardwright.torchrec.profile import torchrec_options
+from shardwright.torchrec.storage import MeshSizes, Shards, ShardScheme
 
 TYPES = (
     "table_wise",
@@ -44,7 +44,7 @@ PLACES += [(t, "fused", "cpu") for t in TYPES]
 PLACES += [(t, kernel, "cuda") for t in QUANTIZED_TYPES for kernel in QUANTIZED_KERNELS]
 PLACES += [(t, "quant", "cpu") for t in QUANTIZED_TYPES]
 SCHEMES = st.builds(
-    lambda place, *flags: Scheme(*place, *flags),
+    lambda place, *flags: ShardScheme(*place, *flags),
     st.sampled_from(PLACES),
     st.booleans(),
     st.booleans(),
@@ -87,10 +87,10 @@ SAMPLE = st.fixed_dictionaries(
 SAMPLES = st.lists(SAMPLE, min_size=1, max_size=3)
 
 Sample = dict[str, Any]
-Case = Callable[[Scheme, Shards, Ranks, Any], Any]
+Case = Callable[[ShardScheme, Shards, MeshSizes, Any], Any]
 
 
-def _features(q: Shards, ranks: Ranks) -> tuple[Any, Any, Any]:
+def _features(q: Shards, ranks: MeshSizes) -> tuple[Any, Any, Any]:
     return (q.misses, q.lookups), (q.load_factor, q.cached_share), (ranks.world, ranks.group)
 
 
@@ -119,7 +119,7 @@ STORAGE: dict[str, Case] = {
 }
 
 
-def _flow(s: Scheme, q: Shards, r: Ranks, c: Any) -> times.Flow:
+def _flow(s: ShardScheme, q: Shards, r: MeshSizes, c: Any) -> times.MovedBytes:
     return times.flow(s, q, r, c)
 
 
@@ -152,9 +152,9 @@ def _flat(result: Any, prefix: str = "result") -> dict[str, Any]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def _evaluate(name: str, scheme: Scheme, sample: Sample, c: Any) -> dict[str, Any]:
+def _evaluate(name: str, scheme: ShardScheme, sample: Sample, c: Any) -> dict[str, Any]:
     q = Shards(*(sample[part] for part in Shards._fields))
-    ranks = Ranks(*(sample[part] for part in Ranks._fields))
+    ranks = MeshSizes(*(sample[part] for part in MeshSizes._fields))
     return _flat(CASES[name](scheme, q, ranks, c))
 
 
@@ -175,7 +175,7 @@ def test_every_function_is_evaluated_in_three_ways(
 def test_numbers_arrays_and_amounts_agree(
     reevaluate: Callable[[Sequence[Step]], None],
     name: str,
-    scheme: Scheme,
+    scheme: ShardScheme,
     samples: list[Sample],
 ) -> None:
     dtype = object if name in EXACT else float
@@ -208,7 +208,7 @@ def test_bytes_beyond_int64_and_float64_are_exact() -> None:
         "dim": 513,
         "element_bytes": 4,
     }
-    scheme = Scheme("row_wise", "fused", "cuda")
+    scheme = ShardScheme("row_wise", "fused", "cuda")
     found = storage.stored_bytes(scheme, Shards(**sample), C)["hbm"]["weight"]
     assert (type(found), found) == (int, (2**32 + 1) * 513 * 4)
 
@@ -222,7 +222,7 @@ def test_the_penalty_has_two_steps() -> None:
 def test_a_kernel_without_a_bandwidth_is_refused() -> None:
     sample = Shards(**dict.fromkeys(Shards._fields, 1))
     with pytest.raises(InputError, match=r"kernel on cpu: expected .*, got 'fused_uvm'"):
-        times.memory_rate(Scheme("table_wise", "fused_uvm", "cpu"), sample, C)
+        times.memory_rate(ShardScheme("table_wise", "fused_uvm", "cpu"), sample, C)
 
 
 def _cluster(device: Any) -> Cluster:
@@ -310,7 +310,7 @@ def test_equal_shards_of_an_option_share_a_cost() -> None:
 def test_a_quantised_row_has_a_scale_and_an_offset() -> None:
     sample = Shards(**dict.fromkeys(Shards._fields, 1) | {"table_rows": 10, "dim": 64})
     for kernel, nbytes in (("fused", 640), ("quant", 680), ("quant_uvm_caching", 680)):
-        scheme = Scheme("table_wise", kernel, "cuda")
+        scheme = ShardScheme("table_wise", kernel, "cuda")
         assert storage.table_bytes(scheme, sample) == nbytes
 
 
@@ -328,7 +328,7 @@ def test_quantised_tables_have_no_optimizer_state(
     kernel: str, device: str, tiers: set[str], inference: bool
 ) -> None:
     sample = Shards(**dict.fromkeys(Shards._fields, 1))
-    scheme = Scheme("table_wise", kernel, device, inference=inference)
+    scheme = ShardScheme("table_wise", kernel, device, inference=inference)
     kept = storage.stored_bytes(scheme, sample, C)
     assert set(kept) == tiers
     for tier, kinds in kept.items():

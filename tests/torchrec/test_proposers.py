@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -19,12 +19,11 @@ from shardwright.job.planner import ProposerSection
 from shardwright.planner.choice import Choice, cost
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.statistics.tables import over_shards
-from shardwright.torchrec.candidate import Bytes, Candidates, Offer, Proposal, Proposer, Verdict
-from shardwright.torchrec.dynamic_programming import DynamicProgramming
-from shardwright.torchrec.proposers import DEFAULT, Greedy, Grid, Uniform, make_proposers
-from shardwright.torchrec.scaleup import MAX_DRAWS, LuusJaakola, Scaleup
+from shardwright.torchrec import proposers
+from shardwright.torchrec.candidate import Bytes, Offer, Proposal, Rating, candidate_of
+from shardwright.torchrec.scaleup import MAX_DRAWS, LuusJaakola
 
-FITS = Verdict(fits=True, rating=1.0)
+FITS = 1.0  # milliseconds of the busiest rank
 TYPES: tuple[Any, ...] = ("data_parallel", "table_wise", "row_wise", "column_wise")
 
 
@@ -42,18 +41,18 @@ def ways(name: str, *each: tuple[Any, int, float]) -> list[Choice]:
 def offer(
     tables: Sequence[Sequence[Choice]], hbm: Sequence[int] = (1000,), price: Any = None
 ) -> Offer:
-    known = Candidates()
-    candidates = tuple(tuple(known.of(choice) for choice in each) for each in tables)
+    known: Any = {}
+    candidates = tuple(tuple(candidate_of(choice, known) for choice in each) for each in tables)
     capacities: list[Bytes] = [(size, 10**15, 0) for size in hbm]
     return Offer(candidates, capacities, known, price, Watch())
 
 
 def proposals(
-    proposer: Proposer, given_: Offer, verdicts: Sequence[Verdict] = ()
+    proposer: ProposerSection, given_: Offer, ratings: Sequence[Rating] = ()
 ) -> tuple[list[Proposal], str | None]:
-    """All proposals, told the verdicts in turn and then that everything fits, and the reason."""
-    steps = proposer.proposals(given_)
-    told = itertools.chain(verdicts, itertools.repeat(FITS))
+    """All proposals, told the ratings in turn and then that everything fits, and the reason."""
+    steps = proposers.proposals(proposer, given_)
+    told = itertools.chain(ratings, itertools.repeat(FITS))
     found = []
     try:
         found.append(next(steps))
@@ -87,7 +86,7 @@ LARGE = ways("large", ("row_wise", 50, 1.0), ("data_parallel", 90, 0.5), ("table
 
 
 def test_a_greedy_walk_starts_fast_and_moves_the_largest_table_on() -> None:
-    found, reason = proposals(Greedy(), offer([SMALL, LARGE]))
+    found, reason = proposals(ProposerSection("greedy"), offer([SMALL, LARGE]))
     assert [types(proposal) for proposal in found] == [
         ["data_parallel", "data_parallel"],
         ["data_parallel", "row_wise"],  # large: 90 > 30
@@ -101,7 +100,7 @@ def test_a_greedy_walk_starts_fast_and_moves_the_largest_table_on() -> None:
 @given(seed=st.integers(0, 10**6), use_depth=st.booleans())
 def test_a_greedy_walk_takes_one_step_of_one_table_at_a_time(seed: int, use_depth: bool) -> None:
     tables = drawn(seed)
-    found, _ = proposals(Greedy(use_depth), offer(tables))
+    found, _ = proposals(ProposerSection("greedy", use_depth=use_depth), offer(tables))
     for before, after in itertools.pairwise(found):
         assert sum(a is not b for a, b in zip(before, after, strict=True)) == 1
     sized = all(min(c.total_storage) + c.total_storage[0] > 0 for each in tables for c in each)
@@ -111,7 +110,7 @@ def test_a_greedy_walk_takes_one_step_of_one_table_at_a_time(seed: int, use_dept
 
 def test_a_table_of_no_size_is_never_moved_on() -> None:
     nothing = ways("nothing", ("data_parallel", 0, 1.0), ("row_wise", 5, 2.0))
-    found, _ = proposals(Greedy(), offer([nothing]))
+    found, _ = proposals(ProposerSection("greedy"), offer([nothing]))
     assert [types(proposal) for proposal in found] == [["data_parallel"]]
 
 
@@ -119,7 +118,9 @@ def test_depth_looks_at_the_largest_shard_and_sum_at_all_of_them() -> None:
     table = TableSpec("t", 100, 8)
     cut, whole = way(table, "row_wise", 5, 1.0, count=4), way(table, "table_wise", 5, 2.0)
     first = {
-        use_depth: types(proposals(Greedy(use_depth), offer([[whole, cut]]))[0][0])
+        use_depth: types(
+            proposals(ProposerSection("greedy", use_depth=use_depth), offer([[whole, cut]]))[0][0]
+        )
         for use_depth in (True, False)
     }
     assert first == {True: ["row_wise"], False: ["table_wise"]}
@@ -128,30 +129,30 @@ def test_depth_looks_at_the_largest_shard_and_sum_at_all_of_them() -> None:
 def test_a_threshold_stops_after_more_plans_in_a_row_that_are_not_better() -> None:
     table = ways("t", *((kind, 9, 1.0) for kind in TYPES))
     many = offer([table, [*table]])
-    worse = [Verdict(fits=True, rating=rating) for rating in (5.0, 4.0, 4.0, 6.0, 6.0)]
-    assert len(proposals(Greedy(threshold=1), many, worse)[0]) == 4
-    assert len(proposals(Greedy(threshold=2), many, worse)[0]) == 5
-    assert len(proposals(Greedy(), many, worse)[0]) == 7
+    worse = [5.0, 4.0, 4.0, 6.0, 6.0]
+    assert len(proposals(ProposerSection("greedy", threshold=1), many, worse)[0]) == 4
+    assert len(proposals(ProposerSection("greedy", threshold=2), many, worse)[0]) == 5
+    assert len(proposals(ProposerSection("greedy"), many, worse)[0]) == 7
 
 
 def test_proposals_that_do_not_fit_do_not_count_for_a_threshold() -> None:
     table = ways("t", *((kind, 9, 1.0) for kind in TYPES))
-    misfits = [Verdict(fits=False)] * 9
-    assert len(proposals(Greedy(threshold=1), offer([table]), misfits)[0]) == 4
+    misfits = [None] * 9
+    assert len(proposals(ProposerSection("greedy", threshold=1), offer([table]), misfits)[0]) == 4
 
 
 def test_uniform_proposes_each_type_that_every_table_has_once() -> None:
     table = TableSpec("other", 100, 8)
     cuts = way(table, "row_wise", 1, 1.0), way(table, "row_wise", 1, 0.5, count=2)
     other = [*cuts, way(table, "data_parallel", 1, 1.0)]
-    found, reason = proposals(Uniform(), offer([SMALL, other]))
+    found, reason = proposals(ProposerSection("uniform"), offer([SMALL, other]))
     assert [types(p) for p in found] == [["data_parallel"] * 2, ["row_wise"] * 2]
     assert [p[1].storage[0] for p in found] == [1, 2]  # the faster of two row cuts
     assert reason is None
 
 
 def test_a_grid_is_every_combination_best_first() -> None:
-    found, reason = proposals(Grid(), offer([SMALL, LARGE]))
+    found, reason = proposals(ProposerSection("grid"), offer([SMALL, LARGE]))
     seconds = [[candidate.max_ms for candidate in proposal] for proposal in found]
     assert seconds == sorted(seconds)
     assert len({tuple(types(proposal)) for proposal in found}) == len(found) == 9
@@ -164,7 +165,7 @@ def test_a_grid_is_every_combination_best_first() -> None:
 )
 def test_a_grid_above_its_cap_proposes_nothing_and_says_so(tables: int, told: str) -> None:
     names = [ways(f"t{i}", *((kind, 1, 1.0) for kind in TYPES[:3])) for i in range(tables)]
-    found, reason = proposals(Grid(max_proposals=8), offer(names))
+    found, reason = proposals(ProposerSection("grid", max_proposals=8), offer(names))
     assert found == []
     assert told in (reason or "")
 
@@ -175,7 +176,9 @@ def test_dynamic_programming_finds_the_least_work_for_the_memory_there_is(
 ) -> None:
     tables = drawn(seed)
     room = 60
-    found, _ = proposals(DynamicProgramming(bins), offer(tables, (room,)))
+    found, _ = proposals(
+        ProposerSection("dynamic_programming", bins_per_device=bins), offer(tables, (room,))
+    )
     first, *rest = found
     for candidate, each in zip(sorted(first, key=lambda c: c.table), tables, strict=True):
         assert candidate.storage[0] == min(choice.total_storage[0] for choice in each)
@@ -198,7 +201,9 @@ def test_dynamic_programming_finds_the_least_work_for_the_memory_there_is(
 
 
 def test_dynamic_programming_goes_from_the_most_memory_to_the_least() -> None:
-    found, _ = proposals(DynamicProgramming(100), offer([SMALL, LARGE], (200,)))
+    found, _ = proposals(
+        ProposerSection("dynamic_programming", bins_per_device=100), offer([SMALL, LARGE], (200,))
+    )
     sizes = [sum(c.storage[0] for c in proposal) for proposal in found[1:]]
     assert sizes == sorted(sizes, reverse=True)
 
@@ -207,7 +212,9 @@ def test_dynamic_programming_goes_from_the_most_memory_to_the_least() -> None:
 def test_dynamic_programming_says_why_it_proposes_no_more_than_the_smallest_options(
     bins: int, hbm: int, told: str
 ) -> None:
-    found, reason = proposals(DynamicProgramming(bins), offer([SMALL], (hbm,)))
+    found, reason = proposals(
+        ProposerSection("dynamic_programming", bins_per_device=bins), offer([SMALL], (hbm,))
+    )
     assert [types(proposal) for proposal in found] == [["table_wise"]]
     assert told in (reason or "")
 
@@ -268,7 +275,7 @@ def load_factors(proposal: Proposal) -> list[float | None]:
 def test_caches_grow_with_their_need_inside_the_memory_that_is_left() -> None:
     hbm = 20_000
     given_ = caches(cached("a", 1000, 0.2), cached("b", 1000, 0.6), hbm=hbm)
-    found, reason = proposals(Scaleup(), given_)
+    found, reason = proposals(ProposerSection("scaleup"), given_)
     assert reason is None
     assert load_factors(found[0]) == [0.1, 0.1]
     assert len(found) == 17
@@ -280,7 +287,7 @@ def test_caches_grow_with_their_need_inside_the_memory_that_is_left() -> None:
 
 def test_caches_that_can_hold_all_rows_are_given_up() -> None:
     given_ = caches(cached("a", 100, 0.9), cached("b", 100, 0.1), hbm=10**6)
-    found, _ = proposals(Scaleup(), given_)
+    found, _ = proposals(ProposerSection("scaleup"), given_)
     whole = [p[0] for p in found if p[0].choice.option.compute_kernel == "fused"]
     assert whole
     assert all(candidate.storage[0] == 100 * 16 + INPUT for candidate in whole)
@@ -288,7 +295,7 @@ def test_caches_that_can_hold_all_rows_are_given_up() -> None:
 
 
 def test_a_cache_that_takes_more_than_its_table_is_given_up_at_once() -> None:
-    found, _ = proposals(Scaleup(), caches(cached("tiny", 2, 0.5), hbm=10**6))
+    found, _ = proposals(ProposerSection("scaleup"), caches(cached("tiny", 2, 0.5), hbm=10**6))
     assert [c.choice.option.compute_kernel for c in found[0]] == ["fused"]
     assert len(found) == 1  # and nothing is left that could grow
 
@@ -297,19 +304,19 @@ def test_a_cache_that_takes_more_than_its_table_is_given_up_at_once() -> None:
     "table", [cached("t", 100, 0.0), TableSpec("t", 100, 4, cache=CacheSpec(0.5))]
 )
 def test_a_cache_that_nobody_needs_does_not_grow(table: TableSpec) -> None:
-    found, reason = proposals(Scaleup(), caches(table, hbm=10**6))
+    found, reason = proposals(ProposerSection("scaleup"), caches(table, hbm=10**6))
     assert (len(found), reason) == (1, None)
 
 
 def test_the_search_ends_if_the_caches_do_not_fit_as_they_are() -> None:
     given_ = caches(cached("a", 1000, 0.2), hbm=100)
-    found, reason = proposals(Scaleup(), given_, [Verdict(fits=False)])
+    found, reason = proposals(ProposerSection("scaleup"), given_, [None])
     assert (len(found), reason) == (1, "the caches do not fit as they are")
 
 
 def test_caches_that_do_not_fit_bound_those_tried_later() -> None:
     given_ = caches(cached("a", 1000, 0.2), cached("b", 1000, 0.6), hbm=30_000)
-    found, _ = proposals(Scaleup(), given_, [FITS, Verdict(fits=False)])
+    found, _ = proposals(ProposerSection("scaleup"), given_, [FITS, None])
     refused = sum(c.storage[0] for c in found[1])
     assert all(sum(c.storage[0] for c in proposal) < refused for proposal in found[2:])
 
@@ -317,7 +324,7 @@ def test_caches_that_do_not_fit_bound_those_tried_later() -> None:
 def test_without_prices_the_caches_stay_as_they_are() -> None:
     given_ = caches(cached("a", 1000, 0.2), hbm=10**6)
     bare = Offer(given_.tables, given_.capacities, given_.known, None, Watch())
-    found, reason = proposals(Scaleup(), bare)
+    found, reason = proposals(ProposerSection("scaleup"), bare)
     assert (load_factors(found[0]), len(found)) == ([0.1], 1)
     assert "price" in (reason or "")
 
@@ -366,21 +373,13 @@ def test_a_search_ends_where_there_is_nothing_left_to_probe() -> None:
 
 
 def test_a_job_without_proposers_has_those_of_torchrec() -> None:
-    assert make_proposers(()) == DEFAULT == (Grid(), Greedy(), Greedy(use_depth=False), Uniform())
-
-
-def test_a_job_names_its_proposers_in_order() -> None:
-    sections = (
-        ProposerSection("scaleup", use_depth=False),
-        ProposerSection("dynamic_programming", bins_per_device=7),
-        ProposerSection("grid", max_proposals=3),
+    assert (
+        ProposerSection("grid"),
+        ProposerSection("greedy"),
+        ProposerSection("greedy", use_depth=False),
         ProposerSection("uniform"),
-        ProposerSection("greedy", threshold=4),
-    )
-    assert make_proposers(sections) == (
-        Scaleup(use_depth=False),
-        DynamicProgramming(7),
-        Grid(3),
-        Uniform(),
-        Greedy(threshold=4),
-    )
+    ) == proposers.DEFAULT
+
+
+def test_each_kind_that_a_job_may_name_has_a_walk() -> None:
+    assert {*proposers.WALKS} == {*get_args(get_type_hints(ProposerSection)["kind"])}

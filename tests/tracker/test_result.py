@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from tracker_nets import train
 
-from shardwright.core.footprint import DeviceMemory, PhasePeak, Tracked
+from shardwright.core.footprint import AllocatorMemory, PhasePeak, Tracked
 from shardwright.tracker.memory import MemoryTracker
 from shardwright.tracker.reading import as_text
 
@@ -69,7 +69,7 @@ def test_the_report_names_phases_categories_modules_and_tensors() -> None:
 
 
 def test_a_device_stands_beside_it_with_the_accuracy() -> None:
-    device = DeviceMemory("some GPU", 0, 1000, 900, 2000, 1, 0)
+    device = AllocatorMemory("some GPU", 0, 1000, 900, 2000, 1, 0)
     peak = PhasePeak("backward", 950, {"weight": 950})
     tracked = Tracked("Net", False, peak, (peak,), (peak,), device=device)
     assert tracked.accuracy == 0.95

@@ -16,12 +16,11 @@ from typing import Any
 
 from published.comparison import compare
 from published.sheet import INTRODUCTION, page
-from shardwright.core.document import write_atomically
+from shardwright.core.document import FileKind, check_output, write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
-from shardwright.core.outputs import Kind, check_output
 
-PAGE = Kind("page", re.compile(re.escape(INTRODUCTION.encode())))
-ROWS = Kind("comparison", re.compile(rb'\{\s*"rows": \['))
+PAGE = FileKind("page", re.compile(re.escape(INTRODUCTION.encode())))
+ROWS = FileKind("comparison", re.compile(rb'\{\s*"rows": \['))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

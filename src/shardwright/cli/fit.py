@@ -9,7 +9,7 @@ import time
 from shardwright.cli import options as shared
 from shardwright.cli.planning import Patience
 from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK
-from shardwright.core.fit import Fit
+from shardwright.core.footprint import Fit
 from shardwright.planner.search.watch import Watch
 
 QUIET = 2.0  # seconds before progress is shown

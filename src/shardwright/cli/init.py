@@ -12,24 +12,23 @@ from shardwright.core.document import encode_toml, parse_toml, read_bytes, write
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
 from shardwright.job import megatron, torchtitan
 from shardwright.job.job import parse_job
+from shardwright.job.model import KINDS
 
-KINDS = {
-    "tables": "embedding tables alone, to be planned",
-    "dlrm": "a DLRM on click logs, to be planned and trained",
-    "llama": "a llama on text, to be planned and trained",
-    "python": "a module of your own, with a Python file to put it into",
-}
+# Kinds with a template, tables alone first: what they ask for is least
+TEMPLATES = sorted(
+    (kind for kind in KINDS if KINDS[kind].template), key=lambda k: KINDS[k].has_step
+)
 FUNCTIONS = ("build", "batches")  # of a Python file that the job names
-NAMES = {"python": "my_model"}  # of a file whose kind would be a poor name for a Python module
+MODULE = "my_model"  # a job beside a Python file, for which its kind would be a poor name
 SOURCES = {"torchtitan": "TorchTitan", "megatron": "Megatron-LM"}
-NEXT = {"tables": ("plan",)} | dict.fromkeys(SOURCES, ("memory", "fit"))
+ESTIMATES, ALONE = ("memory", "fit"), ("plan",)
 ALL = ("memory", "plan", "train")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``init``."""
-    listed = "; ".join(f"{kind}: {text}" for kind, text in KINDS.items())
-    parser.add_argument("kind", nargs="?", choices=KINDS, metavar="KIND", help=listed)
+    listed = "; ".join(f"{kind}: {KINDS[kind].template}" for kind in TEMPLATES)
+    parser.add_argument("kind", nargs="?", choices=TEMPLATES, metavar="KIND", help=listed)
     parser.add_argument(
         "--from",
         dest="source",
@@ -47,9 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Write the job where no such file is, and what belongs to it where it is not there yet."""
     kind = options.kind or (options.source[0] if options.source else "")
-    job = options.out or Path(f"{NAMES.get(kind, kind)}.toml")
+    traits = KINDS.get(kind)
+    own = traits is not None and traits.is_function
+    job = options.out or Path(f"{MODULE if own else kind}.toml")
     if (options.kind is None) is (options.source is None):
-        wanted = f"a kind ({', '.join(KINDS)}), or --from torchtitan FILE or megatron FILE"
+        wanted = f"a kind ({', '.join(TEMPLATES)}), or --from torchtitan FILE or megatron FILE"
         raise InputError(expected("init", wanted, "both" if options.kind else "neither"))
     if options.kind is None:
         files = {job: _converted(job, *options.source, options.ranks)}
@@ -58,7 +59,7 @@ def execute(options: argparse.Namespace) -> int:
     if job.suffix not in ("", ".toml"):
         raise InputError(expected("--out", "a name that ends in .toml", f"'{job.name}'"))
     module = job.with_suffix(".py")
-    if kind == "python":
+    if own:
         _check_module(job)
         if not module.exists():
             files[module] = _template("python.py", job)
@@ -70,9 +71,10 @@ def execute(options: argparse.Namespace) -> int:
     for path, text in files.items():
         write_atomically(path, text.encode())
         print(f"wrote {path}")
-    if kind == "python" and module not in files:
+    if own and module not in files:
         print(f"kept {module}: {_lacking(module)}")
-    for command in NEXT.get(kind, ALL):
+    commands = ESTIMATES if traits is None else ALL if traits.has_step else ALONE
+    for command in commands:
         print(f"  shardwright {command} {job}")
     return EXIT_OK
 

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Read the log once."""
     job = shared.job_of(options)
-    if job.model.kind != "dlrm":
+    if not job.model.traits.reads_clicks:
         remedy = "Inspect a job that trains a DLRM on a click log."
         raise InputError(expected("model.kind", "'dlrm'", f"'{job.model.kind}'", remedy))
     if options.rows is not None and options.rows < 1:

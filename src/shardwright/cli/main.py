@@ -19,7 +19,7 @@ from shardwright.core.errors import (
     expected,
     likeliest,
 )
-from shardwright.core.exhausted import REMEDY, how_exhausted, out_of_memory, room_for_torch
+from shardwright.launcher.exhausted import REMEDY, how_exhausted, out_of_memory, room_for_torch
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 LONGEST_MESSAGE = 4000  # characters; a list of known names may be long

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from shardwright.cli import options as shared
+from shardwright.core.document import TABLES, check_output
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.kinds import PACKED
-from shardwright.core.outputs import TABLES, check_output
 from shardwright.core.quantities import format_bytes
 from shardwright.job.job import checkpoint_folder
 from shardwright.job.plan import read_plan
@@ -30,7 +30,7 @@ def execute(options: argparse.Namespace) -> int:
     """Write every table of the run as rows of bytes, in one process."""
     folder = shared.run_folder(options)
     job = read_plan(plan_file(folder)).job
-    if job.model.kind != "dlrm":
+    if not job.model.traits.reads_clicks:
         wanted, got = "a run of a DLRM", f"model.kind '{job.model.kind}'"
         remedy = "Pack tables of your own in Python: shardwright.train.serving."
         raise UnsupportedError(expected(str(folder), wanted, got, remedy))

@@ -12,11 +12,11 @@ from msgspec import UNSET
 from shardwright.cli import options as shared
 from shardwright.cli.planning import planned
 from shardwright.core.cluster import TIERS
-from shardwright.core.outputs import PLAN, check_output
-from shardwright.core.statistics import MemoryPrice, Statistics
+from shardwright.core.document import PLAN, check_output
 from shardwright.job.job import named_files
 from shardwright.job.plan import Plan, write_plan
 from shardwright.planner.statistics import memory_prices, statistics
+from shardwright.planner.statistics.records import MemoryPrice, Statistics
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def execute(options: argparse.Namespace) -> int:
     job = shared.job_of(options)
     if options.output:
         check_output(options.output, PLAN, (options.job, *named_files(job, options.job)))
-    if job.model.kind == "tables" and job.model.python is not UNSET:
+    if not job.model.traits.has_step and job.model.python is not UNSET:
         from shardwright.estimate.unplanned import with_traced_dense  # only such a job needs torch
 
         job = with_traced_dense(job)

@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 
 from shardwright.cli import options as shared
-from shardwright.core.document import read_bytes, write_atomically
+from shardwright.core.document import REPORT, TRACE, check_output, read_bytes, write_atomically
 from shardwright.core.errors import InputError, expected
 from shardwright.core.measurement import Curve, read_measurement
-from shardwright.core.outputs import REPORT, TRACE, check_output
 from shardwright.job.job import named_files
 from shardwright.job.plan import read_plan
+from shardwright.launcher.ending import decode_outcome
 from shardwright.launcher.folder import is_going_on, measurement_file, outcome_file, plan_file
-from shardwright.launcher.outcome import decode_outcome
 from shardwright.launcher.progress import so_far
 from shardwright.train.compare import compare
 

@@ -14,8 +14,7 @@ from shardwright.cli import options as shared
 from shardwright.core.errors import InputError, expected
 from shardwright.job.plan import Plan
 from shardwright.launcher.folder import MARK, check_inputs
-from shardwright.launcher.heartbeat import Heartbeat
-from shardwright.launcher.outcome import read_status
+from shardwright.launcher.heartbeat import Heartbeat, read_status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

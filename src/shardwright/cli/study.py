@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from shardwright.cli import options as shared
-from shardwright.core.document import write_atomically
-from shardwright.core.outputs import REPORT, STUDY, check_output
+from shardwright.core.document import REPORT, STUDY, check_output, write_atomically
 from shardwright.core.study import Study, write_study
 from shardwright.job.job import named_files
 

@@ -14,8 +14,7 @@ from msgspec import UNSET
 from shardwright.cli import options as shared
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import InputError, MismatchError, expected
-from shardwright.core.measurement import Quality
-from shardwright.core.scores import scores_text
+from shardwright.core.measurement import Quality, scores_text
 from shardwright.job.job import DataSection, Job
 from shardwright.job.plan import Plan, read_plan, sealed
 from shardwright.job.train import Forward, TrainSection
@@ -188,7 +187,7 @@ def _plan_of(options: argparse.Namespace) -> Plan:
                 f"Plan for {options.ranks} ranks first.",
             )
         )
-    if options.forward and given.job.model.kind != "dlrm":
+    if options.forward and not given.job.model.traits.reads_clicks:
         wanted = f"none beside model.kind '{given.job.model.kind}'"
         raise InputError(expected("--forward", wanted, f"'{options.forward}'"))
     changed = {key: value for key in ("out", "forward") if (value := getattr(options, key))}

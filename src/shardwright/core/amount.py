@@ -11,6 +11,12 @@ become Amounts by a ``Lift``: ``bare`` leaves them as they are, ``leaf`` names t
 ``where`` is eager (both branches are evaluated), so a formula never divides in a dead branch.
 """
 
+# Two things must stay true. A formula gives the same value whether it is called with numbers or
+# with Amounts, so there is no `if` on a number in it: an Amount refuses to be a truth value,
+# because a branch that was not taken would be missing from the derivation, and nobody would
+# notice. And bytes stay Python ints: float64 misses by one byte on some tables that are partly
+# cached, and the replica of TorchRec's planner is compared byte by byte.
+
 from __future__ import annotations
 
 import functools
@@ -110,6 +116,7 @@ def _binary(operation: str, left: Any, right: Any) -> Amount:
 
 def _apply(operation: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call ``function`` on plain values, recording the call if any argument is an Amount."""
+    # The fast path: the search calls the same formulas on arrays of a million shards.
     if not any(isinstance(argument, Amount) for argument in arguments):
         return function(*arguments)
     parts = tuple(_lift(argument) for argument in arguments)
@@ -140,6 +147,8 @@ def total(parts: Iterable[Any]) -> Any:
 
 def named(name: str, value: Any, unit: str = "") -> Any:
     """Give an intermediate result the name and unit that ``explain`` prints; else a no-op."""
+    # Named in place rather than wrapped: `explain` prints a line for each named amount, and a
+    # wrapper would print the same number twice.
     if isinstance(value, Amount):
         if value.name:  # already a step of its own: keep it and add one that equals it
             return Amount(value.value, unit=unit, name=name, operation="is", parts=(value,))

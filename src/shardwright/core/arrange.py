@@ -1,5 +1,11 @@
 """How tensors of one dtype and one way of being cut are arranged in their segment."""
 
+# The arithmetic here decides bytes on every rank, and planner, heap and runtime all rest on it.
+# What must hold: a share begins at a multiple of ALIGNMENT bytes on every rank, also once it is
+# gathered in a dtype half as wide; all ranks' shares of a segment are as long as each other, for
+# collectives take one length; and padding is at most an alignment a tensor and one share, never a
+# multiple of row sizes, which for odd vocabularies would be more than the tensor.
+
 from __future__ import annotations
 
 import math
@@ -93,6 +99,8 @@ def _owned(members: Members, dtype: str, world_size: int, block: int) -> Arrange
         assert isinstance(placement, Owned)
         inner.append(filled[placement.rank])
         filled[placement.rank] += _room(tensor, tensor.numel, dtype, block)
+    # As long as the fullest rank's: an all-gather takes equal shares, and offsets of all ranks'
+    # tensors then follow from their owner alone.
     share = _share(members, max(filled), dtype, block)
     slots = tuple(
         Slot(tensor, placement, placement.rank * share + at, at)
@@ -114,6 +122,8 @@ def _chunks(members: Members, dtype: str, world_size: int, block: int) -> Arrang
             _check_blocks(tensor, placement, chunk, block)
         slots.append(Slot(tensor, placement, start, inner, chunk))
         start += _room(tensor, tensor.numel, dtype, block)
+        # Ranks at the end hold less or nothing, but have room for a whole chunk: every rank's
+        # tensor begins at the same place of its share.
         held = tensor.numel // extent * chunk if extent else 0
         inner += _room(tensor, held, dtype, block)
     return tuple(slots), _share(members, inner, dtype, block), start

@@ -1,5 +1,9 @@
 """How much data a rank sees in a step, and how many rows of each table that touches."""
 
+# How many different rows a batch touches decides caches, dense gradients and exchanges with dedup.
+# Popularity is Zipf's; its sum over millions of ranks is taken exactly for the head, where single
+# ids matter, and in stretches after it. A plan would change with sampling, so nothing is drawn.
+
 from __future__ import annotations
 
 import math
@@ -70,6 +74,8 @@ def expected_distinct(ids: int, rows: int, zipf: float = 0.0, parts: int = 1) ->
     whole, found = rows * parts, 0.0
     if not zipf:
         return round(rows * -math.expm1(-ids / rows)) if rows else 0
+    # Of an id drawn with chance p among n draws, 1 - (1 - p)^n is expected; with e^(-n p) in its
+    # place rare ids lose nothing that can be seen and frequent ones are there in any case.
     power = 1.0 - zipf or 1e-9  # not 0
     for begin, end in _stretches(whole):
         share = ((end + 1) ** power - (begin + 1) ** power) / ((whole + 1) ** power - 1)

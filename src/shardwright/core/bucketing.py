@@ -1,6 +1,13 @@
 """A recorded step whose units are buckets: parameters as their gradients come, whatever modules
 they are of."""
 
+# Buckets follow the order in which gradients come, not modules, as DDP's do: a bucket is reduced
+# when its last gradient is there, whatever is under way. The result is an ordinary recording whose
+# units are buckets, so planner, heap and clock need to know nothing of it. That holds only because
+# every storage keeps one number from the piece that takes it to the piece that frees it, across
+# blocks that were recorded once (Slots): a step is unfolded here, since a bucket may span several
+# blocks.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +17,6 @@ import msgspec
 
 from shardwright.core.recording import (
     OF_UNITS,
-    Blocks,
     Moment,
     Piece,
     Point,
@@ -54,12 +60,11 @@ class _Buckets:
     def __init__(self, recording: Recording, size: int) -> None:
         self.recorded = recording
         self.step = Unfolded(recording)
-        self.names = _Names(recording, self.step.blocks)
         units = self.step.units.values()
         frozen = {name for unit in units for name in unit.frozen}
         self.tensors = {tensor.fqn: tensor for unit in units for tensor in unit.tensors}
         come = dict.fromkeys(
-            self.names.own(touch.name, moment)
+            self.step.blocks.parameter(touch.name, moment)
             for moment in self.step.backward
             for touch in moment.piece.touches
             if touch.what == "gradient"
@@ -112,6 +117,9 @@ class _Buckets:
         for number in sorted(numbers, reverse=True):
             yield Piece(point, self.units[number].name, ())
 
+    # A gather is asked for with the first unit that has a parameter in the bucket: nothing else
+    # says when, for a bucket is no module. All are left at the end, since a later layer may share
+    # one.
     def _forward(self) -> Iterator[Piece]:
         waiting = set(range(len(self.units)))
         for moment in self.step.forward:
@@ -139,8 +147,9 @@ class _Buckets:
             slot = self._numbers.setdefault(self._slots.key(touch.slot, moment), len(self._numbers))
             changes = {"slot": slot, "module": self._slots.folded(touch.module)}
             if touch.what == "gradient":
-                changes["name"] = self.names.own(touch.name, moment)
+                changes["name"] = self.step.blocks.parameter(touch.name, moment)
             touches.append(msgspec.structs.replace(touch, **changes))
+        # Units are not entered any more, buckets are: the module's own point would gather twice.
         point: Point = "begin" if piece.point in OF_UNITS else piece.point
         return Piece(point, moment.unit, tuple(touches), piece.work)
 
@@ -164,31 +173,11 @@ class _Buckets:
 
 def _shared(work: Work, marks: Sequence[int]) -> list[Work]:
     """Work of a piece for its parts between ``marks``, by how much each touches."""
-    whole = max(marks[-1], 1)
-    until = [tuple(n * mark // whole for n in _numbers(work)) for mark in marks[:-1]]
-    until.append(_numbers(work))
+    whole, numbers = max(marks[-1], 1), (work.calls, work.flops, work.moved)
+    # Counted from the start and taken apart again, so that rounding loses no operator and no FLOP.
+    until = [tuple(n * mark // whole for n in numbers) for mark in marks[:-1]]
+    until.append(numbers)
     return [
         Work(*(after - before for before, after in zip(*pair, strict=True)))
         for pair in pairwise(until)
     ]
-
-
-def _numbers(work: Work) -> tuple[int, int, int]:
-    return work.calls, work.flops, work.moved
-
-
-class _Names:
-    """Parameters by the names of the block in which a piece runs."""
-
-    def __init__(self, recording: Recording, blocks: Blocks) -> None:
-        self.blocks = blocks
-
-    def own(self, fqn: str, moment: Moment) -> str:
-        """The parameter that a recorded one stands for, where ``moment`` happens."""
-        unit = self.blocks.unit_of[fqn]
-        home = self.blocks.home(unit)
-        if home is None:
-            return fqn
-        old = home[0].recorded[home[1]]
-        own = self.blocks.beside(unit, moment)
-        return own[: len(own) - len(unit) + len(old)] + fqn[len(old) :]

@@ -1,6 +1,11 @@
 """The machine a plan is for: ranks, memory per rank, the constants its times rest on, and the TOML
 file of a measured one."""
 
+# A capacity or a constant without a source is worth nothing: a plan is refused or chosen by it. So
+# a cluster file says of each number where it is from and of how many measurements it is the
+# median, and what was not measured is listed. `compare` gates on seconds of a calibrated cluster
+# only.
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -76,7 +81,7 @@ Value = Annotated[float, msgspec.Meta(ge=0, le=1e20)]
 Day = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
 
 
-class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class SourcedFigure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A number with its unit, and where it is from.
 
     ``median_of`` is the number of measurements, 0 of a number that was not measured; ``spread`` is
@@ -100,8 +105,8 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compute_device: Device
     backend: Text
     machine: dict[Text, Text]
-    capacities: dict[Text, Figure]
-    constants: dict[Text, Figure]
+    capacities: dict[Text, SourcedFigure]
+    constants: dict[Text, SourcedFigure]
 
     @property
     def carried_over(self) -> tuple[str, ...]:
@@ -120,12 +125,13 @@ def parse_calibration(document: dict[str, Any], where: str) -> Calibration:
     found = document.get("schema", "none")
     if found != SCHEMA:
         raise InputError(expected(f"{where}: schema", f"'{SCHEMA}'", repr(found)[:60], MAKE))
+    # Figure by figure first, for an error of the whole would name the section only.
     for group in ("capacities", "constants"):
         figures = document.get(group)
         for name, figure in figures.items() if isinstance(figures, dict) else ():
             if group == "capacities" and name not in CAPACITIES:
                 raise unknown_key(where, f"{group}.{name}", name, CAPACITIES)
-            convert(figure, Figure, where, f"{group}.{name}")
+            convert(figure, SourcedFigure, where, f"{group}.{name}")
     return convert(document, Calibration, where)
 
 

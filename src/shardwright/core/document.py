@@ -1,5 +1,12 @@
 """JSON documents with a schema tag: read with one-line errors, written whole or not at all; values
-of a document, where an error names the key."""
+of a document, where an error names the key; where a command may write one."""
+
+# Whatever a file holds, reading it ends in a value or in one line that names the key: users edit
+# jobs by hand, and a run that was killed leaves anything behind. Limits come before parsers,
+# because parsers cost: TOML's takes seconds for a MiB and grows with the square of a key's depth.
+# Writers rename: a reader, or a machine that loses power, never finds half of a document. And a
+# command never writes over what it reads, and over nothing but its own kind (check_output): a
+# mistyped -o would take a user's file with it; it is asked before minutes of work, not after.
 
 from __future__ import annotations
 
@@ -13,9 +20,9 @@ import threading
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -161,6 +168,8 @@ def write_document(document: msgspec.Struct, path: Path | str) -> None:
 def write_atomically(path: Path | str, data: bytes) -> None:
     """Write to a temporary name beside ``path`` and rename."""
     path = Path(path)
+    # In the same folder, for a rename works within a file system only; with the process's number,
+    # for ranks may write at the same time.
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
         if path.is_dir():
@@ -231,6 +240,8 @@ def convert(
 
     ``hidden`` are keys, as Struct.field, that no document may have.
     """
+    # Before msgspec: it would name the first wrong value, while a misspelt key is the likelier
+    # mistake and often the cause (the right key is then missing).
     _refuse_unknown_keys(document, kind, where, at, frozenset(hidden))
     try:
         return to_kind(document, kind)
@@ -284,6 +295,7 @@ def _explain(message: str, document: Any, kind: Any, where: str, at: str) -> str
     spot = (at + place.rstrip("`.")).lstrip(".") or "job"
     found: Any = document
     for key in keys:
+        # Of mappings msgspec says that some value is wrong and not whose: each is tried by itself.
         if key == "...":  # msgspec does not say which
             wrong = _wrong(found, _inner(kind, key)) if isinstance(found, dict) else None
             if wrong is None:
@@ -354,3 +366,89 @@ def _choices(kind: Any) -> list[str]:
     if typing.get_origin(kind) is Literal:
         return [str(choice) for choice in typing.get_args(kind)]
     return [choice for inner in typing.get_args(kind) for choice in _choices(inner)]
+
+
+_HEAD = 4096  # bytes in which a file says what it is
+
+
+class FileKind(NamedTuple):
+    """What a command writes, how the beginning of such a file looks, and which endings a new one's
+    name may have, besides none; empty for any."""
+
+    name: str
+    beginning: re.Pattern[bytes]
+    endings: tuple[str, ...] = ()
+
+
+PLAN = FileKind("plan", re.compile(rb'\{\s*"schema":\s*"shardwright\.plan/'))
+STUDY = FileKind("study", re.compile(rb'\{\s*"schema":\s*"shardwright\.study/'))
+CLUSTER = FileKind("cluster file", re.compile(rb'(#[^\n]*\n|\s)*schema = "shardwright\.cluster/'))
+REPORT = FileKind(
+    "report",
+    re.compile(rb"\s*<!DOCTYPE html>.*Shardwright report</title>", re.DOTALL),
+    (".html", ".htm"),
+)
+PICTURE = FileKind("timeline", re.compile(rb'<svg [^>]*aria-label="Live memory of a step: '))
+TABLES = FileKind(
+    "file of tables", re.compile(rb'.{8}\{"__metadata__":\{"shardwright\.tables/', re.DOTALL)
+)
+TRACE = FileKind("timeline", re.compile(rb'\{"traceEvents":'))
+
+
+def check_output(
+    path: Path, kind: FileKind, inputs: Iterable[Path] = (), option: str = "-o"
+) -> None:
+    """Raise InputError unless ``path`` may be written.
+
+    It may if nothing is there, or an empty file, or a file of the same ``kind``, and it is not one
+    of ``inputs``, by whatever name or link.
+    """
+    remedy = f"Choose another {option}."
+    for read in inputs:
+        if same_file(path, read):
+            found = "one of them" if str(path) == str(read) else f"the same as {read}"
+            wanted = "another file than those that are read"
+            raise InputError(expected(str(path), wanted, found, remedy))
+    if path.is_dir():
+        raise InputError(expected(str(path), "a file that can be written", "a directory"))
+    if not path.exists():
+        if kind.endings and path.suffix and path.suffix.lower() not in kind.endings:
+            wanted = f"a name that ends in {' or '.join(kind.endings)}"
+            raise InputError(expected(f"{option} of a {kind.name}", wanted, f"'{path.name}'"))
+        _check_folder(path)
+        return
+    if not path.is_file():
+        raise InputError(expected(str(path), "a file that can be written", "no regular file"))
+    if not is_of(path, kind):
+        wanted = f"a new file or an earlier {kind.name}"
+        raise InputError(expected(str(path), wanted, "a file of another kind", remedy))
+
+
+def _check_folder(path: Path) -> None:
+    """Before minutes of work: the nearest folder above ``path`` that there is can be written to."""
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    wanted = "a file that can be written"
+    if not above.is_dir():
+        raise InputError(expected(str(path), wanted, f"'{above.name}', which is no folder, in it"))
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(expected(str(path), wanted, f"{above}, which may not be written to"))
+
+
+def is_of(path: Path, kind: FileKind) -> bool:
+    """Whether a file begins as one of ``kind`` does, or is empty; InputError: it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+    except OSError as error:
+        raise InputError(expected(str(path), "a readable file", f"'{error.strerror}'")) from None
+    return not head or kind.beginning.match(head) is not None
+
+
+def same_file(first: Path, second: Path) -> bool:
+    """Whether two paths lead to one file, also where there is none yet."""
+    try:
+        return os.path.samefile(first, second)
+    except OSError:
+        return os.path.realpath(first) == os.path.realpath(second)
+    except ValueError:  # no path at all
+        return False

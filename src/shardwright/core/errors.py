@@ -4,6 +4,10 @@ Every message reads ``where: expected X, got Y. what to do`` and names the file,
 tensor. ``ValueError``-like types are the user's to mend; an ``AssertionError`` is ours.
 """
 
+# Exit codes are a contract: a scheduler may restart what ends with 75 and gives up what ends with
+# 2, so a type says which of the two an error is, not where it was raised. Whoever raises writes
+# the line; nobody above adds to it, for then a message would say less about its own key.
+
 from __future__ import annotations
 
 from collections.abc import Iterable

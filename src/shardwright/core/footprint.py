@@ -1,10 +1,16 @@
-"""How much memory a training step takes, rank by rank, before it is run, and what a tracker saw.
+"""How much memory a training step takes, rank by rank, before it is run; what a tracker saw; how
+large a batch fits.
 
 Ranks that hold and do the same are one class, so sixteen thousand of them are described by a few.
 Every figure says how sure it is: ``exact`` is arithmetic or a trace, ``modelled`` rests on a model
 of the device (what its kernels keep, how its allocator rounds), ``assumed`` on a constant that a
 user may replace.
 """
+
+# "Fits" is said here once, for plan, memory, fit and train: a plan that one command makes and the
+# next refuses is worse than either. On accelerators what counts is what the allocator holds, not
+# what lives, plus what is outside of it. Both are ranges: a job fits for sure if the most does,
+# does not if the least does not, and between them the answer is perhaps.
 
 from __future__ import annotations
 
@@ -146,6 +152,9 @@ def needs_of(
     """The least and the most bytes that a rank of one of the classes takes of its device: its live
     bytes or what the allocator holds for them, and the range of what is outside. The allocator of a
     class that was not replayed is taken to hold as many times its peak as that of any other."""
+    # An allocator is replayed for few classes of ranks, for it takes the longest. What it held for
+    # them beyond their peak is the measure for the others: the worst, since a plan must fit
+    # everywhere.
     replayed = [each for each in ranks if each.reserved_bytes]
     held = [rank] if rank in replayed else replayed
     holds = (rank.peak_bytes * each.reserved_bytes // each.peak_bytes for each in held)
@@ -197,7 +206,7 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     by_category: dict[Kind, int]
 
 
-class DeviceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AllocatorMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the allocator of an accelerator said for the same time. ``before`` is what was active
     when tracking began; ``retries`` are allocations that first had to give cached memory back."""
 
@@ -222,7 +231,7 @@ class Tracked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     modules: tuple[ModuleMemory, ...] = ()
     largest: tuple[Alive, ...] = ()
     snapshots: tuple[Snapshot, ...] = ()
-    device: DeviceMemory | None = None
+    device: AllocatorMemory | None = None
     schema: str = TRACKED_SCHEMA
 
     @property
@@ -232,3 +241,77 @@ class Tracked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.device is None or not self.device.active_peak:
             return None
         return self.peak.bytes / self.device.active_peak
+
+
+SCHEMA = "shardwright.fit/1"
+
+
+class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a variant of a job asks of its fullest rank: live bytes at the peak, and the least and
+    the most that it needs of its device."""
+
+    peak_bytes: int
+    peak_phase: str
+    rank_class: str
+    least_bytes: int
+    most_bytes: int
+    verdict: Verdict
+    by_category: dict[Kind, int]
+
+
+class Largest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The largest size that fits, 0 where the smallest does not. ``or_more``: it is also the
+    largest that was asked for; ``next_perhaps``: one ``step`` more hangs on what is given as a
+    range. Sizes between two multiples of ``step`` were not looked at. ``even`` is false where a
+    larger size was seen to need less; ``refused``: with one ``step`` more the model does not
+    run."""
+
+    size: int
+    step: int = 1
+    or_more: bool = False
+    next_perhaps: bool = False
+    even: bool = True
+    refused: bool = False
+
+
+class PolicyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A checkpointing policy: the job as it is under it, and how many samples per rank fit then."""
+
+    checkpointing: str
+    estimate: Estimate
+    largest_batch: Largest
+
+
+class Remedy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Something that was tried where not even the smallest batch fits, and what it came to."""
+
+    changes: tuple[str, ...]
+    estimate: Estimate
+
+
+class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All answers, and what they are about. ``checkpointing`` is the job's own policy, which the
+    sequence, the ranks and the remedies keep unless they say otherwise; ``skipped`` are policies
+    that this model or runtime does not have, ``dtype`` is what it computes in."""
+
+    model: str
+    capacity: int
+    batch: int
+    sequence: int
+    world_size: int
+    checkpointing: str
+    policies: tuple[PolicyFit, ...]
+    longest_sequence: Largest | None = None
+    fewest_ranks: int | None = None
+    remedies: tuple[Remedy, ...] = ()
+    skipped: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    estimates: int = 0
+    seconds: float = 0.0
+    dtype: str = ""
+    schema: str = SCHEMA
+
+    @property
+    def own(self) -> PolicyFit:
+        """The row of the job's own policy."""
+        return next(row for row in self.policies if row.checkpointing == self.checkpointing)

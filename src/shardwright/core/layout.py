@@ -23,11 +23,18 @@ Where an optimizer quantizes blocks of elements, tensors that are large enough c
 multiples of a block and are cut between blocks alone, counted from their first element.
 """
 
+# Where every element of a unit lives: the runtime's buffers, the heap's bytes, the planner's
+# prices and the blocks of a plan are all read off this one object. What breaks if one of them had
+# its own arithmetic: measured bytes would differ from predicted ones, or a checkpoint would put a
+# row into the wrong place. Nothing here may depend on the rank that asks, only on the rank asked
+# for.
+
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 import msgspec
 
@@ -41,7 +48,7 @@ from shardwright.core.tensor import TensorSpec, element_bytes
 CHECK_BITS = 16  # of what a rank did so far, which travel twice, once turned around
 
 
-class Piece(msgspec.Struct, frozen=True):
+class ShardPiece(msgspec.Struct, frozen=True):
     """What one rank holds of a tensor: a rectangle, or under a flat cut a range of its elements.
 
     ``shard_offset`` counts bytes from the start of the rank's buffer.
@@ -119,12 +126,12 @@ class Segment(msgspec.Struct, frozen=True):
         """Whether the shares of all ranks, one after the other, are the unsharded segment."""
         return self.cut in ("flat", "owned")
 
-    def begin(self, piece: Piece) -> int:
+    def begin(self, piece: ShardPiece) -> int:
         """The element of its rank's share at which ``piece`` begins."""
         at = (piece.shard_offset - self.shard_offset) // element_bytes(self.dtype)
         return at % self.share if self.kept > 1 and self.share else at
 
-    def piece(self, slot: Slot, rank: int) -> Piece:
+    def piece(self, slot: Slot, rank: int) -> ShardPiece:
         """What ``rank`` holds of a tensor of this segment."""
         size = element_bytes(self.dtype)
         own = self.own_offset(rank)
@@ -135,9 +142,9 @@ class Segment(msgspec.Struct, frozen=True):
                 begin = min(max(low, slot.start), slot.start + slot.tensor.numel)
                 end = min(max(low + self.share, slot.start), slot.start + slot.tensor.numel)
                 if begin >= end:
-                    return Piece(slot.tensor, (0,), (0,), own)
+                    return ShardPiece(slot.tensor, (0,), (0,), own)
                 at = own + (begin - low) * size
-                return Piece(slot.tensor, (begin - slot.start,), (end - begin,), at)
+                return ShardPiece(slot.tensor, (begin - slot.start,), (end - begin,), at)
             case Shard(dim) | BlockShard(_, dim):
                 first = min(rank * slot.chunk, shape[dim])
                 last = min(first + slot.chunk, shape[dim])
@@ -149,7 +156,7 @@ class Segment(msgspec.Struct, frozen=True):
                 sizes = shape if mine else (0, *shape[1:])
             case Replicate():
                 offsets, sizes = (0,) * len(shape), shape
-        return Piece(slot.tensor, offsets, sizes, own + slot.inner * size)
+        return ShardPiece(slot.tensor, offsets, sizes, own + slot.inner * size)
 
     def holders(self, slot: Slot, ranks: range) -> range:
         """Those of ``ranks`` that may hold something of a tensor of this segment."""
@@ -167,6 +174,9 @@ class Segment(msgspec.Struct, frozen=True):
     def starts(self, heads: Sequence[int], rank: int) -> list[int]:
         """Where in the share of ``rank`` the runs of neighbours begin whose first slots are at
         ``heads``, and the share's end."""
+        # A run of neighbours begins where its first piece on this rank does, and where it has none,
+        # where the next run begins. Padding behind a run belongs to it, so that runs tile the
+        # share.
         if len(heads) == 1:
             return [0, self.share]
         starts = [self.share]
@@ -198,6 +208,8 @@ class Segment(msgspec.Struct, frozen=True):
             return (0,)
         if self.cut != "flat":
             return range(world_size)
+        # Of a flat cut ranks before the border have nothing but what is quantized, those behind
+        # nothing of it: only the border's two neighbours and the ends can be extreme.
         border = min(self.slots[first].start // self.share, world_size - 1)
         return {0, border, min(border + 1, world_size - 1), world_size - 1}
 
@@ -262,7 +274,7 @@ class UnitLayout(msgspec.Struct, frozen=True):
         """Bytes of the tensors themselves."""
         return sum(slot.tensor.nbytes for slot in self.slots)
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
+    def pieces(self, rank: int) -> tuple[ShardPiece, ...]:
         """What ``rank`` holds of every tensor, in buffer order; empty pieces included."""
         return tuple(
             segment.piece(slot, rank) for segment in self.segments for slot in segment.slots
@@ -371,6 +383,8 @@ def unit_layout(
     grouped: dict[tuple[int, int, str, bool], Members] = {}
     for tensor in tensors:
         wanted = placement if isinstance(placement, Placement) else placement[tensor.fqn]
+        # Below stage 3 parameters are whole anyway and a frozen one has nothing else that could be
+        # cut.
         still = zero < 3 and tensor.fqn in frozen
         if still or (not tensor.shape and not isinstance(wanted, Flat)):
             wanted = Replicate()
@@ -403,3 +417,72 @@ def balanced_owners(tensors: Iterable[TensorSpec], world_size: int) -> dict[str,
         filled[rank] += ceil_div(tensor.nbytes, ALIGNMENT) * ALIGNMENT
         owners[tensor.fqn] = Owned(rank)
     return owners
+
+
+class ReplicaGrid(msgspec.Struct, frozen=True):
+    """Rank r * ``shards`` + s is replica r of shard s.
+
+    Each shard's parameters are on all of its replicas, and so are gradients and optimizer states
+    (HSDP), unless these are cut ``twice``, over replicas too (HFSDP): part s * ``replicas`` + r is
+    then that rank's.
+    """
+
+    replicas: int = 1
+    shards: int = 1
+    twice: bool = False
+
+    @property
+    def parts(self) -> int:
+        """In how many optimizer states are cut."""
+        return self.replicas * self.shards if self.twice else self.shards
+
+    @property
+    def kept(self) -> int:
+        """Neighbouring parts of parameters that a rank keeps."""
+        return self.replicas if self.twice else 1
+
+    @property
+    def ranks(self) -> range:
+        """All of them."""
+        return range(self.replicas * self.shards)
+
+    def part(self, rank: int) -> int:
+        """The part whose states ``rank`` has."""
+        replica, shard = divmod(rank, self.shards)
+        return shard * self.replicas + replica if self.twice else shard
+
+    def blocks(
+        self, layout: UnitLayout, role: Role, placement: Placement | None = None
+    ) -> Iterable[Block]:
+        """The ``layout`` of all parts as blocks of all ranks, as :meth:`UnitLayout.blocks` has
+        those of one part each."""
+        if self.replicas == 1:
+            return layout.blocks(role, placement)
+        if role == "parameter" and self.twice:
+            return self._kept(layout)
+        return self._spread(layout.blocks(role, placement), whole=isinstance(placement, Replicate))
+
+    def _spread(self, blocks: Iterable[Block], *, whole: bool) -> Iterator[Block]:
+        """Blocks of parts on the ranks that have these."""
+        holders: dict[int, list[int]] = {}
+        for rank in self.ranks:
+            holders.setdefault(self.part(rank), []).append(rank)
+        for _, its in groupby(blocks, lambda block: block.tensor):
+            found = [(rank, block) for block in its for rank in holders[block.rank]]
+            for rank, block in sorted(found, key=lambda pair: pair[0]):
+                yield msgspec.structs.replace(block, rank=rank)
+
+    def _kept(self, layout: UnitLayout) -> Iterator[Block]:
+        """Parameters of shards whose parts are neighbours of a flat cut."""
+        for segment in layout.segments:
+            for slot in segment.slots:
+                for rank in self.ranks:
+                    begin, end = self._range(segment, slot, rank)
+                    if begin < end:
+                        yield Block(slot.tensor.fqn, "parameter", (begin,), (end - begin,), rank)
+
+    def _range(self, segment: Segment, slot: Slot, rank: int) -> tuple[int, int]:
+        """The elements of a tensor that ``rank`` keeps."""
+        share = segment.share * self.replicas
+        low = rank % self.shards * share - slot.start
+        return max(low, 0), min(low + share, slot.tensor.numel)

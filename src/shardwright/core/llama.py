@@ -19,6 +19,7 @@ LARGEST_DEPTH = 4096
 
 NamedShape = tuple[str, tuple[int, ...]]
 Activation = Literal["silu", "gelu_tanh"]
+LLAMA_EXPERTS = ("layers.*.moe.experts",)  # its modules of which each rank may have some
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
 

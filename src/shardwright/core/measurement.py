@@ -1,8 +1,18 @@
-"""What a run measured, what of it one rank leaves behind, and predicted beside measured."""
+"""What a run measured, what of it one rank leaves behind, and predicted beside measured.
+
+How well clicks were told while training is found from sums that add up over ranks: clicks and other
+rows by the logit that they were given, in ``BINS`` equal bins, and five totals. All figures but AUC
+are exact; for AUC pairs within one bin count half, which is wrong by half of them at most, and that
+is said with it.
+"""
+
+# Predicted and measured numbers are joined by (rank, phase, kind, name), so a measurement keeps
+# them in the form that a plan has. Figures of clicks come from sums that add up over ranks,
+# because rows of a rank are no sample of all, and a mean of AUCs is no AUC.
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -12,16 +22,72 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.errors import check_type
-from shardwright.core.profile import RankProfile, Stage, stages_of
-from shardwright.core.scores import Scores
-from shardwright.core.timeline import Event, EventRun, check_runs, encode
-from shardwright.job.plan import Plan
+from shardwright.core.profile import ProfiledStage, RankProfile
+from shardwright.core.timeline import Event, EventRun, check_runs
+
+BINS = 8192
+EDGE = 16.0  # logits beyond it, on either side, fall into the last bin
+TOTALS = ("rows", "clicks", "log_loss", "predicted", "right")  # behind both halves of the bins
+SIZE = 2 * BINS + len(TOTALS)
+
+
+class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of the ``rows`` that all ranks trained on since the last ones, up to ``step``, each as it was
+    predicted before it was learned. ``auc`` is off by ``auc_error`` at most; it and the normalized
+    entropy are None where all labels are alike, ``calibration`` where there is no click."""
+
+    step: int
+    rows: int
+    log_loss: float
+    accuracy: float
+    majority: float
+    auc: float | None = None
+    auc_error: float | None = None
+    normalized_entropy: float | None = None
+    calibration: float | None = None
+
+
+def scores_of(step: int, sums: Sequence[float]) -> Scores:
+    """The figures of ``sums`` [SIZE]: bins of other rows, bins of clicks, totals."""
+    others, clicked = sums[:BINS], sums[BINS : 2 * BINS]
+    rows, clicks, loss, predicted, right = sums[2 * BINS :]
+    share = clicks / rows
+    found = Scores(step, int(rows), loss / rows, right / rows, max(share, 1 - share))
+    if not 0 < clicks < rows:
+        return (
+            found if not clicks else msgspec.structs.replace(found, calibration=predicted / clicks)
+        )
+    pairs = clicks * (rows - clicks)
+    below = ordered = tied = 0.0
+    for other, click in zip(others, clicked, strict=True):
+        ordered += click * below
+        tied += click * other
+        below += other
+    base = -(share * math.log(share) + (1 - share) * math.log1p(-share))
+    return msgspec.structs.replace(
+        found,
+        auc=(ordered + tied / 2) / pairs,
+        auc_error=tied / 2 / pairs,
+        normalized_entropy=loss / rows / base,
+        calibration=predicted / clicks,
+    )
+
+
+def scores_text(found: Scores) -> str:
+    """In a few words, for a line of progress."""
+    parts = [f"log loss {found.log_loss:.4f}"]
+    if found.auc is not None:
+        parts.insert(0, f"AUC {found.auc:.4f}")
+    if found.normalized_entropy is not None:
+        parts.append(f"normalized entropy {found.normalized_entropy:.4f}")
+    if found.calibration is not None:
+        parts.append(f"calibration {found.calibration:.3f}")
+    return ", ".join([*parts, f"accuracy {found.accuracy:.4f} ({found.majority:.4f})"])
+
 
 RECORD_SCHEMA = "shardwright.record/1"
 SCHEMA = "shardwright.measurement/1"
 COMPARISON_SCHEMA = "shardwright.comparison/1"
-CURVE_POINTS = 500
-LATE = 0.2  # of a step: a rank that is busy for so much longer than others is a straggler
 
 
 class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,80 +188,9 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     saved: Saved | UnsetType = UNSET
     skipped: int | UnsetType = UNSET
     straggler: Straggler | UnsetType = UNSET
-    profile: tuple[Stage, ...] | UnsetType = UNSET
+    profile: tuple[ProfiledStage, ...] | UnsetType = UNSET
     validation: Quality | UnsetType = UNSET
     scores: tuple[Scores, ...] | UnsetType = UNSET
-
-
-def merge(
-    plan: Plan,
-    records: Sequence[Record],
-    quality: Quality | None = None,
-    validation: Quality | None = None,
-) -> Measurement:
-    """One measurement from every rank's record, in their order."""
-    first = records[0]
-    steps = max((*first.memory_steps, *first.time_steps), default=len(first.losses))
-    slowest = max(record.seconds_per_step for record in records)
-    samples = plan.job.batch.size * plan.world_size
-    return Measurement(
-        schema="shardwright.measurement/1",
-        plan_fingerprint=plan.fingerprint,
-        world_size=plan.world_size,
-        steps=steps,
-        memory_steps=first.memory_steps,
-        time_steps=first.time_steps,
-        timeline=encode([event for record in records for event in record.events]),
-        curve=_curve([record.losses for record in records], steps),
-        quality=quality,
-        validation=validation or UNSET,
-        scores=first.scores or UNSET,
-        samples_per_second=samples / slowest if slowest else 0.0,
-        bad_rows=sum(record.bad_rows for record in records),
-        versions=first.versions,
-        machine=first.machine,
-        skipped=first.skipped,
-        straggler=_straggler(records),
-        profile=stages_of([record.profile for record in records]) or UNSET,
-        saved=_saved([record.saved for record in records if record.saved is not UNSET]),
-    )
-
-
-def _straggler(records: Sequence[Record]) -> Straggler | UnsetType:
-    """The rank that is busiest, if that costs the others a good part of a step."""
-    slowest = max(records, key=lambda record: record.busy_seconds)
-    others = [record.busy_seconds for record in records if record is not slowest]
-    if not others:
-        return UNSET
-    usual = statistics.median(others)
-    if slowest.busy_seconds - usual < LATE * slowest.seconds_per_step:
-        return UNSET
-    return Straggler(slowest.rank, slowest.busy_seconds, usual)
-
-
-def _saved(of_ranks: Sequence[Saved]) -> Saved | UnsetType:
-    """Of all ranks together: all bytes, and the seconds of the slowest."""
-    if not of_ranks:
-        return UNSET
-    return msgspec.structs.replace(
-        of_ranks[0],
-        nbytes=sum(own.nbytes for own in of_ranks),
-        stall_seconds=max(own.stall_seconds for own in of_ranks),
-        seconds=max(own.seconds for own in of_ranks),
-    )
-
-
-def _curve(losses: Sequence[Sequence[float]], steps: int) -> Curve:
-    """The mean over ranks, in so many points; nothing where steps have no loss."""
-    if any(len(own) != steps for own in losses):
-        return Curve()
-    means = [sum(values) / len(values) for values in zip(*losses, strict=True)]
-    stride = max(1, steps // CURVE_POINTS)
-    kept = range(stride - 1, steps, stride)
-    return Curve(
-        tuple(k + 1 for k in kept),
-        tuple(sum(means[k - stride + 1 : k + 1]) / stride for k in kept),
-    )
 
 
 def write_measurement(measurement: Measurement, path: Path | str) -> None:
@@ -211,7 +206,7 @@ def read_measurement(path: Path | str) -> Measurement:
     return found
 
 
-class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ComparedNumber(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One number of both timelines; None where one side does not have it. Bytes or seconds."""
 
     rank: int
@@ -245,12 +240,12 @@ class Comparison(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     schema: Literal["shardwright.comparison/1"]
     plan_fingerprint: str
     tolerance: float
-    exact: tuple[Line, ...]
-    peaks: tuple[Line, ...]
-    phase_peaks: tuple[Line, ...]
-    seconds: tuple[Line, ...]
+    exact: tuple[ComparedNumber, ...]
+    peaks: tuple[ComparedNumber, ...]
+    phase_peaks: tuple[ComparedNumber, ...]
+    seconds: tuple[ComparedNumber, ...]
     failures: tuple[str, ...]
-    exchanges: tuple[Line, ...] | UnsetType = UNSET
+    exchanges: tuple[ComparedNumber, ...] | UnsetType = UNSET
 
     def __repr__(self) -> str:
         ranks = len({line.rank for line in (*self.exact, *self.peaks)})

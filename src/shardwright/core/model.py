@@ -2,6 +2,11 @@
 reached by gather. Free of torch.
 """
 
+# Planner, clock, heap and report all see a model through this and nothing else. It imports no
+# torch and holds no module: a plan made on one machine is explained on another that has neither.
+# What is derived (units, the unfolded step) is found once and kept, for a search asks thousands of
+# times.
+
 from __future__ import annotations
 
 from functools import cached_property
@@ -204,11 +209,6 @@ class ModelSpec(msgspec.Struct, frozen=True, dict=True):
     def is_trained(self) -> bool:
         """Whether there is a step to plan, not tables alone."""
         return self.recording is not None
-
-    @property
-    def reads_clicks(self) -> bool:
-        """Whether a rank reads rows of click logs, line by line."""
-        return self.kind == "dlrm"
 
     @cached_property
     def step(self) -> Unfolded:

@@ -4,6 +4,10 @@ Averages of 8 bits are those of Dettmers et al., 8-bit Optimizers via Block-wise
 code per element, and for each block of elements the largest magnitude in it, its scale.
 """
 
+# Element counts are given as functions of a tensor, not as one number, because what a rank holds
+# is a piece of a tensor: a factor of rows depends on its shape, and whether a tensor is quantized
+# on its size.
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from shardwright.core.tensor import TensorSpec, element_bytes
 
 
-class Stretch(TensorSpec, frozen=True):
+class ShardStretch(TensorSpec, frozen=True):
     """A flat tensor that an optimizer is given: of large tensors alone, whose averages are
     ``quantized``, or of others. No rank has more than ``longest`` elements of it."""
 
@@ -62,7 +66,7 @@ def _factor(tensor: TensorSpec, dim: int) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class OptimizerState:
     """One tensor of state; ``elements`` is None of a tensor that it is not kept for.
 
     Without a ``dtype`` it is the optimizer's. ``when`` is a setting that it is kept with. In the
@@ -76,7 +80,7 @@ class State:
     place: Literal["device", "host", "kernel"] = "device"
 
 
-COUNTER = State("step", single, "fp32", place="kernel")  # an fp32 tensor per parameter
+COUNTER = OptimizerState("step", single, "fp32", place="kernel")  # an fp32 tensor per parameter
 
 # torchao/optim/adam.py and bitsandbytes/optim/optimizer.py: tensors of fewer elements keep whole
 # states. torchao keeps them as well where the blocks do not divide the tensor.
@@ -91,12 +95,12 @@ def is_large(numel: int) -> bool:
     return numel >= MIN_8BIT_ELEMENTS
 
 
-def eight_bit(name: str, *, even: bool, otherwise: str, codes: bool) -> tuple[State, ...]:
+def eight_bit(name: str, *, even: bool, otherwise: str, codes: bool) -> tuple[OptimizerState, ...]:
     """An average in one byte per element with an fp32 scale per block; ``otherwise`` is the dtype
     of a whole one, ``even`` says whether blocks have to divide the tensor."""
 
     def quantized(tensor: TensorSpec) -> bool:
-        if isinstance(tensor, Stretch):
+        if isinstance(tensor, ShardStretch):
             return tensor.quantized
         return is_large(tensor.numel) and not (even and tensor.numel % BLOCK_ELEMENTS)
 
@@ -104,11 +108,13 @@ def eight_bit(name: str, *, even: bool, otherwise: str, codes: bool) -> tuple[St
         return lambda tensor: elements(tensor.numel) if quantized(tensor) is when else None
 
     found = (
-        State(name, of(lambda numel: numel, when=False), otherwise),
-        State(name, of(lambda numel: numel, when=True), "uint8"),
-        State(f"{name}{SCALE}", of(lambda numel: -(-numel // BLOCK_ELEMENTS), when=True), "fp32"),
+        OptimizerState(name, of(lambda numel: numel, when=False), otherwise),
+        OptimizerState(name, of(lambda numel: numel, when=True), "uint8"),
+        OptimizerState(
+            f"{name}{SCALE}", of(lambda numel: -(-numel // BLOCK_ELEMENTS), when=True), "fp32"
+        ),
     )
-    own = State(f"{name}_codes", of(lambda _: CODES, when=True), "fp32")
+    own = OptimizerState(f"{name}_codes", of(lambda _: CODES, when=True), "fp32")
     return (*found, own) if codes else found
 
 

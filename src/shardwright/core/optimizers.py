@@ -5,6 +5,11 @@ optimizer. Rules are those of ``torch.optim`` (read and measured with torch 2.13
 of bitsandbytes' 8-bit Adam. A tensor is what a rank holds of a parameter, with its local shape.
 """
 
+# A step is written as the local names of torch's own code, because that is what decides the peak:
+# a list that is still bound while the next one is made counts twice, and Python frees at the
+# rebinding, not at the last use. So rows bind, drop and move names in the order of torch's source,
+# and tests hold them to the real optimizers under the tracker.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +21,8 @@ from shardwright.core.optimizer_states import (
     BLOCK_ELEMENTS,
     CODES,
     COUNTER,
-    State,
-    Stretch,
+    OptimizerState,
+    ShardStretch,
     columns,
     eight_bit,
     is_large,
@@ -74,7 +79,7 @@ class Optimizer:
 
     name: str
     make: str = ""
-    states: tuple[State, ...] = ()
+    states: tuple[OptimizerState, ...] = ()
     steps: Mapping[Implementation, Step] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     state_dtype: str = ""
@@ -147,7 +152,7 @@ class Optimizer:
         return tensor.numel * element_bytes(self.value_dtype(tensor))
 
     @property
-    def kept(self) -> tuple[State, ...]:
+    def kept(self) -> tuple[OptimizerState, ...]:
         """The states that its settings ask for."""
         return tuple(s for s in self.states if not s.when or self.settings.get(s.when))
 
@@ -191,6 +196,8 @@ def alike(step: Step, *, ranks: bool = False) -> Step:
         for tensor in tensors:
             matrix = ranks and len(tensor.shape) > 1
             found.setdefault((tensor.dtype, matrix), []).append(tensor)
+        # As torch groups lists: dtypes in the order in which they first come, matrices before
+        # vectors. Which list is stepped last decides what is still bound when a peak is reached.
         order = {dtype: place for place, (dtype, _) in reversed(list(enumerate(found)))}
         for key in sorted(found, key=lambda key: (order[key[0]], not key[1])):
             step(optimizer, found[key], names)
@@ -303,7 +310,7 @@ def _in_blocks(optimizer: Optimizer, tensors: Sequence[TensorSpec], names: Names
     longest = 0
     for tensor in tensors:
         quantized, most = is_large(tensor.numel), tensor.numel
-        if isinstance(tensor, Stretch):
+        if isinstance(tensor, ShardStretch):
             quantized, most = tensor.quantized, tensor.longest
         if quantized or tensor.dtype != "fp32":
             longest = max(longest, most)
@@ -347,7 +354,11 @@ def orthogonalized(tensor: TensorSpec) -> bool:
 
 # ---- the table -----------------------------------------------------------------------------------
 
-_AVERAGES = (State("exp_avg"), State("exp_avg_sq"), State("max_exp_avg_sq", when="amsgrad"))
+_AVERAGES = (
+    OptimizerState("exp_avg"),
+    OptimizerState("exp_avg_sq"),
+    OptimizerState("max_exp_avg_sq", when="amsgrad"),
+)
 _ADAM: dict[Implementation, Step] = {
     "foreach": alike(_adam_lists),
     "for_loop": each(_adam),
@@ -356,7 +367,7 @@ _ADAM: dict[Implementation, Step] = {
 _SGD = Optimizer(
     "sgd",
     "torch.optim:SGD",
-    states=(State("momentum_buffer", when="momentum"),),
+    states=(OptimizerState("momentum_buffer", when="momentum"),),
     steps={"foreach": alike(_sgd_lists), "for_loop": each(_sgd), "fused": nothing},
     tables=True,
 )
@@ -379,7 +390,7 @@ _ROWS = (
         "adamw_8bit",
         "shardwright.runtime.adamw_8bit:AdamW8bit",
         states=(
-            State("step", single, "fp32"),
+            OptimizerState("step", single, "fp32"),
             *eight_bit("exp_avg", even=False, otherwise="fp32", codes=False),
             *eight_bit("exp_avg_sq", even=False, otherwise="fp32", codes=False),
         ),
@@ -393,7 +404,7 @@ _ROWS = (
     Optimizer(
         "adamw_8bit_torchao",
         states=(
-            State("step", single, "fp32", place="host"),
+            OptimizerState("step", single, "fp32", place="host"),
             *eight_bit("exp_avg", even=True, otherwise="", codes=True),
             *eight_bit("exp_avg_sq", even=True, otherwise="", codes=True),
         ),
@@ -414,7 +425,7 @@ _ROWS = (
     Optimizer(
         "muon",
         "torch.optim:Muon",
-        states=(State("momentum_buffer"),),
+        states=(OptimizerState("momentum_buffer"),),
         steps={"foreach": each(_muon), "for_loop": each(_muon)},
         elementwise=False,
         takes=orthogonalized,
@@ -428,9 +439,9 @@ _ROWS = (
         "torch.optim:Adafactor",
         states=(
             COUNTER,
-            State("variance", vector),
-            State("row_var", rows),
-            State("col_var", columns),
+            OptimizerState("variance", vector),
+            OptimizerState("row_var", rows),
+            OptimizerState("col_var", columns),
         ),
         steps={"for_loop": each(_adafactor), "foreach": alike(_adafactor_lists, ranks=True)},
         elementwise=False,
@@ -438,14 +449,14 @@ _ROWS = (
     Optimizer(
         "adagrad",
         "torch.optim:Adagrad",
-        states=(COUNTER, State("sum")),
+        states=(COUNTER, OptimizerState("sum")),
         steps={"foreach": alike(_adagrad_lists), "for_loop": each(_adagrad), "fused": nothing},
         tables=True,
     ),
-    Optimizer("rowwise_adagrad", states=(State("sum", rows),), tables=True),
+    Optimizer("rowwise_adagrad", states=(OptimizerState("sum", rows),), tables=True),
     Optimizer(
         "partial_rowwise_adam",
-        states=(State("exp_avg"), State("exp_avg_sq", rows)),
+        states=(OptimizerState("exp_avg"), OptimizerState("exp_avg_sq", rows)),
         tables=True,
     ),
 )

@@ -4,6 +4,9 @@ Shards that are alike are kept together as a :class:`ShardRun`, so an option cos
 describe on 8 ranks and on 8,000.
 """
 
+# Every sharding type becomes rectangles here, in runs: the planner prices thousands of options on
+# thousands of ranks, and a run costs the same to describe on 8 ranks and on 8,000.
+
 from __future__ import annotations
 
 import math
@@ -86,6 +89,8 @@ class Option(msgspec.Struct, frozen=True):
         return tuple(shape for run in self.runs for shape in run.shapes())
 
 
+# Which rank gets which shard is not said here: that is the search's. Shards of no rows stay in the
+# list where a type fixes rank by rank, so that shard k is rank k's.
 def shard_runs(
     table: TableSpec, sharding_type: ShardingType, world_size: int, group: int, width: int
 ) -> tuple[ShardRun, ...]:

@@ -5,6 +5,10 @@ are data parallel, FSDP and whole-parameter ownership; reached by ``route`` (ids
 they are the table types of recommender systems.
 """
 
+# Torch-free twins of DTensor's placements under the same names, so that a plan can be read where
+# torch is not installed. `Flat` has no twin: it cuts the buffer of a whole unit, which no
+# placement of a single tensor can say.
+
 from __future__ import annotations
 
 from typing import Literal, NamedTuple

@@ -6,6 +6,11 @@ by it, those before that moment are waiting, and the others are moving. Moments 
 clock that all ranks share.
 """
 
+# A rank's own trace cannot tell waiting from moving: a collective that takes long because its peer
+# came late looks like one that moves many bytes. Only the arrivals of all ranks together tell, on
+# one clock; how far the clocks may be apart is kept beside, for a wait shorter than that means
+# nothing.
+
 from __future__ import annotations
 
 import statistics
@@ -80,7 +85,7 @@ class Awaited(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: float
 
 
-class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProfiledStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The profile of one stage, such as training: seconds by kernel, by rank and phase, and for
     whom ranks waited. ``unmatched`` collectives were not seen by all of their ranks."""
 
@@ -93,7 +98,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unmatched: int = 0
 
 
-def stages_of(ranks: Sequence[Sequence[RankProfile]]) -> tuple[Stage, ...]:
+def stages_of(ranks: Sequence[Sequence[RankProfile]]) -> tuple[ProfiledStage, ...]:
     """The stages that all ranks profiled, from what each of them saw."""
     by_name: dict[str, list[RankProfile]] = defaultdict(list)
     for own in ranks:
@@ -102,7 +107,7 @@ def stages_of(ranks: Sequence[Sequence[RankProfile]]) -> tuple[Stage, ...]:
     return tuple(_stage(found) for found in by_name.values() if len(found) == len(ranks))
 
 
-def _stage(ranks: Sequence[RankProfile]) -> Stage:
+def _stage(ranks: Sequence[RankProfile]) -> ProfiledStage:
     steps = max(1, min(profile.steps for profile in ranks))
     waits, unmatched = waiting({profile.rank: profile.meetings for profile in ranks})
     waited: dict[tuple[int, str], float] = defaultdict(float)
@@ -112,7 +117,7 @@ def _stage(ranks: Sequence[RankProfile]) -> Stage:
         waited[rank, meeting.phase] += seconds
         moved[rank, meeting.phase] += meeting.ended - meeting.began - seconds
         awaited[last] += seconds
-    return Stage(
+    return ProfiledStage(
         ranks[0].stage,
         steps,
         tuple(_kernels(profile.kernels for profile in ranks)),
@@ -157,6 +162,8 @@ def waiting(
         if len(seen) != len(members[group]):
             unmatched += len(seen)
             continue
+        # Nothing moves before the last rank is there; a rank that left before (it timed out, or had
+        # nothing to wait for) waited no longer than it was held.
         last, arrived = max(((r, m.arrived) for r, m in seen), key=lambda pair: pair[1])
         found.extend((rank, m, max(0.0, min(m.ended, arrived) - m.began), last) for rank, m in seen)
     return found, unmatched
@@ -186,7 +193,7 @@ def _kernels(of_ranks: Iterable[Mapping[str, Sequence[float]]]) -> Iterator[Kern
         )
 
 
-def by_phase(stage: Stage) -> dict[str, list[PhaseTime]]:
+def by_phase(stage: ProfiledStage) -> dict[str, list[PhaseTime]]:
     """The lines of each phase, on the ranks that have it."""
     order = list(dict.fromkeys(line.phase for line in stage.phases))
     lines = sorted(stage.phases, key=lambda line: order.index(line.phase))

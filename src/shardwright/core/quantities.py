@@ -1,5 +1,8 @@
 """Bytes and seconds as people write and read them. 1 GiB is 2^30 bytes and is written GiB."""
 
+# A bare number is the commonest mistake in a job ("hbm_cap = 80"), and would be 80 bytes. So small
+# integers are refused with the unit that was likeliest meant.
+
 from __future__ import annotations
 
 import re

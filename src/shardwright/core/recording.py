@@ -1,9 +1,16 @@
 """What a module takes and frees in one forward and backward, piece by piece, free of torch.
 
 A recording is cut where units are entered and left: there a runtime gathers, frees and reduces.
-Blocks that repeat are recorded three times, as the first, one between, and the last; the one
+BlockNames that repeat are recorded three times, as the first, one between, and the last; the one
 between stands for all that lie between. :func:`moments` unfolds it to every block.
 """
+
+# A recording is made once and read by everything after it, so what it leaves out nobody sees. It
+# has to be exact at the places where a runtime acts (units entered and left, gradients that
+# arrive), and balanced: what is taken is freed or alive at the end, under one number. Blocks that
+# repeat are recorded three times, for the first and the last differ from those between (what is
+# alive before, which gradients are kept); the names of the others are made by exchanging the
+# block's part of a path.
 
 from __future__ import annotations
 
@@ -99,15 +106,23 @@ class Series(msgspec.Struct, frozen=True):
     recorded: tuple[str, ...]
     period: int = 1
 
+    @property
+    def extra(self) -> int:
+        """Blocks that are not recorded: those between stand for them, too."""
+        return len(self.names) - len(self.recorded)
+
     def template(self, index: int) -> int:
         """Which recorded block stands for block ``index``."""
-        extra = len(self.names) - len(self.recorded)
-        if index < self.period or not extra:
+        if index < self.period or not self.extra:
             return index
         last = len(self.recorded) - 2 * self.period  # blocks after the middle ones
         if index >= len(self.names) - last:
-            return index - extra
+            return index - self.extra
         return self.period + (index - self.period) % self.period
+
+    def block(self, recorded: int) -> int:
+        """The block that a recorded one stands for; the last, where there are several."""
+        return recorded if recorded < self.period else recorded + self.extra
 
 
 class Collected(msgspec.Struct, frozen=True):
@@ -184,6 +199,8 @@ def check_recording(recording: Recording) -> None:
     if len(policies) > 1:
         found = " and ".join(sorted(map(str, policies)))
         raise InputError(expected("recording: checkpointing", "one policy", found))
+    # Plans travel with their recording, and what `explain` recomputes rests on it: a recording that
+    # was edited is refused here and not found out by a heap below zero.
     held: dict[int, int] = {}
     gradients: set[tuple[str, int]] = set()
     for place, piece in enumerate(recording.pieces):
@@ -218,7 +235,7 @@ class Moment:
     block: int = -1
 
 
-class Blocks:
+class BlockNames:
     """Which recorded units belong to which blocks, and what they are called when unfolded."""
 
     def __init__(self, recording: Recording) -> None:
@@ -248,11 +265,20 @@ class Blocks:
             return unit
         series, recorded = home
         if here is None or here[0] is not series:
-            extra = len(series.names) - len(series.recorded)
-            block = recorded if recorded < series.period else recorded + extra
+            block = series.block(recorded)
         else:
             block = moment.block + recorded - here[1]
         return self.renamed(unit, series, recorded, block)
+
+    def parameter(self, fqn: str, moment: Moment) -> str:
+        """The parameter that a recorded one stands for, where ``moment`` happens."""
+        unit = self.unit_of[fqn]
+        home = self._home.get(unit)
+        if home is None:
+            return fqn
+        old = home[0].recorded[home[1]]
+        own = self.beside(unit, moment)
+        return own[: len(own) - len(unit) + len(old)] + fqn[len(old) :]
 
     def unfolded(self) -> Iterator[tuple[str, RecordedUnit]]:
         """Every unit by its own name, beside the recorded one that stands for it."""
@@ -291,12 +317,12 @@ class Blocks:
     def is_middle(self, unit: str) -> bool:
         """Whether a recorded unit is of the blocks that stand for several."""
         home = self._home.get(unit)
-        if home is None or len(home[0].names) == len(home[0].recorded):
+        if home is None or not home[0].extra:
             return False
         return home[0].period <= home[1] < 2 * home[0].period
 
 
-def moments(recording: Recording, blocks: Blocks) -> Iterator[Moment]:
+def moments(recording: Recording, blocks: BlockNames) -> Iterator[Moment]:
     """Every piece of a step, in order."""
     for middle, pieces in groupby(recording.pieces, lambda piece: blocks.is_middle(piece.unit)):
         if middle:
@@ -308,14 +334,15 @@ def moments(recording: Recording, blocks: Blocks) -> Iterator[Moment]:
                 yield Moment(piece, piece.unit)
                 continue
             series, recorded = home
-            extra = len(series.names) - len(series.recorded)
-            block = recorded if recorded < series.period else recorded + extra
+            block = series.block(recorded)
             yield Moment(piece, blocks.renamed(piece.unit, series, recorded, block), block)
 
 
-def _repeated(pieces: tuple[Piece, ...], blocks: Blocks) -> Iterator[Moment]:
+def _repeated(pieces: tuple[Piece, ...], blocks: BlockNames) -> Iterator[Moment]:
     """Middle blocks, forward or backward, as often as it takes; those of several series take turns
     if they have as many rounds."""
+    # Encoder and decoder may alternate, or follow one another: pieces of series with as many rounds
+    # take turns round by round, those with different numbers are separate loops.
     for rounds, same in groupby(pieces, lambda piece: _rounds(blocks, piece.unit)):
         turn = tuple(same)
         backward = turn[0].point.endswith("backward")
@@ -328,12 +355,11 @@ def _repeated(pieces: tuple[Piece, ...], blocks: Blocks) -> Iterator[Moment]:
                 yield Moment(piece, blocks.renamed(piece.unit, series, recorded, block), block)
 
 
-def _rounds(blocks: Blocks, unit: str) -> int:
+def _rounds(blocks: BlockNames, unit: str) -> int:
     """How often the middle block of a unit comes."""
     home = blocks.home(unit)
     assert home is not None
-    extra = len(home[0].names) - len(home[0].recorded)
-    return extra // home[0].period + 1
+    return home[0].extra // home[0].period + 1
 
 
 class Unfolded:
@@ -341,7 +367,7 @@ class Unfolded:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self.blocks = Blocks(recording)
+        self.blocks = BlockNames(recording)
 
     @cached_property
     def units(self) -> dict[str, RecordedUnit]:
@@ -409,6 +435,9 @@ class Unfolded:
             inside, found = [""], []
             for moment in pieces:
                 if moment.piece.point == entering and moment.unit in with_parameters:
+                    # A stack, since units nest: what runs between a unit's children is its own
+                    # again. It is no strict stack, for one whose modules overlap with another's is
+                    # left out of order.
                     if moment.unit not in inside:  # several of its modules enter it
                         inside.append(moment.unit)
                 elif moment.piece.point == leaving and moment.unit in inside[1:]:

@@ -4,6 +4,13 @@
 symbolic heap; the cost model puts seconds on a whole step of it.
 """
 
+# The order of a step is said once. Were it written in the runtime and again in the estimator,
+# peaks and seconds would drift from what runs with the first change, and only a measurement would
+# show it. So UnitFlow has no side effects: it answers with actions, and its three drivers do them.
+# It also may not assume that passes repeat: modules are called several times, in changing order,
+# or not at all, and a gather that was announced and never used has to be freed by the end of the
+# step.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -157,6 +164,9 @@ class Order:
 
     def visit(self, unit: str, depth: int) -> list[str]:
         """A unit is needed; the next ``depth`` units, if all is as expected."""
+        # Only a pass that goes exactly as the last one is looked ahead in: a gather for a unit that
+        # does not come holds memory until the backward's end. One surprise, and nothing is expected
+        # of this pass.
         position = len(self.seen)
         if position and self.seen[-1] == unit:
             return []
@@ -266,6 +276,8 @@ class UnitFlow:
     ) -> list[Action]:
         """A unit's backward is over: free it, and reduce its gradient, which with prefetch only
         begins, or hold it back for a later backward. ``sums`` tells whether there is one."""
+        # The last reduce is collected before this one begins, so that at most one unreduced
+        # gradient is alive besides the one that is made: the estimator counts two buffers, not all.
         self.touched.pop(unit, None)
         found = [] if holds else self.collect()
         if frees and self.is_sharded(unit) and not self.stays(unit):
@@ -333,6 +345,7 @@ class _Walk:
                 yield from self.flow.arrive(self.merged.name(unit))
             if moment.piece.work.calls:
                 yield self._compute(place, "backward")
+        # Units whose inputs need no gradient (the first one) are never left in the backward.
         for unit in list(self.flow.touched):
             yield from self.flow.reduce(unit)
         yield from self.flow.collect()

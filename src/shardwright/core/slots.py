@@ -1,17 +1,23 @@
 """Names for the storages that the pieces of a recording touch, in whichever block."""
 
+# A block that is recorded once stands for many, and what one block takes the next may free
+# (residual streams, gradients of outputs). So a storage cannot be known by its number in the
+# recording. It is known by who takes it: the piece, which of its takes it is, and the block,
+# counted from the block in which it is touched. Two storages under one name would be freed twice
+# and the heap go below zero.
+
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
-from shardwright.core.recording import Blocks, Moment, Recording, Touch
+from shardwright.core.recording import BlockNames, Moment, Recording, Touch
 
 
 class Slots:
     """Names for storages: the same one has one name wherever it is taken and freed, in whichever
     block that stands for others. Who takes a slot: the piece, and which of its takes it is."""
 
-    def __init__(self, recording: Recording, blocks: Blocks) -> None:
+    def __init__(self, recording: Recording, blocks: BlockNames) -> None:
         self.blocks = blocks
         self._taken: dict[int, tuple[str, str, int, int]] = {}
         visits: dict[tuple[str, str], int] = {}  # a unit that runs again in a backward comes twice
@@ -50,12 +56,13 @@ class Slots:
         if home is None:
             return (*mine, unit)
         series, recorded = home
+        # Touched from a neighbour in the same series: the block is counted from there. Touched from
+        # outside (the loss, another series): the one that the recorded block stands for last.
         distance = recorded - here[1] if here is not None and here[0] is series else None
         if distance is not None and abs(distance) <= series.period:
             block = moment.block + distance
         else:
-            extra = len(series.names) - len(series.recorded)
-            block = recorded if recorded < series.period else recorded + extra
+            block = series.block(recorded)
         return (*mine, series.name, block, unit[len(series.recorded[recorded]) :])
 
     def units(self) -> Iterator[tuple[str, str]]:

@@ -1,5 +1,8 @@
 """Tensors by name, shape and dtype, without any data."""
 
+# Our dtype names are short because users write them in jobs and read them in tables; torch's
+# appear only where something is handed to torch or read from a checkpoint.
+
 from __future__ import annotations
 
 import math

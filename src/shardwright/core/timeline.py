@@ -6,6 +6,11 @@ floats from the beginning of a step. Predicted and measured timelines are compar
 ``(rank, phase, kind, name)``.
 """
 
+# One type for what is predicted and what is measured, so that comparing is a join and no adapter
+# can be wrong. Events are stored in runs over ranks: 2,048 ranks that do the same are one line of
+# a plan. Peaks are events, too, by kind at the moment of the phase's peak, for peaks of kinds do
+# not add.
+
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -71,7 +76,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     duration: float = 0.0
 
 
-class Change(NamedTuple):
+class StorageChange(NamedTuple):
     """Bytes of one ``storage`` come (above 0) or go (below 0): ``name`` says what they are,
     ``module`` what made them, the others where in a step that is."""
 
@@ -105,6 +110,8 @@ def check_runs(runs: Sequence[EventRun], world_size: int, where: str) -> None:
 
 def encode(events: Iterable[Event]) -> tuple[EventRun, ...]:
     """Merge events that differ only in rank; ranks must be consecutive."""
+    # Keyed by the whole event but its rank: what differs in a byte or a second is a line of its
+    # own, so that decoding gives back what was encoded.
     order: dict[Event, list[int]] = {}
     for event in events:
         rankless = msgspec.structs.replace(event, rank=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwright.core.cluster import Calibration, Cluster, Constant, Device, Figure
+from shardwright.core.cluster import Calibration, Cluster, Constant, Device, SourcedFigure
 from shardwright.core.document import unknown_key
 from shardwright.core.errors import InputError, expected
 from shardwright.core.quantities import parse_bytes
@@ -265,7 +265,7 @@ def calibrated(found: Calibration, where: str) -> Preset:
     )
 
 
-def _check(where: str, figure: Figure, unit: str) -> None:
+def _check(where: str, figure: SourcedFigure, unit: str) -> None:
     """A constant in another unit, a rate of nothing and a share above all are refused."""
     if figure.unit != unit:
         raise InputError(expected(f"{where}.unit", f"'{unit}'", f"'{figure.unit}'"))
@@ -278,7 +278,7 @@ def _check(where: str, figure: Figure, unit: str) -> None:
         )
 
 
-def _check_capacity(where: str, figure: Figure) -> None:
+def _check_capacity(where: str, figure: SourcedFigure) -> None:
     if figure.unit != "B":
         raise InputError(expected(f"{where}.unit", "'B'", f"'{figure.unit}'"))
     if figure.value > 2**60 or figure.value != int(figure.value):
@@ -287,7 +287,7 @@ def _check_capacity(where: str, figure: Figure) -> None:
         )
 
 
-def _constant(figure: Figure) -> Constant:
+def _constant(figure: SourcedFigure) -> Constant:
     source = figure.source
     if figure.median_of:
         source += f"; median of {figure.median_of}, spread {figure.spread * 100:.0f} %"

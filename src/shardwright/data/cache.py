@@ -5,6 +5,11 @@ Nothing is read but the rows of a batch, and what was read is let go of again, s
 memory does not grow with the log.
 """
 
+# Parsing text is what limits a CPU that trains a small DLRM, so rows are parsed once. A cache is
+# renamed into place whole: two runs may write it at the same time, and whoever is second throws
+# its own away. Pages of a map that were touched stay resident until they are given back; without
+# `_let_go` a rank would grow to the size of the log, and so would every other rank.
+
 from __future__ import annotations
 
 import mmap
@@ -12,7 +17,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -23,7 +27,6 @@ from numpy.typing import NDArray
 
 from shardwright.core.document import read_document, write_document
 from shardwright.core.errors import InputError, expected
-from shardwright.data.dealing import Dealt, deal
 from shardwright.data.reading import Bags, ClickBatch, ClickLog, check_share
 
 SCHEMA = "shardwright.rows/1"
@@ -41,7 +44,7 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: tuple[int, ...]
 
 
-class Rows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CachedList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is in a cache: its rows, those that were bad and left out, and its files. ``bags`` are
     features with files ``ids-K``, ``offsets-K`` and perhaps ``weights-K``."""
 
@@ -55,11 +58,11 @@ class Rows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Writer:
     """Appends batches to the files of a folder."""
 
-    def __init__(self, folder: Path, narrow: bool) -> None:
+    def __init__(self, folder: Path, narrow: bool, stack: ExitStack) -> None:
         self._folder, self._ids = folder, np.dtype("<i4" if narrow else "<i8")
         self._files: dict[str, BinaryIO] = {}
-        self._arrays: dict[str, Array] = {}
-        self._stack = ExitStack()
+        self._stack = stack  # closes them
+        self.arrays: dict[str, Array] = {}
         self.bags: tuple[str, ...] = ()
         self.rows = 0
 
@@ -78,9 +81,9 @@ class _Writer:
     def _add_bags(self, place: int, bag: Bags) -> None:
         ids, offsets, *weights = bag
         name = f"offsets-{place}"
-        if name not in self._arrays:
+        if name not in self.arrays:
             self._append(name, np.zeros(1, np.dtype("<i8")))
-        before = self._arrays[f"ids-{place}"].shape[0] if f"ids-{place}" in self._arrays else 0
+        before = self.arrays[f"ids-{place}"].shape[0] if f"ids-{place}" in self.arrays else 0
         self._append(f"ids-{place}", ids.astype(self._ids))
         self._append(name, offsets[1:].astype("<i8") + before)
         if weights:
@@ -89,22 +92,11 @@ class _Writer:
     def _append(self, name: str, values: NDArray[Any]) -> None:
         if name not in self._files:
             self._files[name] = self._stack.enter_context((self._folder / name).open("wb"))
-            self._arrays[name] = Array(values.dtype.str, (0, *values.shape[1:]))  # type: ignore[arg-type]
+            self.arrays[name] = Array(values.dtype.str, (0, *values.shape[1:]))  # type: ignore[arg-type]
         values.tofile(self._files[name])
-        known = self._arrays[name]
+        known = self.arrays[name]
         shape = (known.shape[0] + len(values), *known.shape[1:])
-        self._arrays[name] = Array(known.dtype, shape)
-
-    def close(self, bad_rows: int) -> Rows:
-        """Write the list of what is there."""
-        self._stack.close()
-        found = Rows(SCHEMA, self.rows, bad_rows, self.bags, self._arrays)
-        write_document(found, self._folder / LIST)
-        return found
-
-    def drop(self) -> None:
-        """Leave the files as they are."""
-        self._stack.close()
+        self.arrays[name] = Array(known.dtype, shape)
 
 
 def write_cache(
@@ -114,14 +106,14 @@ def write_cache(
     narrow: bool,
     skip_bad_rows: bool = False,
     say: Callable[[str], None] = lambda text: None,
-) -> Rows:
+) -> CachedList:
     """Parse all rows of ``log`` once and write them into ``folder``, whole or not at all; ids in
     four bytes where all are ``narrow``. A bad row raises InputError unless it is to be skipped."""
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     try:
         part.mkdir(parents=True)
-        writer = _Writer(part, narrow)
-        try:
+        with ExitStack() as stack:
+            writer = _Writer(part, narrow, stack)
             bad, rows, shown = 0, log.rows(), _SAID
             while lines := list(islice(rows, _CHUNK)):
                 batch, left_out = log.parsed(lines, skip_bad_rows)
@@ -130,11 +122,10 @@ def write_cache(
                 if writer.rows >= shown:
                     shown += _SAID
                     say(f"{writer.rows:,} rows so far")
-            found = writer.close(bad)
-        finally:
-            writer.drop()
+        found = CachedList(SCHEMA, writer.rows, bad, writer.bags, writer.arrays)
         if not found.rows:
             raise InputError(expected(str(log.path), "rows to keep", "none"))
+        write_document(found, part / LIST)  # last: whoever finds it finds the arrays whole
         if not folder.exists():  # somebody else may have been faster
             part.rename(folder)
         return found
@@ -147,24 +138,14 @@ def write_cache(
         shutil.rmtree(part, ignore_errors=True)
 
 
-@dataclass(slots=True)
-class _Mapped:
-    values: NDArray[Any]
-    pages: mmap.mmap | None
-
-    def let_go(self) -> None:
-        """Give back the memory of what was read; it is in the file."""
-        if self.pages is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self.pages.madvise(mmap.MADV_DONTNEED)
-
-
 class CachedRows:
     """The rows of a cache; InputError for a folder that is none, or has not all of its bytes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.list = read_document(folder / LIST, Rows, SCHEMA, "data.cache")
-        self._mapped = {name: self._map(name, of) for name, of in self.list.arrays.items()}
+        self.list = read_document(folder / LIST, CachedList, SCHEMA, "data.cache")
+        self._pages: list[mmap.mmap] = []
+        self._values = {name: self._map(name, of) for name, of in self.list.arrays.items()}
         self._read = 0
 
     def __len__(self) -> int:
@@ -173,31 +154,44 @@ class CachedRows:
     def batch(self, start: int, stop: int) -> ClickBatch:
         """Rows [start, stop)."""
         found = ClickBatch(
-            np.array(self._mapped["dense"].values[start:stop], dtype=np.float32),
+            np.array(self._values["dense"][start:stop], dtype=np.float32),
             self._ids(start, stop),
-            self._mapped["labels"].values[start:stop].astype(np.float32),
+            self._values["labels"][start:stop].astype(np.float32),
         )
         self._read += sum(values.nbytes for values in _arrays_of(found))
         if self._read > _LET_GO:
             self._read = 0
-            for mapped in self._mapped.values():
-                mapped.let_go()
+            self._let_go()
         return found
+
+    def at(self, numbers: NDArray[np.int64]) -> ClickBatch:
+        """Rows by their numbers, which count on from pass to pass; neighbours are read together."""
+        # A pass follows the last one without a seam, so a batch may end in the next pass.
+        places = numbers % len(self)
+        ends = np.flatnonzero(np.diff(places) != 1) + 1
+        parts = [self.batch(int(own[0]), int(own[-1]) + 1) for own in np.split(places, ends)]
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _let_go(self) -> None:
+        """Give back the memory of what was read; it is in the files."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for pages in self._pages:
+                pages.madvise(mmap.MADV_DONTNEED)
 
     def _ids(self, start: int, stop: int) -> NDArray[np.int64] | dict[str, Bags]:
         if not self.list.bags:
-            return self._mapped["ids"].values[start:stop].astype(np.int64)
+            return self._values["ids"][start:stop].astype(np.int64)
         return {name: self._bags(place, start, stop) for place, name in enumerate(self.list.bags)}
 
     def _bags(self, place: int, start: int, stop: int) -> Bags:
-        offsets = self._mapped[f"offsets-{place}"].values[start : stop + 1].astype(np.int64)
+        offsets = self._values[f"offsets-{place}"][start : stop + 1].astype(np.int64)
         own = slice(int(offsets[0]), int(offsets[-1]))
-        ids = self._mapped[f"ids-{place}"].values[own].astype(np.int64)
-        weights = self._mapped.get(f"weights-{place}")
+        ids = self._values[f"ids-{place}"][own].astype(np.int64)
+        weights = self._values.get(f"weights-{place}")
         found = (ids, offsets - offsets[0])
-        return found if weights is None else (*found, np.array(weights.values[own], np.float32))
+        return found if weights is None else (*found, np.array(weights[own], np.float32))
 
-    def _map(self, name: str, of: Array) -> _Mapped:
+    def _map(self, name: str, of: Array) -> NDArray[Any]:
         path, size = self.folder / name, np.dtype(of.dtype).itemsize * int(np.prod(of.shape))
         try:
             with path.open("rb") as file:
@@ -209,55 +203,9 @@ class CachedRows:
             raise InputError(expected(str(path), "a file of the cache", reason, _REMEDY)) from error
         if found != size:
             raise InputError(expected(str(path), f"{size} bytes", str(found), _REMEDY))
-        values = np.frombuffer(pages or b"", dtype=of.dtype).reshape(of.shape)
-        return _Mapped(values, pages)
-
-
-class CachedReader:
-    """What a ClickReader gives, from a cache: an endless iterator of one rank's batches, dealt in
-    the same way. A rank touches its own rows alone."""
-
-    bad_rows = 0  # they were left out when the cache was written
-
-    def __init__(
-        self,
-        rows: CachedRows,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        dealt: Sequence[Dealt] = (),
-    ) -> None:
-        check_share(batch_size, rank, world_size)
-        self._rows, self._batch_size = rows, batch_size
-        self._places = deal(_Places, dealt, batch_size, rank, world_size)
-
-    def __iter__(self) -> CachedReader:
-        return self
-
-    def __next__(self) -> ClickBatch:
-        places = np.fromiter(islice(self._places, self._batch_size), np.int64) % len(self._rows)
-        ends = np.flatnonzero(np.diff(places) != 1) + 1
-        parts = [self._rows.batch(int(own[0]), int(own[-1]) + 1) for own in np.split(places, ends)]
-        return parts[0] if len(parts) == 1 else _joined(parts)
-
-
-class _Places:
-    """The numbers from ``start`` on, of which many can be stepped over at once."""
-
-    def __init__(self, start: int) -> None:
-        self._next = start
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        self._next += 1
-        return self._next - 1
-
-    def step_over(self, count: int) -> int:
-        """Leave out ``count`` of them."""
-        self._next += count
-        return count
+        if pages is not None:
+            self._pages.append(pages)
+        return np.frombuffer(pages or b"", dtype=of.dtype).reshape(of.shape)
 
 
 def cached_evaluation(

@@ -5,6 +5,10 @@ generated data: with p the true probability of a click, p itself is the best sco
 its expected AUC, loss and accuracy follow from the p of the rows alone, without label noise.
 """
 
+# AUC is counted in integers of pairs, so ties are halves exactly and the order of rows does not
+# matter: models are compared by its third decimal. NaN is refused, for it sorts last: a model that
+# diverged would be scored as if it were surest of a click there.
+
 from __future__ import annotations
 
 import numpy as np

@@ -2,24 +2,34 @@
 
 What a row means is its log's to know, a ``ClickLog``; here is what all logs have in common. Lines
 without a character are not rows.
+
+Rows of an endless stream are dealt so that a global batch is the same for every number of ranks:
+of every ``batch * world_size`` rows rank r has ``batch``, from the one at ``r * batch`` on. What a
+run has dealt is a list of ``DealtRows``, which a checkpoint keeps: another number of ranks goes on
+with the rows that are left.
 """
+
+# The global batch must be the same for every number of ranks, or a run could not be compared with,
+# or go on as, one of another size. So ranks take neighbouring blocks of one endless stream, and
+# none reads a share of its own. A checkpoint keeps what was dealt and to how many: no row may be
+# dealt twice or be lost, whatever ranks came and went between.
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.errors import InputError, expected
-from shardwright.data.dealing import Dealt, deal, step_over
 
+T = TypeVar("T")
 Row = tuple[Path, int, bytes]  # file, line number from 1, line
 Bags = tuple[NDArray[np.generic], ...]  # ids [N], offsets [B + 1], perhaps weights [N]
 
@@ -143,7 +153,7 @@ class ClickReader:
         rank: int = 0,
         world_size: int = 1,
         skip_bad_rows: bool = False,
-        dealt: Sequence[Dealt] = (),
+        dealt: Sequence[DealtRows] = (),
     ) -> None:
         self._log = log
         check_share(batch_size, rank, world_size)
@@ -324,3 +334,107 @@ def check_share(batch_size: int, rank: int, world_size: int) -> None:
         raise InputError(expected("batch_size", "a positive number of rows", f"{batch_size}"))
     if world_size < 1 or not 0 <= rank < world_size:
         raise InputError(expected("rank", "0 <= rank < world_size", f"{rank} of {world_size}"))
+
+
+@dataclass(frozen=True, slots=True)
+class DealtRows:
+    """Rows were dealt by ``batch`` to as many ranks as there are numbers in ``taken``, each of
+    which took so many of its own."""
+
+    batch: int
+    taken: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that they were dealt to."""
+        return len(self.taken)
+
+    @property
+    def even(self) -> bool:
+        """Whether every rank took as many, whole batches: then nothing before the next is left."""
+        return len(set(self.taken)) == 1 and self.taken[0] % self.batch == 0
+
+
+def split(
+    dealt: Sequence[DealtRows], batch: int, world_size: int
+) -> tuple[tuple[DealtRows, ...], tuple[int, ...]]:
+    """What was dealt to others before, and what each of these ranks has taken since."""
+    if dealt and (dealt[-1].batch, dealt[-1].world_size) == (batch, world_size):
+        return tuple(dealt[:-1]), dealt[-1].taken
+    return tuple(dealt), (0,) * world_size
+
+
+def deal(
+    stream: Callable[[int], Iterator[T]],
+    dealt: Sequence[DealtRows],
+    batch: int,
+    rank: int,
+    world_size: int,
+) -> Iterator[T]:
+    """The rows of ``rank`` that it has not taken yet; ``stream`` gives all from a number on."""
+    before, taken = split(dealt, batch, world_size)
+    # Of all ranks, in the batches that this one took whole.
+    own = (taken[rank] - taken[rank] % batch) * world_size
+    even = [each for each in before if each.even]
+    # The usual case by far, and the cheap one: nothing before that number need be walked through.
+    if len(even) == len(before):  # all rows up to a number are taken
+        rows = stream(sum(sum(each.taken) for each in even) + own)
+    else:
+        rows = stream(0)
+        for each in before:
+            rows = _left(rows, each)
+        step_over(rows, own)
+    return _own(rows, batch, rank, world_size, taken[rank] % batch)
+
+
+def _own(rows: Iterator[T], batch: int, rank: int, world_size: int, first: int) -> Iterator[T]:
+    """The rows of one rank, of its first batch those from ``first`` on."""
+    step_over(rows, rank * batch + first)
+    yield from islice(rows, batch - first)
+    while True:
+        step_over(rows, (world_size - 1) * batch)
+        yield from islice(rows, batch)
+
+
+def _left(rows: Iterator[T], dealt: DealtRows) -> Iterator[T]:
+    """The rows that no rank has taken."""
+    taken, batch = dealt.taken, dealt.batch
+    rounds = -(-max(taken) // batch)
+    for start in range(0, rounds * batch, batch):
+        for count in taken:
+            step_over(rows, min(max(count - start, 0), batch))
+            yield from islice(rows, batch - min(max(count - start, 0), batch))
+    yield from rows
+
+
+def step_over(rows: Iterator[object], count: int) -> int:
+    """Leave out ``count`` rows; the number that there were."""
+    if isinstance(rows, Numbers):
+        rows.following += count
+        return count
+    return sum(1 for _ in islice(rows, count))
+
+
+class Numbers(Iterator[int]):
+    """All numbers from ``following`` on, of which many are stepped over at once."""
+
+    def __init__(self, following: int) -> None:
+        self.following = following
+
+    def __next__(self) -> int:
+        self.following += 1
+        return self.following - 1
+
+
+def numbered_batches(
+    read: Callable[[NDArray[np.int64]], T],
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    dealt: Sequence[DealtRows] = (),
+) -> Iterator[T]:
+    """One rank's batches, without end, of what is read by numbers that count on from pass to pass;
+    dealt as a ClickReader's rows are. A rank reads its own alone."""
+    check_share(batch_size, rank, world_size)
+    numbers = deal(Numbers, dealt, batch_size, rank, world_size)
+    return (read(np.fromiter(islice(numbers, batch_size), np.int64)) for _ in repeat(None))

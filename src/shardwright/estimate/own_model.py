@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright.core.errors import InputError, ShardwrightError, expected, nearest
-from shardwright.core.exhausted import out_of_memory
 from shardwright.job.job import Job
+from shardwright.launcher.exhausted import out_of_memory
 from shardwright.launcher.worker import from_a_peer
 from shardwright.runtime.embeddings.bags import bad_id
 from shardwright.trace.checks import first_line, named, no_gradient

@@ -167,7 +167,7 @@ class OwnModel:
 
 def built_in_recording(job: Job, treatment: Treatment) -> Recording:
     """A step of a DLRM or a small GPT on one rank, its tables apart."""
-    built = _dlrm(job) if job.model.kind == "dlrm" else _transformer(job)
+    built = _dlrm(job) if job.model.traits.reads_clicks else _transformer(job)
     request = ModuleRequest(FunctionCall(job.model.kind, "{}", 1, 1), "", treatment)
     with FakeMode(allow_non_fake_inputs=True) as mode:
         return _traced(request, built, mode).recording

@@ -78,7 +78,7 @@ def found_for(job: Job, watch: Watch, record: Recorded | None = None) -> Found:
         return models[key]
 
     def look(sure: bool) -> Found:
-        if job.model.kind != "python":
+        if not job.model.traits.is_function:
             return find_kinds(job, lambda its: find(its, model_of_job, watch, sure))
         return find_with_tables(job, own, watch, found_at_all=at_all, sure=sure)
 
@@ -138,7 +138,7 @@ def plan_module(
     _check_takes_nothing(build)
     name = f"{build.__module__}:{getattr(build, '__qualname__', type(build).__name__)}"
     document = {
-        "model": {"kind": "python", "python": re.sub(r"[^\w.:]", "", name)},
+        "model": {"python": re.sub(r"[^\w.:]", "", name)},
         "cluster": {"preset": cluster} if isinstance(cluster, str) else dict(cluster),
         **{section: dict(keys) for section, keys in sections.items()},
     }
@@ -192,7 +192,7 @@ def _samples(inputs: Any) -> int:
 def described(job: Job) -> ModelSpec:
     """The model of ``job`` with its recording; tables alone have none."""
     check_model(job)
-    return model_of(job, None if job.model.kind == "tables" else recorded(job))
+    return model_of(job, recorded(job) if job.model.traits.has_step else None)
 
 
 def recorded(job: Job, routed: tuple[str, ...] | None = ()) -> Recording:
@@ -231,7 +231,8 @@ def _record(job: Job, device: str, routed: tuple[str, ...] | None) -> Recording:
     from shardwright.trace.treatment import Treatment
 
     treatment = Treatment(device, checkpointing_of(job)[0])
-    if job.model.kind == "llama":
+    traits = job.model.traits
+    if traits.is_estimated and not traits.is_function:
         from shardwright.estimate.llama import LlamaModel
         from shardwright.estimate.stages import ModelStage
 
@@ -243,7 +244,7 @@ def _record(job: Job, device: str, routed: tuple[str, ...] | None) -> Recording:
     from shardwright.estimate.recorded import ModuleRequest, built_in_recording
     from shardwright.estimate.recorded import recorded as of_function
 
-    if job.model.kind != "python":
+    if not traits.is_function:
         return built_in_recording(job, treatment)
     request = ModuleRequest.of(job, treatment, job.batch.size)
     return of_function(msgspec.structs.replace(request, planned=True, routed=routed)).recording
@@ -251,13 +252,13 @@ def _record(job: Job, device: str, routed: tuple[str, ...] | None) -> Recording:
 
 def _path(job: Job, device: str) -> Path | None:
     folder = os.environ.get("SHARDWRIGHT_CACHE", "~/.cache/shardwright")
-    if not folder or job.model.kind == "python":  # whose code may change
+    if not folder or job.model.traits.is_function:  # whose code may change
         return None
     tables: list[Any] = [
         (t.dim, t.feature_names, t.pooling_factors, t.weighted) for t in job.tables
     ]
     tables += [(job.data, t) for t in job.tables if kind_of(t) != "full"]
-    bags = job.model.kind == "dlrm" and reads_bags(job)
+    bags = job.model.traits.reads_clicks and reads_bags(job)
     policy = checkpointing_of(job)[0]
     memory = msgspec.structs.replace(memory_of(job), checkpointing=policy, zero=3)
     run = (memory, parallel_of(job), device)

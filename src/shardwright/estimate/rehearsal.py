@@ -32,13 +32,13 @@ from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape
 from shardwright.core.optimizers import MADE, optimizer_named
 from shardwright.core.quantities import format_bytes
-from shardwright.core.recording import Blocks, RecordedUnit
+from shardwright.core.recording import BlockNames, RecordedUnit
 from shardwright.estimate.own_model import FunctionCall, built_of, importable, make, python_function
 from shardwright.estimate.stages import ModelStage
 from shardwright.estimate.unplanned import optimizer_of, recorded_model, sharding
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import ComputeDtype, Fsdp2Section, MemorySection, ReduceDtype, Runtime
-from shardwright.job.model import ESTIMATED
+from shardwright.job.model import KINDS
 from shardwright.job.parallel import ParallelSection
 from shardwright.launcher.folder import store_file
 from shardwright.launcher.heartbeat import Heartbeat
@@ -67,7 +67,7 @@ def among(job: Job, ranks: int) -> Job:
     """The job as ``ranks`` CPU ranks of this machine that share its parameters."""
     asked = memory_of(job)
     for where, value, known in (
-        ("--real: model.kind", job.model.kind, ESTIMATED),
+        ("--real: model.kind", job.model.kind, [k for k in KINDS if KINDS[k].is_estimated]),
         ("--real: memory.runtime", asked.runtime, ("fsdp2", "shardwright")),
     ):
         if value not in known:
@@ -87,7 +87,7 @@ def among(job: Job, ranks: int) -> Job:
 
 def alone(job: Job) -> Job:
     """The job as one rank that shards nothing."""
-    if job.model.kind != "llama":
+    if job.model.shape is UNSET:
         raise UnsupportedError(
             expected(
                 "--real",
@@ -274,14 +274,14 @@ def units_of(job: Job) -> list[RecordedUnit]:
     degrees = degrees_of(job, job.cluster.world_size or 1)
     model = recorded_model(job, degrees, Treatment("cpu", memory_of(job).policy))
     whole = ModelStage((0, model.layers), True, True)
-    blocks = Blocks(model.recorded(parallel_of(job), whole).recording)
+    blocks = BlockNames(model.recorded(parallel_of(job), whole).recording)
     found = [blocks.own(name, unit) for name, unit in blocks.unfolded()]
     return sorted(found, key=lambda unit: unit.name == "")
 
 
 def _built(job: Job) -> tuple[nn.Module, Any, Loss]:
     """The model on this CPU, its batch, and the loss of a step."""
-    if job.model.kind == "python":
+    if job.model.traits.is_function:
         call = FunctionCall.of(job)
         built = built_of(make(call, python_function(call.name, call.where)), call.where)
         batch = (built.inputs, built.keywords, built.targets)

@@ -24,10 +24,10 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.core.document import decode_json
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.pipelining import Run, order_in_runs, representative, stage_of
 from shardwright.core.recording import OF_UNITS, Piece, Recording
 from shardwright.heap.rank_step import ONE_PASS
 from shardwright.job.parallel import Degrees
+from shardwright.job.pipelining import PassRun, order_in_runs, representative, stage_of
 from shardwright.trace.module import Subject, storage_bytes
 from shardwright.trace.recorder import Recorder
 from shardwright.trace.structure import Container, containers
@@ -68,7 +68,7 @@ class PipelineRank:
 
     rank: int
     stages: tuple[ModelStage, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[PassRun, ...]
     microbatches: int
 
 
@@ -102,7 +102,7 @@ def pipeline_ranks(layers: int, degrees: Degrees) -> list[PipelineRank]:
     dealt = stages(layers, count)
     if degrees.pipeline == 1:
         # what accumulates does so from the second on
-        runs = (Run(ONE_PASS.passes, min(degrees.microbatches, 2)),)
+        runs = (PassRun(ONE_PASS.passes, min(degrees.microbatches, 2)),)
         return [PipelineRank(0, tuple(dealt), runs, degrees.microbatches)]
     few = representative(degrees.schedule, degrees.pipeline, degrees.microbatches, degrees.chunks)
     runs_of = order_in_runs(degrees.schedule, degrees.pipeline, few, degrees.chunks)

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.footprint import Footprint
-from shardwright.core.llama import LlamaShape
+from shardwright.core.llama import LLAMA_EXPERTS, LlamaShape
 from shardwright.core.optimizers import Optimizer, optimizer_named
 from shardwright.core.tensor import TensorSpec
 from shardwright.cost import constants
@@ -32,9 +32,9 @@ from shardwright.heap.replicated import Megatron, Replicated
 from shardwright.heap.results import MODELLED
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import WHOLE, MemorySection, Runtime, check_memory, float8_scaling
-from shardwright.job.model import ModelSection
+from shardwright.job.model import as_function
 from shardwright.job.model_of_job import unplanned
-from shardwright.job.parallel import LLAMA_EXPERTS, Degrees, ParallelSection, Quantile, experts_of
+from shardwright.job.parallel import Degrees, ParallelSection, Quantile, experts_of
 from shardwright.planner.profiles import cluster_of
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.private import fsdp2_holds_all_reduced
@@ -70,7 +70,7 @@ class _Estimate:
         self.degrees = degrees_of(job, self.world)
         self.parallel: ParallelSection = parallel_of(job)
         self.device = self.section.lowering or self.cluster.compute_device
-        experts = experts_of(self.parallel, job.model.kind)
+        experts = experts_of(self.parallel, job.model.traits)
         block = optimizer_of(job).block
         self.sharding = sharding(self.section, self.degrees, self.device == "cuda", experts, block)
         self.treatment = Treatment(
@@ -223,7 +223,7 @@ def _degrees(degrees: Degrees) -> dict[str, int]:
 
 def recorded_model(job: Job, degrees: Degrees, treatment: Treatment) -> LlamaModel | OwnModel:
     """The model of a job, to be recorded under degrees."""
-    if job.model.kind == "llama":
+    if not job.model.traits.is_function:
         return LlamaModel(job, degrees, treatment)
     from shardwright.estimate.recorded import OwnModel  # seconds of imports
 
@@ -238,10 +238,10 @@ def with_traced_dense(job: Job) -> Job:
     what the allocator reserves, for that is not there for tables.
     """
     section = job.planner.reservation
-    wanted = job.model.kind == "tables" and section.kind == "traced" and not section.nbytes
+    wanted = not job.model.traits.has_step and section.kind == "traced" and not section.nbytes
     if not wanted or job.model.python is UNSET:
         return job
-    model = ModelSection(kind="python", python=job.model.python, arguments=job.model.arguments)
+    model = as_function(job.model)
     worst = estimated(msgspec.structs.replace(job, tables=(), model=model)).worst
     nbytes = max(worst.peak_bytes, worst.reserved_bytes)
     planner = msgspec.structs.replace(

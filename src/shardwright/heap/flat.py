@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shardwright.core.amount import ceil_div
 from shardwright.core.layout import Segment, UnitLayout, unit_layout
-from shardwright.core.optimizer_states import Stretch
+from shardwright.core.optimizer_states import ShardStretch
 from shardwright.core.placement import Flat, Replicate, Shard
 from shardwright.core.schedule import Action, Direction, Modes, UnitFlow
 from shardwright.core.tensor import TensorSpec, element_bytes
@@ -313,7 +313,7 @@ def _flat_tensors(name: str, segment: Segment, layout: UnitLayout) -> Iterable[T
     for place, lengths in enumerate(zip(*every, strict=True)):
         if there[place]:
             how = {"quantized": place == 0, "longest": max(lengths)}
-            yield Stretch(name, (own[place],), segment.dtype, **how)
+            yield ShardStretch(name, (own[place],), segment.dtype, **how)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from shardwright.core.llama import LLAMA_EXPERTS
 from shardwright.core.placement import Zero
 from shardwright.core.schedule import Prefetch
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
 from shardwright.heap.ledger import GradientRule, Ledger
-from shardwright.job.parallel import LLAMA_EXPERTS, fits
+from shardwright.job.parallel import fits
 
 Units = Mapping[str, Sequence[TensorSpec]]
 # When gradients are summed over ranks: after every backward, unit by unit; after that of the last

@@ -16,7 +16,7 @@ import msgspec
 
 from shardwright.core.optimizers import Optimizer
 from shardwright.core.tensor import TensorSpec, element_bytes
-from shardwright.core.timeline import Change
+from shardwright.core.timeline import StorageChange
 
 Place = Literal["device", "host"]
 
@@ -47,7 +47,9 @@ def state_bytes(optimizer: Optimizer, tensor: TensorSpec, place: Place = "device
     return sum(each.bytes for each in states(optimizer, tensor) if each.place == place)
 
 
-def step_temporaries(optimizer: Optimizer, tensors: Iterable[TensorSpec]) -> tuple[Change, ...]:
+def step_temporaries(
+    optimizer: Optimizer, tensors: Iterable[TensorSpec]
+) -> tuple[StorageChange, ...]:
     """What a step over ``tensors`` takes and frees, in order; all of it is freed in the end.
 
     ``tensors`` have their local shapes. Muon orthogonalizes whole matrices: give it the shapes of
@@ -58,7 +60,7 @@ def step_temporaries(optimizer: Optimizer, tensors: Iterable[TensorSpec]) -> tup
     parts: dict[str, list[TensorSpec]] = {}
     for tensor in tensors:
         parts.setdefault(optimizer.of(tensor).name, []).append(tensor)
-    changes: list[Change] = []
+    changes: list[StorageChange] = []
     for its in parts.values():
         names = _Names()
         part = optimizer.of(its[0])
@@ -67,7 +69,7 @@ def step_temporaries(optimizer: Optimizer, tensors: Iterable[TensorSpec]) -> tup
     return tuple(changes)
 
 
-def peak_bytes(changes: Iterable[Change]) -> int:
+def peak_bytes(changes: Iterable[StorageChange]) -> int:
     """The most that is alive at once."""
     return max(accumulate((change.bytes for change in changes), initial=0))
 
@@ -76,8 +78,8 @@ class _Names:
     """The local names of a step (``core.optimizers.Names``), and what they took and freed."""
 
     def __init__(self) -> None:
-        self._changes: list[Change] = []
-        self._held: dict[str, list[Change]] = {}
+        self._changes: list[StorageChange] = []
+        self._held: dict[str, list[StorageChange]] = {}
         self._made = 0
 
     def bind(self, name: str, *sizes: int) -> None:
@@ -99,19 +101,19 @@ class _Names:
         """A tensor that an expression makes and no name holds."""
         self._free(self._take(name, (size,)))
 
-    def closed(self) -> list[Change]:
+    def closed(self) -> list[StorageChange]:
         """Every change, after all names have gone."""
         for name in list(self._held):
             self.drop(name)
         return self._changes
 
-    def _take(self, name: str, sizes: Iterable[int]) -> list[Change]:
+    def _take(self, name: str, sizes: Iterable[int]) -> list[StorageChange]:
         made = []
         for size in sizes:
             self._made += 1
-            made.append(Change(f"{name}.{self._made}", size))
+            made.append(StorageChange(f"{name}.{self._made}", size))
         self._changes += made
         return made
 
-    def _free(self, made: list[Change]) -> None:
+    def _free(self, made: list[StorageChange]) -> None:
         self._changes += [each._replace(bytes=-each.bytes) for each in made]

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardwright.core.optimizers import OPTIMIZERS, Optimizer
-from shardwright.core.pipelining.orders import Pass, PassKind, Run
-from shardwright.core.recording import Blocks, Moment, Point, Recording, Unfolded
+from shardwright.core.recording import BlockNames, Moment, Point, Recording, Unfolded
 from shardwright.core.schedule import Merged
 from shardwright.core.slots import Slots
 from shardwright.core.tensor import TensorSpec
@@ -20,12 +19,13 @@ from shardwright.heap.optimizers import Place, state_bytes, step_temporaries
 from shardwright.heap.pieces import STAYING, Summaries
 from shardwright.heap.tape import Asked, Asking, Asks, Tape
 from shardwright.heap.traffic import Traffic
+from shardwright.job.pipelining import Pass, PassKind, PassRun
 
 # Moments of the exchange with tables, and the phase of what is recorded there.
 EXCHANGES: dict[str, Phase] = {"lookup": "exchange_rows", "row_gradients": "reduce"}
 EXCHANGES_AND_AFTER = (*EXCHANGES, "rows")
 ENDING: tuple[PassKind, ...] = ("backward", "weight_backward")  # with them a microbatch goes
-ONE_PASS = Run((Pass("forward", 0, 0), Pass("backward", 0, 0)))
+ONE_PASS = PassRun((Pass("forward", 0, 0), Pass("backward", 0, 0)))
 # A runtime on a heap, with the tensors of every unit and the names of those that are not trained.
 MakeMachine = Callable[[Ledger, dict[str, tuple[TensorSpec, ...]], frozenset[str]], Machine]
 
@@ -46,7 +46,7 @@ class Chunk:
         return Unfolded(self.recording)
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> BlockNames:
         """Names of its repeated blocks."""
         return self.step.blocks
 
@@ -92,7 +92,7 @@ class RankStep:
     recording."""
 
     chunks: Sequence[Chunk]
-    runs: Sequence[Run] = (ONE_PASS,)
+    runs: Sequence[PassRun] = (ONE_PASS,)
     optimizer: Optimizer = OPTIMIZERS["adam"]
     receives: int = 0
     merged: Merged = field(default_factory=Merged)
@@ -152,7 +152,7 @@ class RankStep:
         heap.peaks.pop("setup", None)  # what is there before a step is no phase of it
         return machine
 
-    def _repeat(self, heap: Ledger, machine: Machine, run: Run, last: Collection[int]) -> None:
+    def _repeat(self, heap: Ledger, machine: Machine, run: PassRun, last: Collection[int]) -> None:
         """Passes over and over; at the last repetition those at places in ``last`` are the last
         backwards of their chunks.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from shardwright.core.footprint import ModuleMemory, PhasePeak, RankMemory, Sample
-from shardwright.core.timeline import Change, Kind
+from shardwright.core.timeline import Kind, StorageChange
 from shardwright.heap.allocator import AllocatorSettings, Replay, replay
 from shardwright.heap.ledger import Ledger
 from shardwright.heap.rank_step import MakeMachine, RankStep
@@ -54,7 +54,7 @@ MOST_SAMPLES = 4000  # of a timeline; peaks between are kept
 
 
 def module_memory(
-    changes: Sequence[Change], parameters: dict[str, int], counts: dict[str, int]
+    changes: Sequence[StorageChange], parameters: dict[str, int], counts: dict[str, int]
 ) -> tuple[ModuleMemory, ...]:
     """Every module that made a tensor, and those around it, from the root down.
 
@@ -91,7 +91,7 @@ def module_memory(
     )
 
 
-def timeline(changes: Sequence[Change]) -> tuple[tuple[Kind, ...], tuple[Sample, ...]]:
+def timeline(changes: Sequence[StorageChange]) -> tuple[tuple[Kind, ...], tuple[Sample, ...]]:
     """Live bytes by kind after the changes, thinned to the extremes of equal stretches."""
     kinds = tuple(dict.fromkeys(change.kind for change in changes))
     live = dict.fromkeys(kinds, 0)

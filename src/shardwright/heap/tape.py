@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from shardwright.core.footprint import Alive
 from shardwright.core.recording import Moment
 from shardwright.core.slots import Slots
-from shardwright.core.timeline import Change, Kind
+from shardwright.core.timeline import Kind, StorageChange
 from shardwright.heap.ledger import GradientRule, Ledger, Scene, Summary
 from shardwright.heap.pieces import STAYING
 
@@ -172,11 +172,11 @@ class Tape(_Followed):
 
     def __init__(self, slots: Sequence[Slots]) -> None:
         super().__init__()
-        self.changes: list[Change] = []
+        self.changes: list[StorageChange] = []
         self._slots = slots
         self._units = {name: folded for its in slots for name, folded in its.units()}
         self._microbatch = 0
-        self._alive: dict[Hashable, Change] = {}
+        self._alive: dict[Hashable, StorageChange] = {}
 
     def run(self, summary: Summary, scene: Scene, rule: GradientRule) -> None:
         """Every touch of the piece."""
@@ -196,7 +196,7 @@ class Tape(_Followed):
 
     def alive_at_peak(self) -> list[Alive]:
         """What is alive when most is, largest first; equal tensors of a name together."""
-        live: dict[Hashable, Change] = {}
+        live: dict[Hashable, StorageChange] = {}
         for change in self.changes[: self.peak()]:
             if change.bytes > 0:
                 live[change.storage] = change
@@ -232,7 +232,7 @@ class Tape(_Followed):
 
     def _note(self, key: Hashable, nbytes: int, kind: Kind, label: str, module: str) -> None:
         if nbytes:
-            change = Change(
+            change = StorageChange(
                 key, nbytes, kind, label, module, self.phase, self.unit, self._microbatch
             )
             self._alive[key] = change
@@ -243,7 +243,7 @@ class Tape(_Followed):
         if taken is not None:
             _, size, kind, _, module, _, _, microbatch = taken
             where = module, self.phase, self.unit, microbatch
-            self.changes.append(Change(key, -size, kind, "", *where))
+            self.changes.append(StorageChange(key, -size, kind, "", *where))
 
     def _turn(self, key: Hashable, kind: Kind, label: str = "", module: str = "") -> None:
         """A storage is another kind of bytes from here on, with another name where one is given."""

@@ -26,7 +26,6 @@ from shardwright.job.checkpoint import CheckpointSection, every
 from shardwright.job.data import READ_BY, Count, DataSection, check_data
 from shardwright.job.defined import check_defined
 from shardwright.job.memory import (
-    HAVE_BLOCKS,
     ComputeDtype,
     MemorySection,
     check_memory,
@@ -34,11 +33,10 @@ from shardwright.job.memory import (
     check_policy,
 )
 from shardwright.job.model import (
-    ESTIMATED,
-    WITHOUT_TABLES,
     ModelSection,
     check_function,
     completed,
+    traits_of,
     with_kind,
 )
 from shardwright.job.overrides import set_key
@@ -158,7 +156,7 @@ def memory_of(job: Job) -> MemorySection:
     """
     section = MemorySection() if job.memory is UNSET else job.memory
     param, reduce = section.param_dtype, section.reduce_dtype
-    if job.model.kind != "python":
+    if not job.model.traits.is_function:
         param = param or _said_dtype(job)
     reduce = reduce or ("fp32" if param else UNSET)
     return msgspec.structs.replace(section.bare, param_dtype=param, reduce_dtype=reduce)
@@ -171,9 +169,9 @@ def with_memory(job: Job, **keys: Any) -> Job:
 
 
 def _said_dtype(job: Job) -> ComputeDtype:
-    if job.model.kind != "llama":
+    if job.model.shape is UNSET:
         return "fp32"
-    said = job.model.shape and job.model.shape.dtype
+    said = job.model.shape.dtype
     return said or ("fp32" if device_of(job.cluster) == "cpu" else "bf16")
 
 
@@ -196,7 +194,7 @@ def table_optimizer(job: Job) -> str:
         return job.train.table_optimizer
     if job.train.optimizer == "sgd":
         return "sgd"
-    return "" if job.model.kind == "python" else "rowwise_adagrad"
+    return "" if job.model.traits.is_function else "rowwise_adagrad"
 
 
 CHOSEN_FROM = ("none", "selective", "full")  # where a job says nothing of checkpointing
@@ -209,7 +207,7 @@ def overlap_of(job: Job, ranks: int) -> Overlap:
 
 def checkpointing_of(job: Job) -> tuple[str, ...]:
     """The checkpointing policies that a plan of the job may have: the first is tried first."""
-    if job.model.kind not in HAVE_BLOCKS:
+    if not job.model.traits.has_blocks:
         return ("none",)
     open_, given = job.planner.dense.checkpointing, memory_of(job).checkpointing
     if open_ is not UNSET:
@@ -335,7 +333,7 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     members = tuple(member for table in tables for member in members_of(table))
     check_constraints(job.planner.constraints, members, where)
     if job.memory is not UNSET:
-        if job.model.kind not in ESTIMATED:
+        if not job.model.traits.is_estimated:
             check_planned(job.memory, job.model.kind, where)
         check_memory(job.memory, where)
         if isinstance(job.memory.zero, tuple) and parallel_of(job).data_replicate == 1:
@@ -359,7 +357,7 @@ def _check_checkpointing(job: Job, where: str) -> None:
     for name in open_:
         check_policy(name, key)
     wanted = "at least one policy"
-    if job.model.kind not in HAVE_BLOCKS:
+    if not job.model.traits.has_blocks:
         wanted = f"none for kind '{job.model.kind}', which has no blocks"
     elif given is not UNSET and open_ != (given,):
         wanted = f"none beside memory.checkpointing {given!r}"
@@ -370,10 +368,10 @@ def _check_checkpointing(job: Job, where: str) -> None:
 
 def _refuse_unread(job: Job, where: str) -> None:
     """Refuse keys that neither a plan nor a run of the job would read."""
-    kind = job.model.kind
+    kind, traits = job.model.kind, job.model.traits
     unread: list[tuple[str, Any, str, str]] = []
-    has_tables = kind not in WITHOUT_TABLES or kind == "python"
-    if not has_tables or (kind == "python" and not table_optimizer(job)):
+    has_tables = traits.lists_tables or traits.is_function
+    if not has_tables or (traits.is_function and not table_optimizer(job)):
         beside = f"model.kind '{kind}'"
         if has_tables:
             beside = f"train.optimizer '{job.train.optimizer}' without train.table_optimizer"
@@ -382,9 +380,9 @@ def _refuse_unread(job: Job, where: str) -> None:
         unread.append(("planner", job.planner, "dedup", beside))
     if not has_tables:
         unread.append(("train", job.train, "table_optimizer", f"model.kind '{kind}'"))
-    if kind != "python":
+    if not traits.is_function:
         unread.append(("planner", job.planner, "tables", f"model.kind '{kind}'"))
-    if kind == "tables":
+    if not traits.has_step:
         saves = CheckpointSection() if job.checkpoint is UNSET else job.checkpoint
         for section, given in (("data", job.data), ("train", job.train), ("checkpoint", saves)):
             unread += [
@@ -401,11 +399,11 @@ def _refuse_unread(job: Job, where: str) -> None:
     elif job.data.kind in ("text", "python"):
         for key in ("rows", "test_rows", "skip_bad_rows"):
             unread.append(("data", job.data, key, f"data.kind '{job.data.kind}'"))
-    if kind != "tables":
+    if traits.has_step:
         for key, kinds in READ_BY.items():
             if job.data.kind not in kinds:
                 unread.append(("data", job.data, key, f"data.kind '{job.data.kind}'"))
-    if kind != "dlrm":
+    if not traits.reads_clicks:
         for key in ("metrics_every", "forward"):
             unread.append(("train", job.train, key, f"model.kind '{kind}'"))
     if job.planner.search != "proposers":
@@ -416,7 +414,7 @@ def _refuse_unread(job: Job, where: str) -> None:
         if value != usual:
             wanted = f"none beside {beside}, which does not read it"
             found = repr(msgspec.to_builtins(value))
-            of_tables = kind == "tables" and key == "optimizer"
+            of_tables = not traits.has_step and key == "optimizer"
             remedy = "Each table names its own: optimizer under [[tables]]." if of_tables else ""
             raise InputError(expected(f"{where}: {section}.{key}", wanted, found, remedy))
 
@@ -425,7 +423,7 @@ def _with_world(job: Job, where: str) -> Job:
     """The job with the number of ranks that its degrees multiply to, where it names none."""
     world = job.cluster.world_size
     if job.parallel is UNSET:
-        if world is not None and world > MAX_PLANNED and job.model.kind not in ESTIMATED:
+        if world is not None and world > MAX_PLANNED and not job.model.traits.is_estimated:
             raise InputError(
                 expected(f"{where}: cluster.world_size", f"int <= {MAX_PLANNED}", str(world))
             )
@@ -451,11 +449,8 @@ def _with_tables(document: dict[str, Any], where: str, path: Path | None) -> dic
                 expected(f"{where}: model.tables", "a file or [[tables]] in the job", "both")
             )
         document = {**document, "tables": read_tables(named, path)}
-    model = with_kind(model, where, path)
-    document = {**document, "model": model} if model else document
-    if set(model) <= {"tables"} and not {"data", "train"} & set(document):
-        document = {**document, "model": {**model, "kind": "tables"}}
-    return document
+    model = with_kind(model, bool({"data", "train"} & set(document)), where, path)
+    return {**document, "model": model} if model else document
 
 
 def _with_kinds(document: dict[str, Any], where: str) -> dict[str, Any]:
@@ -464,16 +459,17 @@ def _with_kinds(document: dict[str, Any], where: str) -> dict[str, Any]:
     A language model has no tables and reads text, a model of the user's own has batches of its own;
     both learn with AdamW, but for the small built-in one, which computes in fp32 as a DLRM does.
     """
-    model, memory = document.get("model", {}), document.get("memory")
-    kind = model.get("kind", "dlrm") if isinstance(model, dict) else ""
+    memory = document.get("memory")
     if isinstance(memory, dict) and "optimizer" in memory:
         named = f"{where}: memory.optimizer", "no such key", repr(memory["optimizer"])
         raise InputError(expected(*named, "Name the optimizer as train.optimizer."))
-
-    if kind in WITHOUT_TABLES:
-        data = "python" if kind == "python" else "text"
+    traits = traits_of(document.get("model", {}))
+    if traits is None:
+        return document
+    if not traits.lists_tables:
+        data = "python" if traits.is_function else "text"
         document = _with_default({"tables": [], **document}, "data", "kind", data)
-    if kind in ESTIMATED:
+    if traits.is_estimated:
         document = _with_default(document, "train", "optimizer", "adamw")
     return document
 

@@ -12,6 +12,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.llama_local import LossKind
 from shardwright.core.optimizers import Implementation
 from shardwright.core.placement import TwoZeros, Zero
+from shardwright.job.model import KINDS, ModelKind
 
 Runtime = Literal["shardwright", "fsdp2", "ddp", "megatron"]
 WHOLE: tuple[Runtime, ...] = ("ddp", "megatron")  # every rank has all parameters
@@ -130,17 +131,16 @@ def float8_scaling(section: MemorySection) -> Float8 | None:
 
 # The steps of a model that is planned and trained: a plan says the rest.
 PLANNED = MemorySection(param_dtype="fp32", reduce_dtype="fp32")
-HAVE_BLOCKS = ("transformer", "llama", "python")  # kinds with parts that may be checkpointed
 
 
-def check_planned(section: MemorySection, kind: str, where: str) -> None:
+def check_planned(section: MemorySection, kind: ModelKind, where: str) -> None:
     """Refuse what steps of a model that is planned and trained are not run with."""
     for field in msgspec.structs.fields(section):
         value, run = getattr(section.bare, field.name), getattr(PLANNED, field.name)
-        if field.name in ("zero", "offload") and kind != "tables":
+        if field.name in ("zero", "offload") and KINDS[kind].has_step:
             continue
         if field.name == "checkpointing":
-            if kind in HAVE_BLOCKS:
+            if KINDS[kind].has_blocks:
                 continue
             value, run = section.policy, PLANNED.policy
         if value not in (run, UNSET):

@@ -1,8 +1,13 @@
-"""The ``[model]`` of a job: which kind of model, and its widths.
+"""The ``[model]`` of a job: the kinds of models, a row each, and the widths of their layers.
 
-Keys that came with a later kind are ``UNSET`` where a job does not have them, and are not written:
-documents of jobs without them stay as they were.
+A kind is a short form for people. What it means is said here alone: a row of ``KINDS`` has the
+keys it reads and its traits, ``with_kind`` fills in what it implies, and every other file asks the
+traits of a section and never its name (but to name it in a sentence).
 """
+# The section is one flat struct for all kinds, though each reads few of its keys: a plan embeds its
+# job, and plans of every version have the widths of the first three kinds in them, whatever theirs
+# is. Their bytes, and the fingerprint over them, must stay. For the same reason keys that came
+# later are UNSET where a job does not have them, and are not written then.
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.llama import LATENT, LlamaShape, check_shape
+from shardwright.core.llama import LATENT, LLAMA_EXPERTS, LlamaShape, check_shape
 from shardwright.core.t5 import T5Shape
 from shardwright.job.hf_config import read_hf_config
 
@@ -23,10 +28,101 @@ Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Depth = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Words = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
-ModelKind = Literal["dlrm", "transformer", "tables", "llama", "python"]
-WITHOUT_TABLES: tuple[ModelKind, ...] = ("transformer", "llama", "python")
 OURS = "shardwright.models."  # functions of our own that a configuration stands for
-ESTIMATED: tuple[ModelKind, ...] = ("llama", "python")  # also where no plan follows [memory]
+_STREAM = ("layers", "dim", "heads", "ffn_dim", "vocab")
+_LLAMA = (
+    "kv_heads",
+    "head_dim",
+    "tied_embeddings",
+    "qk_norm",
+    "attention_bias",
+    "experts",
+    "experts_per_token",
+    "expert_ffn_dim",
+    "shared_ffn_dim",
+    "moe_layers",
+    *LATENT,
+)
+_DEGREES = ("pipeline", "schedule", "chunks", "expert", "routing", "expert_load")
+
+
+class ModelTraits(msgspec.Struct, frozen=True):
+    """What holds of every model of a kind.
+
+    ``keys`` are those of ``[model]`` that it reads. ``source`` says which batches train it: rows of
+    click logs, text, or what a ``function`` of the user's own gives beside the module; nothing
+    trains tables alone. ``lists_tables`` is whether they stand in the job, ``has_blocks`` whether
+    parts may be checkpointed. One that ``is_estimated`` computes in the dtypes of ``[memory]`` and
+    learns with AdamW by default, and its memory is known where no plan follows the job.
+    ``divided_by`` are keys of ``[parallel]``, beside those of data ranks, that divide it, and
+    ``experts`` the modules of which ``expert`` does. ``template`` is what ``init`` writes for it.
+    """
+
+    keys: tuple[str, ...]
+    source: Literal["clicks", "text", "function", "none"]
+    lists_tables: bool = False
+    has_blocks: bool = True
+    is_estimated: bool = False
+    divided_by: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    template: str = ""
+
+    @property
+    def has_step(self) -> bool:
+        """Whether there is a step to plan and train, not tables alone."""
+        return self.source != "none"
+
+    @property
+    def reads_clicks(self) -> bool:
+        """Whether a rank reads rows of click logs, and its tables are modules of a DLRM."""
+        return self.source == "clicks"
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether a sample is so many tokens and as many targets."""
+        return self.source == "text"
+
+    @property
+    def is_function(self) -> bool:
+        """Whether a function of the user's own gives the module, its batch and its loss, so that
+        only it knows what they are."""
+        return self.source == "function"
+
+
+ModelKind = Literal["dlrm", "transformer", "tables", "llama", "python"]
+KINDS: dict[str, ModelTraits] = {
+    "dlrm": ModelTraits(
+        ("dense_features", "bottom", "top", "interaction", "cross_layers", "cross_rank"),
+        "clicks",
+        lists_tables=True,
+        has_blocks=False,
+        template="a DLRM on click logs, to be planned and trained",
+    ),
+    "transformer": ModelTraits(_STREAM, "text"),
+    "llama": ModelTraits(
+        (*_STREAM, *_LLAMA, "hf_config"),
+        "text",
+        is_estimated=True,
+        divided_by=("tensor", "context", "sequence", *_DEGREES),
+        experts=LLAMA_EXPERTS,
+        template="a llama on text, to be planned and trained",
+    ),
+    "python": ModelTraits(
+        ("python", "arguments"),
+        "function",
+        is_estimated=True,
+        divided_by=("tensor", "parallelize_plan", *_DEGREES),
+        template="a module of your own, with a Python file to put it into",
+    ),
+    "tables": ModelTraits(
+        ("python", "arguments"),  # the dense part, to be traced
+        "none",
+        lists_tables=True,
+        has_blocks=False,
+        template="embedding tables alone, to be planned",
+    ),
+}
+IMPLIED: dict[str, ModelKind] = {"hf_config": "llama", "python": "python"}  # by a key alone
 
 
 class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,6 +167,11 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: LlamaShape | UnsetType = UNSET
 
     @property
+    def traits(self) -> ModelTraits:
+        """What holds of its kind."""
+        return KINDS[self.kind]
+
+    @property
     def name(self) -> str:
         """What people call the model: its function, its Hugging Face config, else its kind."""
         if self.python is not UNSET:
@@ -83,43 +184,34 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.kind
 
 
-_STREAM = ("layers", "dim", "heads", "ffn_dim", "vocab")
-_LLAMA = (
-    "kv_heads",
-    "head_dim",
-    "tied_embeddings",
-    "qk_norm",
-    "attention_bias",
-    "experts",
-    "experts_per_token",
-    "expert_ffn_dim",
-    "shared_ffn_dim",
-    "moe_layers",
-    *LATENT,
-)
-KEYS_OF_KIND: dict[ModelKind, tuple[str, ...]] = {
-    "dlrm": ("dense_features", "bottom", "top", "interaction", "cross_layers", "cross_rank"),
-    "transformer": _STREAM,
-    "llama": (*_STREAM, *_LLAMA, "hf_config"),
-    "python": ("python", "arguments"),
-    "tables": ("python", "arguments"),  # the dense part, to be traced
-}
-
-
 def with_kind(
-    model: dict[str, Any], where: str = "job", job_path: Path | None = None
+    model: dict[str, Any],
+    is_run: bool = True,
+    where: str = "job",
+    job_path: Path | None = None,
 ) -> dict[str, Any]:
-    """A decoded section with the kind that a key of one kind alone implies; a configuration of a
-    model that is built by a function of ours becomes a call of it."""
+    """A decoded section with the kind that its keys imply: tables alone where it has no others and
+    the job is not one that ``is_run``. A configuration of a model that is built by a function of
+    ours becomes a call of it."""
     if "kind" not in model and isinstance(model.get("hf_config"), str) and len(model) == 1:
         found = read_hf_config(_found(model["hf_config"], where, job_path))
         if isinstance(found, T5Shape):
             return {"kind": "python", "python": f"{OURS}t5:build", "arguments": _changed(found)}
-    if "kind" not in model and "hf_config" in model:
-        return {**model, "kind": "llama"}
-    if "kind" not in model and "python" in model:
-        return {**model, "kind": "python"}
-    return model
+    kind = next((IMPLIED[key] for key in IMPLIED if key in model), None)
+    if set(model) <= {"tables"} and not is_run:
+        kind = "tables"
+    return {"kind": kind, **model} if kind else model
+
+
+def as_function(model: ModelSection) -> ModelSection:
+    """What its function gives, alone."""
+    return ModelSection(kind=IMPLIED["python"], python=model.python, arguments=model.arguments)
+
+
+def traits_of(model: Any) -> ModelTraits | None:
+    """Those of a decoded section; None where it names no kind that there is."""
+    kind = model.get("kind", ModelSection().kind) if isinstance(model, dict) else None
+    return KINDS.get(kind) if isinstance(kind, str) else None
 
 
 def refuse_foreign_keys(model: ModelSection, where: str) -> None:
@@ -138,11 +230,11 @@ def refuse_foreign_keys(model: ModelSection, where: str) -> None:
 
 
 @cache
-def _kinds_of_keys() -> dict[str, tuple[list[ModelKind], Any]]:
+def _kinds_of_keys() -> dict[str, tuple[list[str], Any]]:
     """The kinds that a key of some belongs to, and what it is by default."""
-    found: dict[str, tuple[list[ModelKind], Any]] = {}
+    found: dict[str, tuple[list[str], Any]] = {}
     for field in msgspec.structs.fields(ModelSection):
-        kinds = [kind for kind, keys in KEYS_OF_KIND.items() if field.name in keys]
+        kinds = [kind for kind, traits in KINDS.items() if field.name in traits.keys]
         if kinds:
             found[field.name] = kinds, field.default
     return found
@@ -151,7 +243,7 @@ def _kinds_of_keys() -> dict[str, tuple[list[ModelKind], Any]]:
 def completed(model: ModelSection, where: str, job_path: Path | None) -> ModelSection:
     """The section with the shape of its llama; InputError where keys contradict one another."""
     refuse_foreign_keys(model, where)
-    if model.kind == "python" or model.python is not UNSET:
+    if model.traits.is_function or model.python is not UNSET:
         check_function(model.python, f"{where}: model.python", "a module")
     if model.interaction != "dcn":
         for name in ("cross_layers", "cross_rank"):
@@ -159,7 +251,7 @@ def completed(model: ModelSection, where: str, job_path: Path | None) -> ModelSe
                 remedy = 'Set model.interaction to "dcn", or leave it out.'
                 wanted = "no such key but for a cross network"
                 raise InputError(expected(f"{where}: model.{name}", wanted, str(value), remedy))
-    if model.kind != "llama":
+    if "hf_config" not in model.traits.keys:  # which a LlamaShape has no room for
         return model
     if model.hf_config is UNSET:
         shape = _llama_shape(model, where)

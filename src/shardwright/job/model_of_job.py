@@ -16,7 +16,6 @@ from shardwright.core.optimizers import TRAINED, UPDATED, trained
 from shardwright.core.recording import RecordedTable, Recording
 from shardwright.job.job import Job, memory_of, parallel_of, table_optimizer
 from shardwright.job.memory import MemorySection
-from shardwright.job.model import ESTIMATED
 from shardwright.job.parallel import ParallelSection
 
 # Of [memory] and [parallel], what a plan follows or what changes nothing in it.
@@ -61,7 +60,7 @@ def tables_of(job: Job, recording: Recording | None = None) -> tuple[TableSpec, 
     parameters, with every optimizer filled in."""
     if recording is not None and recording.tables:
         return tuple(_found(job, table) for table in recording.tables)
-    if job.model.kind == "tables":
+    if not job.model.traits.has_step:
         return tuple(
             msgspec.structs.replace(table, fqn=table.name, optimizer=table.optimizer or "none")
             for table in placed_tables(job)
@@ -82,15 +81,14 @@ def tables_of(job: Job, recording: Recording | None = None) -> tuple[TableSpec, 
 def early_tables(job: Job, model: ModelSpec) -> tuple[str, ...]:
     """Modules of tables whose lookups may begin with the forward: they are asked for what it is
     given, which a DLRM's are where every table is one of rows."""
-    if model.kind != "dlrm":
+    if not job.model.traits.reads_clicks:
         return (model.recording.early or ()) if model.recording else ()
     return model.step.lookups if all(kind_of(table) == "full" for table in job.tables) else ()
 
 
 def placed_tables(job: Job) -> tuple[TableSpec, ...]:
     """The tables that are placed: a job's, or what those of other kinds are made of."""
-    alone = job.model.kind == "tables"
-    bags = any(tables_of_bags(job)) if alone else reads_bags(job)
+    bags = reads_bags(job) if job.model.traits.has_step else any(tables_of_bags(job))
     return tuple(member for table in job.tables for member in members_of(table, bags=bags))
 
 
@@ -103,7 +101,7 @@ def key_of(job: Job, name: str, field: str) -> str:
 def rows_dtype(job: Job, table: TableSpec) -> str:
     """What a model is given a table's rows in: of a module of one's own what its units compute in,
     or what the embedding was made in."""
-    return (step_dtypes(job)[0] or table.dtype) if job.model.kind in ESTIMATED else "fp32"
+    return (step_dtypes(job)[0] or table.dtype) if job.model.traits.is_estimated else "fp32"
 
 
 def _found(job: Job, table: RecordedTable) -> TableSpec:
@@ -152,7 +150,7 @@ def tables_of_bags(job: Job) -> Iterator[str]:
 def step_dtypes(job: Job) -> tuple[str, str]:
     """What units compute in and what gradients are summed in; empty where each tensor keeps its
     own."""
-    if job.model.kind not in ESTIMATED:
+    if not job.model.traits.is_estimated:
         return "", ""
     section = memory_of(job)
     return section.param_dtype or "", section.reduce_dtype or ""
@@ -162,12 +160,12 @@ def check_model(job: Job) -> None:
     """InputError where the widths of a built-in model do not go together, or where no run has the
     optimizer."""
     trained(job.train.optimizer)
-    if job.model.kind == "transformer" and job.model.dim % job.model.heads:
+    if job.model.traits.reads_text and job.model.shape is UNSET and job.model.dim % job.model.heads:
         wanted = f"a divisor of model.dim = {job.model.dim}"
         raise InputError(expected("model.heads", wanted, str(job.model.heads)))
-    if job.model.kind == "dlrm":
+    if job.model.traits.reads_clicks:
         _check_dlrm(job)
-    if job.model.kind != "tables":
+    if job.model.traits.has_step:
         _check_steps(job)
 
 
@@ -189,14 +187,14 @@ def unplanned(job: Job) -> Iterator[tuple[str, str, str]]:
 
 def is_planned(job: Job) -> bool:
     """Whether a plan can follow all that the job asks for, or the job can have nothing else."""
-    return job.model.kind not in ESTIMATED or next(unplanned(job), None) is None
+    return not job.model.traits.is_estimated or next(unplanned(job), None) is None
 
 
 def _check_steps(job: Job) -> None:
     """Refuse what steps that are planned are not run with, by the key that asks for it."""
     for key, run, value in unplanned(job):
         remedy = ""
-        if job.model.kind in ESTIMATED:
+        if job.model.traits.is_estimated:
             remedy = "`shardwright memory` and `fit` estimate it without a plan."
         wanted = f"{run}, as steps of kind '{job.model.kind}' are planned and run"
         raise InputError(expected(key, wanted, value, remedy))

@@ -14,14 +14,21 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.errors import InputError, expected
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape, LossKind, check_local
-from shardwright.core.pipelining import chunk_count
+from shardwright.job.model import KINDS, ModelKind, ModelTraits
+from shardwright.job.pipelining import chunk_count
 
-LLAMA_EXPERTS = ("layers.*.moe.experts",)
 MAX_WORLD = 2**20  # ranks in a job whose memory is estimated
-# Degrees, and what says how they divide a model: of a llama alone, and of a user's module as well
-LLAMA_ONLY = ("context", "sequence")
-OF_EXPERTS = ("expert", "routing", "expert_load")
-OF_PIPELINES = ("pipeline", "schedule", "chunks")
+# Keys that divide only some kinds of models, in the order in which they are refused
+DIVIDING = (
+    "context",
+    "sequence",
+    "expert",
+    "routing",
+    "expert_load",
+    "pipeline",
+    "schedule",
+    "chunks",
+)
 DEGREES = ("context", "expert", "pipeline")
 # What a module of the user's own does in place of degrees that only a llama has.
 INSTEAD = {"context": "Give one rank's share of the sequence as batch.sequence."}
@@ -112,11 +119,9 @@ def fits(path: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def experts_of(section: ParallelSection, kind: str) -> tuple[str, ...]:
+def experts_of(section: ParallelSection, traits: ModelTraits) -> tuple[str, ...]:
     """Patterns of the modules that ``expert`` divides."""
-    if kind == "llama":
-        return LLAMA_EXPERTS
-    return tuple(
+    return traits.experts or tuple(
         name for name, style in (section.parallelize_plan or {}).items() if style == "expert"
     )
 
@@ -171,9 +176,9 @@ def degrees(
     )
 
 
-def check_parallel(section: ParallelSection, kind: str, where: str) -> None:
+def check_parallel(section: ParallelSection, kind: ModelKind, where: str) -> None:
     """Refuse keys that say nothing beside the others, or nothing about this ``kind`` of model."""
-    if kind == "tables":
+    if not KINDS[kind].has_step:
         raise InputError(expected(f"{where}: parallel", "no such section for kind 'tables'", "one"))
     _check_kind(section, kind, where)
     _check_tensor(section, kind, where)
@@ -198,11 +203,10 @@ def check_parallel(section: ParallelSection, kind: str, where: str) -> None:
     chunk_count(section.schedule, section.chunks if section.pipeline > 1 else None)
 
 
-def _check_kind(section: ParallelSection, kind: str, where: str) -> None:
+def _check_kind(section: ParallelSection, kind: ModelKind, where: str) -> None:
     """Refuse what does not divide this kind of model."""
-    none = {"llama": (), "python": LLAMA_ONLY}.get(kind, (*LLAMA_ONLY, *OF_EXPERTS, *OF_PIPELINES))
-    usual = ParallelSection()
-    for name in none:
+    usual, traits = ParallelSection(), KINDS[kind]
+    for name in (key for key in DIVIDING if key not in traits.divided_by):
         value, standard = getattr(section, name), getattr(usual, name)
         if value == standard:
             continue
@@ -211,22 +215,22 @@ def _check_kind(section: ParallelSection, kind: str, where: str) -> None:
         if name in DEGREES:
             wanted = f"1 for kind '{kind}'"
             remedy = "Only a llama is divided by it."
-            if kind == "python":
+            if traits.is_function:
                 remedy = f"{remedy} {INSTEAD[name]}"
         if name in ("pipeline", "expert"):
             remedy = "A llama is divided by it, or a module of your own."
         raise InputError(expected(spot, wanted, repr(value), remedy))
 
 
-def _check_tensor(section: ParallelSection, kind: str, where: str) -> None:
+def _check_tensor(section: ParallelSection, kind: ModelKind, where: str) -> None:
     """A llama is cut as TorchTitan does it, a module of the user's own as its job says."""
-    plan = section.parallelize_plan
-    if plan is not UNSET and kind != "python":
+    plan, traits = section.parallelize_plan, KINDS[kind]
+    if plan is not UNSET and "parallelize_plan" not in traits.divided_by:
         what = f"no such key for kind '{kind}'"
         raise InputError(expected(f"{where}: parallel.parallelize_plan", what, "one"))
-    if kind == "python":
+    if traits.is_function:
         _check_python(section, plan or {}, where)
-    elif section.tensor > 1 and kind != "llama":
+    elif section.tensor > 1 and "tensor" not in traits.divided_by:
         remedy = "A llama is divided by it, or a module of your own."
         found = str(section.tensor)
         raise InputError(

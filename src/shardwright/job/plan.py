@@ -18,7 +18,7 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.errors import MismatchError, check_type, expected
 from shardwright.core.footprint import Verdict, verdict_of
-from shardwright.core.grid import Grid
+from shardwright.core.layout import ReplicaGrid
 from shardwright.core.model import ModelSpec
 from shardwright.core.option import ShardRun
 from shardwright.core.placement import Placement, Replicate, Roles, TwoZeros, Zero
@@ -319,10 +319,10 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     @property
-    def grid(self) -> Grid:
+    def grid(self) -> ReplicaGrid:
         """The ranks as units that are not replicated lie on them."""
         degrees, twice = degrees_of(self.job, self.world_size), memory_of(self.job).twice
-        return Grid(degrees.data_replicate, degrees.data_shard, twice)
+        return ReplicaGrid(degrees.data_replicate, degrees.data_shard, twice)
 
     @property
     def _cast(self) -> set[str]:

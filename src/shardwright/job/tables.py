@@ -26,7 +26,7 @@ from shardwright.core.kinds import (
 from shardwright.core.model import KindName, TableSpec
 from shardwright.core.sharding import traits
 from shardwright.core.tensor import element_bytes
-from shardwright.job.model import WITHOUT_TABLES
+from shardwright.job.model import KINDS, ModelKind
 from shardwright.job.planner import ConstraintsSection, PlannerSection
 
 MAX_ROWS = 2**40
@@ -88,12 +88,12 @@ def _with_pooling_factors(entry: Any) -> Any:
     return entry
 
 
-def check_tables(tables: tuple[TableSpec, ...], where: str, kind: str) -> None:
+def check_tables(tables: tuple[TableSpec, ...], where: str, kind: ModelKind) -> None:
     """Raise InputError at the first table that cannot be in a model of this ``kind``.
 
     A dlrm names modules after its tables, so their names are plain; dense models have none.
     """
-    if kind in WITHOUT_TABLES:
+    if not KINDS[kind].lists_tables:
         if tables:
             wanted = f"none for a {kind}"
             raise InputError(expected(f"{where}: tables", wanted, f"{len(tables)}"))
@@ -102,7 +102,7 @@ def check_tables(tables: tuple[TableSpec, ...], where: str, kind: str) -> None:
         raise InputError(expected(f"{where}: tables", "at least one [[tables]] entry", "none"))
     names: set[str] = set()
     for index, table in enumerate(tables):
-        _check_name(f"{where}: tables[{index}]", table.name, names, kind == "dlrm")
+        _check_name(f"{where}: tables[{index}]", table.name, names, KINDS[kind].reads_clicks)
         names.add(table.name)
         _check_table(f"{where}: tables[{index}] '{table.name}'", table)
 
@@ -128,12 +128,12 @@ def with_kinds(
     embeddings: EmbeddingsSection | UnsetType,
     planner: PlannerSection,
     where: str,
-    model: str,
+    model: ModelKind,
 ) -> tuple[TableSpec, ...]:
     """The tables with the kinds that they or ``embeddings`` give them; InputError for what no
     ``model`` has, and for what nothing would read."""
     section, kinds = embeddings_of(embeddings), planner.kinds
-    if model in WITHOUT_TABLES and not (embeddings is UNSET and kinds is UNSET):
+    if not KINDS[model].lists_tables and not (embeddings is UNSET and kinds is UNSET):
         key = "planner.kinds" if embeddings is UNSET else "embeddings"
         wanted = f"none for a {model}, which has no [[tables]]"
         raise InputError(expected(f"{where}: {key}", wanted, "some"))
@@ -160,7 +160,7 @@ def with_kinds(
             check_settled(table, spot)
         if is_packed(table):
             _check_packed(table, planner, model, spot)
-        if model == "tables" and dense_of(table):
+        if not KINDS[model].has_step and dense_of(table):
             wanted = "a kind made of tables alone, for there is no dense part that is planned"
             remedy = "Name a [model] to train, or plan the table full."
             raise InputError(expected(f"{spot}.kind", wanted, repr(kind_of(table)), remedy))
@@ -171,10 +171,10 @@ def with_kinds(
     return given
 
 
-def _check_packed(table: TableSpec, planner: PlannerSection, model: str, spot: str) -> None:
+def _check_packed(table: TableSpec, planner: PlannerSection, model: ModelKind, spot: str) -> None:
     """Refuse rows of bytes where they would be trained, and where costs do not know them."""
     kind = kind_of(table)
-    if model != "tables":
+    if KINDS[model].has_step:
         wanted = "a kind that is trained"
         remedy = "Train it full; shardwright.train.serving packs the rows of a checkpoint."
         raise InputError(expected(f"{spot}.kind", wanted, f"'{kind}', for inference", remedy))

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.pipelining.schedules import named
 from shardwright.job.imported import Document, Imported, Keys
+from shardwright.job.pipelining import named
 
 
 def _sizes(

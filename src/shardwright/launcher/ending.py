@@ -1,32 +1,232 @@
-"""From the end of a launched run to its outcome: code, reason, and every rank's last word."""
+"""From the end of a launched run to its outcome: code, reason, and every rank's last word.
+
+The ``code`` of ``outcome.json`` is what the ``train`` command exits with (see
+:mod:`shardwright.core.errors`).
+"""
+
+# When one rank dies all others fail within moments, and theirs is the louder message. So the order
+# of blame is fixed: an error of its own, then a process that is gone without a word, then one
+# asked to stop, then the one the others wait for; who only lost its peers comes last. It is
+# decided from values alone (no clock, no process), which is what makes it testable. outcome.json
+# is the launcher's, since rank 0 may be the one that died; torchrun's own code is always 0 or 1.
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final, Literal
 
+import msgspec
+
+from shardwright.core.document import decode_json
 from shardwright.core.errors import (
     EXIT_BUG,
+    EXIT_INPUT,
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_PREEMPTED,
     EXIT_RUN_FAILED,
+    InputError,
     expected,
 )
-from shardwright.core.exhausted import address_space, words_of_memory
+from shardwright.launcher.exhausted import address_space, words_of_memory
 from shardwright.launcher.folder import log_file
-from shardwright.launcher.outcome import OUTCOME_SCHEMA, STOPPED, Outcome, RankOutcome
-from shardwright.launcher.verdict import (
-    Verdict,
-    blame,
-    exit_code,
-    last_words,
-    naming,
-    reason,
+from shardwright.launcher.heartbeat import STOPPED, Beat, RankOutcome
+from shardwright.launcher.watch import RankView, RunWatch
+
+Kind = Literal["error", "lost", "stopped", "stalled"]
+
+_SUDDEN: Final = 1.0  # a rank that moved in its last second did not hang
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """Which ranks are to blame, and for what kind of end; ``waited``: the quietest second."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    waited: float = 0.0
+
+
+def blame(views: Sequence[RankView]) -> Blame | None:
+    """The verdict over ranks of a run in trouble; None when every rank finished."""
+    running = [view for view in views if not view.finished]
+    for kind, guilty in _ORDER:
+        if found := guilty(running):
+            ranks = tuple(sorted(view.rank for view in found))
+            return Blame(kind, ranks, max(view.quiet for view in found))
+    return None
+
+
+def _with_an_error(running: Sequence[RankView]) -> list[RankView]:
+    """The rank that reported an error of its own first, and those that reported the same."""
+    errors = [view for view in running if view.ended_as("failed") and not view.lost_its_peers]
+    if not errors:
+        return []
+    first = min(errors, key=lambda view: (view.spoke, view.rank))
+    return [view for view in errors if view.message == first.message]
+
+
+def _gone(running: Sequence[RankView]) -> list[RankView]:
+    """Ranks that ended without a word."""
+    return [view for view in running if view.lost]
+
+
+def _stopped_at_work(running: Sequence[RankView]) -> list[RankView]:
+    """All suspects, if every one was asked to stop and one of them was not hanging: it moved just
+    before, or has more to tell than that, for what it saved may have taken long."""
+    suspects = _suspects(running)
+    worked = any(view.quiet < _SUDDEN or view.message != STOPPED for view in suspects)
+    return suspects if worked and all(view.ended_as("stopped") for view in suspects) else []
+
+
+def _frozen(running: Sequence[RankView]) -> list[RankView]:
+    """Ranks whose process is stopped, as by SIGSTOP."""
+    return [view for view in _suspects(running) if view.process == "stopped"]
+
+
+def _behind(running: Sequence[RankView]) -> list[RankView]:
+    """Ranks that have begun the fewest collectives: the others wait for them."""
+    fewest = min((view.sequence for view in running), default=None)
+    suspects = _suspects(running)
+    return [view for view in suspects if view.sequence == fewest] or suspects
+
+
+def _suspects(running: Sequence[RankView]) -> list[RankView]:
+    """Ranks that did not merely lose their peers; all, if every one did."""
+    return [view for view in running if not view.lost_its_peers] or list(running)
+
+
+_ORDER: Final[tuple[tuple[Kind, Callable[[Sequence[RankView]], list[RankView]]], ...]] = (
+    ("error", _with_an_error),
+    ("lost", _gone),
+    ("stopped", _stopped_at_work),
+    ("stalled", _frozen),
+    ("stalled", _behind),
 )
-from shardwright.launcher.watch import RankView, Watch
+
+
+def exit_code(
+    verdict: Blame, views: Mapping[int, RankView], exits: Mapping[int, int], words: str
+) -> int:
+    """The run's exit code. ``exits``: rank -> exit code where torchrun reported it; ``words``: what
+    the blamed rank left on its stderr."""
+    first = views[verdict.ranks[0]]
+    if verdict.kind in ("error", "stopped") and first.status is not None:
+        return first.status.code or EXIT_PREEMPTED
+    if verdict.kind == "lost" and first.beat is None and words and not words_of_memory(words):
+        return _code_of_a_start_that_failed(exits.get(first.rank, EXIT_BUG))
+    return EXIT_RUN_FAILED
+
+
+def _code_of_a_start_that_failed(code: int) -> int:
+    """Of a worker that never lived: bad input has its own code, another code is our bug."""
+    if code == EXIT_INPUT:
+        return EXIT_INPUT
+    return EXIT_BUG if code > 0 else EXIT_RUN_FAILED
+
+
+def reason(
+    verdict: Blame, views: Mapping[int, RankView], exits: Mapping[int, int], words: str
+) -> str:
+    """One line that names the ranks, the step and the phase."""
+    first = views[verdict.ranks[0]]
+    who = naming(verdict.ranks)
+    if verdict.kind in ("error", "stopped"):
+        assert first.status is not None
+        return f"{who}: {first.status.message}{_at(first.status)}"
+    tail = f": {words}" if words else ""
+    if verdict.kind == "lost":
+        when = "before a sign of life" if first.beat is None else _without_a_word(first.beat)
+        return f"{who} died {when}{_cause(exits.get(first.rank))}{tail}"
+    others = tuple(sorted(set(views) - set(verdict.ranks)))
+    waited = f"; {naming(others)} waited" if others else ""
+    how = " (the process is stopped)" if first.process == "stopped" else ""
+    seconds = f"for {verdict.waited:.0f} s{how}"
+    if first.beat is None:
+        return f"{who} showed no sign of life {seconds}{waited}{tail}"
+    return f"{who} made no progress {seconds}; {_standstill(first.beat)}{waited}"
+
+
+def naming(ranks: Sequence[int]) -> str:
+    """``rank 1``, ``ranks 0, 2``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _without_a_word(beat: Beat) -> str:
+    at = beat.phase if beat.step is None else f"step {beat.step} in {beat.phase}"
+    return f"without a word at {at}"
+
+
+def _standstill(beat: Beat) -> str:
+    step = "" if beat.step is None else f"step {beat.step}, "
+    return f"{step}{beat.phase}, collective {beat.sequence}"
+
+
+def _at(status: RankOutcome) -> str:
+    if status.step is None or f"step {status.step}" in status.message:
+        return ""
+    return f" (step {status.step}, {status.phase})"
+
+
+def _cause(code: int | None) -> str:
+    if code is None:
+        return ""
+    if code >= 0:
+        return f" (exit code {code})"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = "unknown"
+    memory = "; the system does so when memory runs out" if -code == signal.SIGKILL else ""
+    return f" (killed by signal {-code}, {name}{memory})"
+
+
+_NOISE = re.compile(r"^(\^+|~+|[-=*]{3,}|File \".*|Traceback .*|.*Warning: .*|warnings\.warn.*)$")
+
+
+def last_words(log: str) -> str:
+    """The last line of a log that says something; empty when none does."""
+    lines = [line.strip() for line in log.splitlines()]
+    said = [line for line in lines if line and not _NOISE.match(line)]
+    return said[-1] if said else ""
+
+
+OUTCOME_SCHEMA: Final = "shardwright.outcome/1"
+
+
+class RunOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run's end, in one value.
+
+    ``reason`` is one line, ready to print. ``step`` is the last step any rank reached.
+    ``seconds`` is wall time from the start of torchrun to the end of the last process.
+    """
+
+    schema: Literal["shardwright.outcome/1"]
+    code: int
+    reason: str
+    step: int | None
+    world_size: int
+    ranks: tuple[RankOutcome, ...]
+    command: tuple[str, ...]
+    seconds: float
+    versions: dict[str, str]
+
+
+def encode_outcome(outcome: RunOutcome) -> bytes:
+    """Indented JSON with a final newline."""
+    return msgspec.json.format(msgspec.json.encode(outcome), indent=2) + b"\n"
+
+
+def decode_outcome(data: bytes, where: str = "outcome.json") -> RunOutcome:
+    """The inverse of :func:`encode_outcome`; ``where`` names the file in the InputError."""
+    try:
+        return decode_json(data, RunOutcome)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(expected(where, f"JSON of {OUTCOME_SCHEMA}", str(error))) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +243,8 @@ class End:
 
 
 def outcome_of(
-    end: End, watch: Watch, command: tuple[str, ...], seconds: float, versions: dict[str, str]
-) -> Outcome:
+    end: End, watch: RunWatch, command: tuple[str, ...], seconds: float, versions: dict[str, str]
+) -> RunOutcome:
     """Call it when every process has ended: the logs are complete then."""
     log = _text(watch.folder / "torchrun.log")
     exits = watch.exits(log)
@@ -67,12 +267,12 @@ def outcome_of(
     ranks = tuple(_last_word(view, verdict, why, exits) for view in final)
     steps = [rank.step for rank in ranks if rank.step is not None]
     step = max(steps, default=None)
-    return Outcome(
+    return RunOutcome(
         OUTCOME_SCHEMA, code, why, step, watch.world_size, ranks, command, seconds, versions
     )
 
 
-def _verdict(end: End, exits: Mapping[int, int]) -> Verdict | None:
+def _verdict(end: End, exits: Mapping[int, int]) -> Blame | None:
     """None when only torchrun's own end is known."""
     views = end.views
     if end.torchrun is not None:
@@ -88,7 +288,7 @@ def _verdict(end: End, exits: Mapping[int, int]) -> Verdict | None:
 
 
 def _judged(
-    verdict: Verdict | None, end: End, watch: Watch, exits: dict[int, int], log: str
+    verdict: Blame | None, end: End, watch: RunWatch, exits: dict[int, int], log: str
 ) -> tuple[int, str]:
     place = _see(watch)
     if verdict is None:
@@ -113,9 +313,11 @@ def _judged(
     return exit_code(verdict, views, exits, words), why
 
 
-def _first_to_go(verdict: Verdict, exits: Mapping[int, int], views: Sequence[RankView]) -> Verdict:
+def _first_to_go(verdict: Blame, exits: Mapping[int, int], views: Sequence[RankView]) -> Blame:
     """Of ranks without a word: those torchrun did not end itself, if any are known. One of them may
     not have been seen to go before those that it took along."""
+    # torchrun ends the others with SIGTERM once one has failed: a rank with that code is a
+    # consequence.
     ended = {-signal.SIGTERM, 0}
     silent = [view.rank for view in views if view.status is None]
     for ranks in (verdict.ranks, silent):
@@ -161,7 +363,7 @@ def _in_order(view: RankView) -> bool:
 
 
 def _last_word(
-    view: RankView, verdict: Verdict | None, why: str, exits: dict[int, int]
+    view: RankView, verdict: Blame | None, why: str, exits: dict[int, int]
 ) -> RankOutcome:
     blamed = verdict is not None and view.rank in verdict.ranks
     if view.status is not None and not (blamed and verdict and verdict.kind == "stalled"):
@@ -180,7 +382,7 @@ def _last_words(log: str) -> str:
     return f"memory could not be had: {lacking}{address_space()}" if lacking else last_words(log)
 
 
-def _see(watch: Watch) -> str:
+def _see(watch: RunWatch) -> str:
     return f"(see {watch.folder / 'torchrun.log'})"
 
 

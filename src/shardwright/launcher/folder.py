@@ -1,5 +1,10 @@
 """The run folder: what its files are called, and which of them a run writes over."""
 
+# Names of files follow from the rank and stand here alone: what a run writes is also what the next
+# one clears away, and what check_inputs keeps a user's files from. A name that is written
+# elsewhere and missing here would either survive into the next run's results or overwrite an
+# input.
+
 from __future__ import annotations
 
 import fcntl
@@ -9,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from shardwright.core.document import same_file
 from shardwright.core.errors import InputError, expected
-from shardwright.core.outputs import same_file
 
 REMEDY = "Choose another train.out."
 MARK: Final = "SHARDWRIGHT_RUN"  # environment variable with the number of the run, if launched
@@ -109,6 +114,7 @@ def is_going_on(folder: Path) -> bool:
     except OSError:
         return False
     try:
+        # Shared, so that two reports that look at once do not take each other for a run.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True

@@ -1,8 +1,13 @@
-"""A rank's heartbeat: 64 bytes of shared memory that say where it is and that it moves.
+"""What a rank shows of itself: a heartbeat while it works, and a last word when it ends.
 
-A file in the run folder, so it survives the death of either side and needs no thread, socket or
-import of torch. The rank writes, the launcher reads.
+The heartbeat is 64 bytes of shared memory that say where it is and that it moves. The last word
+is ``rank-R.status.json``. The rank writes, the launcher reads.
 """
+
+# A file that both sides map: it outlives either side, needs no thread that a busy interpreter
+# could starve and no socket that a firewall could block, and costs a microsecond before each
+# collective. It is complete before it gets its name, and read until two reads agree, for writes
+# are not atomic.
 
 from __future__ import annotations
 
@@ -12,10 +17,13 @@ import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
+
+import msgspec
 
 from shardwright.core import timeline
-from shardwright.launcher.folder import heartbeat_file
+from shardwright.core.document import decode_json, write_atomically
+from shardwright.launcher.folder import heartbeat_file, status_file
 
 PHASES: Final = (*timeline.PHASES, "evaluate", "done")
 _INDEX: Final = {phase: index for index, phase in enumerate(PHASES)}
@@ -58,6 +66,8 @@ class Heartbeat:
     def create(cls, folder: Path, rank: int) -> Heartbeat:
         """Make ``rank-R.pulse`` anew, complete from the first moment it can be seen."""
         path = heartbeat_file(folder, rank)
+        # Under another name first: the launcher may look at any moment, and must not read half a
+        # header.
         fresh = path.with_name(f"{path.name}.{os.getpid()}")
         beat = _BEAT.pack(_NO_STEP, 0, 0, time.monotonic())
         fresh.write_bytes((_HEAD.pack(_MAGIC, os.getpid(), 0) + beat).ljust(_SIZE, b"\0"))
@@ -110,3 +120,39 @@ def _unpack(data: bytes) -> Beat | None:
     if magic != _MAGIC or not 0 <= index < len(PHASES):
         return None
     return Beat(pid, None if step == _NO_STEP else step, sequence, PHASES[index], at)
+
+
+STOPPED: Final = "stopped by SIGTERM"  # of a rank that ended at once
+
+State = Literal["finished", "failed", "lost", "stopped"]
+
+
+class RankOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank's end.
+
+    ``finished``: the work was done. ``failed``: the rank reported an error of its own, or
+    (``peer`` true) it failed only because another one did. ``lost``: it ended, or hung, without
+    a word. ``stopped``: it was asked to end. ``code`` is the rank's exit code, minus the signal
+    number where a signal is known to have killed it, None where nobody knows.
+    """
+
+    rank: int
+    state: State
+    code: int | None
+    step: int | None
+    phase: str | None
+    message: str
+    peer: bool = False
+
+
+def write_status(folder: Path, status: RankOutcome) -> None:
+    """A worker's last word, written just before it exits."""
+    write_atomically(status_file(folder, status.rank), msgspec.json.encode(status))
+
+
+def read_status(folder: Path, rank: int) -> RankOutcome | None:
+    """None when the rank has not spoken its last word, or not one that can be read."""
+    try:
+        return decode_json(status_file(folder, rank).read_bytes(), RankOutcome)
+    except (OSError, msgspec.DecodeError):
+        return None

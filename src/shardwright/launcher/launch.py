@@ -10,6 +10,12 @@ In the run folder: ``outcome.json``, ``torchrun.log``, the workers' output under
 ``rank-R.pulse`` and ``rank-R.status.json`` (see :mod:`shardwright.launcher.worker`).
 """
 
+# No process may be left, whatever happens: one that is would hold a device, a port or the folder,
+# and the next run fails for no visible reason. So a run has a number that every process of it
+# carries in its environment, the launcher holds a lock that ends with it, and workers that see the
+# lock go end by themselves. Nothing listens outside of loopback, for whoever reaches such a port
+# is a rank.
+
 from __future__ import annotations
 
 import contextlib
@@ -34,7 +40,7 @@ from typing import Final, TextIO
 
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import InputError, RunError, expected
-from shardwright.launcher.ending import End, outcome_of, without_folder
+from shardwright.launcher.ending import End, RunOutcome, encode_outcome, outcome_of, without_folder
 from shardwright.launcher.folder import (
     LONGEST_MARK,
     MARK,
@@ -44,10 +50,8 @@ from shardwright.launcher.folder import (
     outcome_file,
     progress_file,
 )
-from shardwright.launcher.outcome import Outcome, encode_outcome
-from shardwright.launcher.processes import end_run, run_processes
 from shardwright.launcher.progress import ProgressReader, Writer, writer_for
-from shardwright.launcher.watch import Watch, in_trouble
+from shardwright.launcher.watch import RunWatch, end_run, in_trouble, run_processes
 
 _TICK: Final = 0.1
 _LISTEN: Final = 0.5  # after the first sign of trouble: what the others have to say
@@ -123,7 +127,7 @@ def loopback_environment(world_size: int) -> dict[str, str]:
 
 def launch(
     request: Launch, stream: TextIO | None = None, prepare: Callable[[], None] | None = None
-) -> Outcome:
+) -> RunOutcome:
     """Run to the end, whatever that is; ``outcome.json`` is written and no process is left.
 
     Ends within ``timeout`` (or ``setup_timeout``, ``stop_grace``) and about 10 s more. Ctrl-C
@@ -143,7 +147,7 @@ def launch(
 
 def _launched(
     request: Launch, stream: TextIO, mark: str, caught: list[int], is_there: Callable[[], bool]
-) -> Outcome:
+) -> RunOutcome:
     """Start torchrun in a folder that is held, and see it to its end."""
     if not is_there():
         raise RunError(without_folder(request.folder, " before it began"))
@@ -162,7 +166,7 @@ def _launched(
             stderr=log,
             start_new_session=True,
         )
-    watch = Watch(
+    watch = RunWatch(
         request.folder, request.world_size, torchrun, mark, in_one_process=request.in_one_process
     )
     try:
@@ -184,7 +188,7 @@ def _launched(
 
 def _watched(
     request: Launch,
-    watch: Watch,
+    watch: RunWatch,
     caught: list[int],
     display: Writer,
     is_there: Callable[[], bool],
@@ -192,6 +196,9 @@ def _watched(
     """Wait for the end, and see to it that it is one."""
     progress = ProgressReader(request.folder)
     listen_by = leave_by = float("inf")
+    # One rank's error makes others fail, and the first to be seen need not be the first that
+    # failed: a moment is left for last words (_LISTEN) before blame is decided on what was seen by
+    # then.
     while True:
         views = watch.look()
         for entry in progress.new():
@@ -212,10 +219,12 @@ def _watched(
     return _end(request, watch, caught, gone=not is_there())
 
 
-def _end(request: Launch, watch: Watch, caught: list[int], *, gone: bool = False) -> End:
+def _end(request: Launch, watch: RunWatch, caught: list[int], *, gone: bool = False) -> End:
     stopped_by = caught[0] if caught else None
     code = watch.torchrun.poll()
     views = watch.look()
+    # None where a rank failed: torchrun is then closing the run by itself, and its log is to say
+    # which.
     first, grace = None, _GRACE
     if stopped_by is not None:
         first = signal.SIGINT if stopped_by == signal.SIGINT else signal.SIGTERM
@@ -274,6 +283,8 @@ def _take_over(folder: Path, descriptor: int, mark: str) -> None:
 
     There are some if its launcher was killed a moment ago. InputError: they do not end.
     """
+    # The lock is free, so its launcher is dead; its workers may live for another moment, and would
+    # write into files of this run. The new number makes them end, and they are waited for.
     before = os.pread(descriptor, LONGEST_MARK, 0)
     if before and not re.fullmatch(rb"[0-9a-f]{12}", before):
         path = str(lock_file(folder))

@@ -3,6 +3,9 @@
 A bar for people at a terminal, sparse lines for logs.
 """
 
+# A rank only appends lines, opened and closed each time: where a rank is killed, or the folder is
+# moved, nothing is left half written but the last line, which readers pass over.
+
 from __future__ import annotations
 
 import os
@@ -109,6 +112,8 @@ def so_far(folder: Path, most: int = 1000) -> SoFar | None:
                 step, steps, seen = entry.step, entry.steps, seen + 1
                 if seen % stride == 0:
                     points.append((step, entry.loss))
+                # Every other point goes and the stride doubles, so that a run of any length is read
+                # in one pass and keeps at most `most` points, evenly apart.
                 if len(points) > most:
                     points, stride = points[1::2], 2 * stride
     except OSError:

@@ -15,6 +15,10 @@ It shows a heartbeat, ends soon after its launcher is gone, and leaves its last 
     sys.exit(run_worker(folder, rank, body))
 """
 
+# A rank tells how it ended, because torchrun turns every code into 1 and its summary names whoever
+# exits first. Whether an error is a peer's is read off its text: gloo and NCCL have no types for
+# it, and the phrases differ between versions, so new ones are added below rather than guessed at.
+
 from __future__ import annotations
 
 import fcntl
@@ -41,10 +45,9 @@ from shardwright.core.errors import (
     ShardwrightError,
     StoppedError,
 )
-from shardwright.core.exhausted import address_space, out_of_memory
+from shardwright.launcher.exhausted import address_space, out_of_memory
 from shardwright.launcher.folder import LONGEST_MARK, MARK, lock_file, log_file
-from shardwright.launcher.heartbeat import Heartbeat
-from shardwright.launcher.outcome import STOPPED, RankOutcome, State, write_status
+from shardwright.launcher.heartbeat import STOPPED, Heartbeat, RankOutcome, State, write_status
 
 
 def guard_parent(folder: Path, interval: float = 0.5) -> None:
@@ -105,6 +108,8 @@ def run_worker(folder: Path, rank: int, body: Body, others: Mapping[int, Body] =
     """
     if sys.flags.safe_path:  # a user's module may import others of the folder later, after ours
         sys.path.append(os.getcwd())
+    # First of all a sign of life and the guard: an import of torch may take a minute, in which the
+    # launcher may die.
     heartbeat = Heartbeat.create(folder, rank)
     guard_parent(folder)
     signal.signal(signal.SIGTERM, _stop)

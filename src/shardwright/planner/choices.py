@@ -13,13 +13,13 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.option import Option
-from shardwright.cost.additive import SHARDING_TYPES as ADDITIVE_TYPES
 from shardwright.job.job import Job
 from shardwright.planner import profiles
 from shardwright.planner.choice import Choice
 from shardwright.planner.exclusion import Rules, check_limits, replica_of, uncut_columns
 from shardwright.planner.options import SLOW_KERNELS, runnable_options, wide_options
 from shardwright.planner.pricing import additive, native
+from shardwright.planner.pricing.additive import SHARDING_TYPES as ADDITIVE_TYPES
 from shardwright.planner.pricing.evaluate import PricingContext
 
 MAX_SHARDS = 3_000_000  # to list (like neighbours are one) or, in the finest cuts, to place: 1 GiB
@@ -194,7 +194,7 @@ def price(job: Job, context: PricingContext, cases: Sequence[Case]) -> list[Choi
         case "additive":
             return additive.price(context, cases)
         case "cluster":
-            return native.price(context, cases, exchange=job.model.kind == "tables")
+            return native.price(context, cases, exchange=not job.model.traits.has_step)
 
 
 def offers_slow(model: ModelSpec, job: Job, cluster: Cluster) -> bool:

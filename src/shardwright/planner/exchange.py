@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwright.core.batch import Batch, distinct_rows, expected_distinct, feature_batches, lookups
-from shardwright.core.block import GroupKey
+from shardwright.core.block import GroupKey, counted_dim
 from shardwright.core.model import DENSE, ON_DISK, ModelSpec, TableSpec
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.schedule import replicas_ride
@@ -271,11 +271,12 @@ def _features(table: TableSpec, batch: Batch) -> Iterator[tuple[float, float, in
 def _key(
     table: TableSpec, width: int, kernel: str, *, replicated: bool = False, dedup: bool = False
 ) -> GroupKey:
-    return GroupKey.of(
+    optimizer = table.optimizer or "sgd"
+    return GroupKey(
         width,
-        table.optimizer or "sgd",
+        optimizer,
         table.dtype,
-        table.dim,
+        counted_dim(table.dim, width, optimizer),
         on_disk=kernel == ON_DISK,
         by_rows=replicated and kernel != DENSE,
         dedup=dedup,

@@ -13,7 +13,6 @@ from shardwright.core.model import DENSE, ON_DISK, QUANTIZED, ComputeKernel, Tab
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.option import DEFAULT_MIN_PARTITION, column_width
 from shardwright.core.sharding import TYPES, traits
-from shardwright.cost.additive import SHARDING_TYPES as ADDITIVE_TYPES
 from shardwright.job.job import Job
 from shardwright.job.model_of_job import key_of
 from shardwright.planner import profiles
@@ -23,6 +22,7 @@ from shardwright.planner.options import (
     is_quantized,
     replica_kernel,
 )
+from shardwright.planner.pricing.additive import SHARDING_TYPES as ADDITIVE_TYPES
 from shardwright.planner.pricing.evaluate import PricingContext
 
 CPU_KERNELS = ("fused", DENSE)

@@ -252,7 +252,7 @@ def reservation_kind(job: Job) -> str:
     given = job.planner.reservation.kind
     if given is not None:
         return given
-    if job.model.kind != "tables":
+    if job.model.traits.has_step:
         return "traced"
     return "heuristic" if job.planner.constants == "torchrec-1.9" else "none"
 

@@ -24,13 +24,12 @@ from shardwright.job.job import (
     with_checkpointing,
     with_memory,
 )
-from shardwright.job.memory import HAVE_BLOCKS
 from shardwright.job.plan import Tried
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.problem import Problem, make_problem, reserve
 from shardwright.planner.search.bound import ROUNDING
-from shardwright.planner.search.least import fits_somehow, least_memory
 from shardwright.planner.search.watch import Watch
+from shardwright.planner.search.widening import fits_somehow, least_memory
 from shardwright.planner.sharing import Sharing, with_sharing
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found, ModelOf
@@ -262,7 +261,7 @@ def _checkpointing(attempt: _Try) -> str:
     """The first policy that the job does not allow with which a plan fits."""
     job = attempt.job
     repeats = any(unit.series for unit in attempt.problem.model.units)
-    if job.model.kind not in HAVE_BLOCKS or not repeats:
+    if not job.model.traits.has_blocks or not repeats:
         return ""
     for policy in (name for name in CHOSEN_FROM if name not in checkpointing_of(job)):
         what = f"checkpointing '{policy}'"

@@ -82,7 +82,7 @@ class StepDraft(Draft):
         exchange, and stages without parameters."""
         values = self.problem.values
         totals = {}
-        if self.model.reads_clicks:
+        if self.problem.job.model.traits.reads_clicks:  # line by line
             totals["load"] = self.problem.batch.size * values["parse_cost"]
         requests = math.fsum(placed.choice.everywhere for placed in self.tables)
         if requests:

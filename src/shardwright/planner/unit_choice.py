@@ -10,8 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardwright.core.block import Block
-from shardwright.core.grid import Grid
-from shardwright.core.layout import UnitLayout, unit_layout
+from shardwright.core.layout import ReplicaGrid, UnitLayout, unit_layout
 from shardwright.core.model import UnitSpec
 from shardwright.core.optimizer_states import Elements
 from shardwright.core.optimizers import OPTIMIZERS, OptimizerName
@@ -22,7 +21,7 @@ from shardwright.cost import dense, optimizer
 from shardwright.cost.pipeline import ComputeSeconds, UnitSeconds
 from shardwright.job.memory import Offload
 
-ALONE = Grid()
+ALONE = ReplicaGrid()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +48,9 @@ class DenseContext:
     twice: bool = False
 
     @property
-    def grid(self) -> Grid:
+    def grid(self) -> ReplicaGrid:
         """The ranks as units that are not replicated lie on them."""
-        return Grid(self.replicas, self.ranks // self.replicas, self.twice)
+        return ReplicaGrid(self.replicas, self.ranks // self.replicas, self.twice)
 
     @property
     def shards_local(self) -> int | None:
@@ -111,7 +110,7 @@ class UnitChoice:
     offloaded: bool = False
     away: bool = False
     cast: bool = False
-    grid: Grid = ALONE
+    grid: ReplicaGrid = ALONE
 
     @property
     def replicated(self) -> bool:
@@ -280,7 +279,7 @@ def unit_choices(
         """Kept whole after a forward, and if it can be resharded."""
         moved = {tensor.dtype for tensor in unit.tensors} if offloaded else cast
         sharded = isinstance(placement, Flat)
-        grid = context.grid if sharded else Grid(1, context.ranks)
+        grid = context.grid if sharded else ReplicaGrid(1, context.ranks)
         layout = unit_layout(
             unit.tensors,
             placement,
@@ -321,7 +320,7 @@ def _spent(
     kind: OptimizerName,
     sizes: tuple[int, int, int],
     context: DenseContext,
-    grid: Grid,
+    grid: ReplicaGrid,
     *,
     sharded: bool,
     stays: bool,

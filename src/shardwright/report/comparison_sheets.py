@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwright.core.measurement import Comparison, Line
+from shardwright.core.measurement import ComparedNumber, Comparison
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.timeline import BESIDE, PHASES, category
 from shardwright.job.plan import Plan
@@ -100,8 +100,8 @@ def uncalibrated(comparison: Comparison, plan: Plan) -> bool:
     return times is not None and not times.held and plan.job.cluster.measured is None
 
 
-def _by_rank(lines: Iterable[Line]) -> dict[int, list[Line]]:
-    found: dict[int, list[Line]] = {}
+def _by_rank(lines: Iterable[ComparedNumber]) -> dict[int, list[ComparedNumber]]:
+    found: dict[int, list[ComparedNumber]] = {}
     for line in lines:
         found.setdefault(line.rank, []).append(line)
     return found
@@ -114,7 +114,7 @@ def failures(comparison: Comparison) -> tuple[str, ...]:
 
 def exact_sheet(comparison: Comparison) -> Sheet:
     """Bytes of each exact kind per rank; ranks with the same figures share their rows."""
-    by_rank: dict[int, dict[str, list[Line]]] = {}
+    by_rank: dict[int, dict[str, list[ComparedNumber]]] = {}
     for line in comparison.exact:
         by_rank.setdefault(line.rank, {}).setdefault(line.kind, []).append(line)
     alike: dict[tuple[tuple[str, ...], ...], list[int]] = {}
@@ -137,7 +137,7 @@ def exact_sheet(comparison: Comparison) -> Sheet:
     )
 
 
-def _exact_row(kind: str, lines: list[Line]) -> tuple[str, ...]:
+def _exact_row(kind: str, lines: list[ComparedNumber]) -> tuple[str, ...]:
     wrong = sum(not _equal(line) for line in lines)
     predicted = [line.predicted for line in lines if line.predicted is not None]
     measured = [line.measured for line in lines if line.measured is not None]
@@ -199,7 +199,7 @@ def peaks_sheet(comparison: Comparison, most: int = MOST_PEAKS) -> Sheet:
 def exchanges_sheet(comparison: Comparison, most: int = MOST_PEAKS) -> Sheet | None:
     """What tables exchange while ranks compute: hidden and exposed, rank by rank; None where
     nothing does."""
-    pairs: dict[tuple[int, str], dict[str, Line]] = {}
+    pairs: dict[tuple[int, str], dict[str, ComparedNumber]] = {}
     for line in comparison.exchanges or ():
         pairs.setdefault((line.rank, line.name), {})[line.kind] = line
     if not pairs:
@@ -281,7 +281,7 @@ def _ordered(phases: Iterable[str]) -> list[str]:
     return sorted(set(phases), key=lambda phase: (known.get(phase, len(known)), phase))  # type: ignore[call-overload]
 
 
-def _total(rank: int, lines: Iterable[Line]) -> Line:
+def _total(rank: int, lines: Iterable[ComparedNumber]) -> ComparedNumber:
     """The sum over phases; a side that any phase lacks is unknown."""
     predicted: float | None = 0.0
     measured: float | None = 0.0
@@ -290,41 +290,41 @@ def _total(rank: int, lines: Iterable[Line]) -> Line:
             predicted = None if line.predicted is None else predicted + line.predicted
         if measured is not None:
             measured = None if line.measured is None else measured + line.measured
-    return Line(rank, "all", "time", "", predicted, measured)
+    return ComparedNumber(rank, "all", "time", "", predicted, measured)
 
 
-def _peak_cells(line: Line | None) -> tuple[str, str, str]:
+def _peak_cells(line: ComparedNumber | None) -> tuple[str, str, str]:
     if line is None:
         return "-", "-", "-"
     return _size(line.predicted, "-"), _size(line.measured, "-"), _error(line)
 
 
-def _second_cells(line: Line | None) -> tuple[str, str, str]:
+def _second_cells(line: ComparedNumber | None) -> tuple[str, str, str]:
     if line is None:
         return "-", "-", "-"
     return seconds_text(line.predicted), seconds_text(line.measured), _error(line)
 
 
-def _both(line: Line) -> bool:
+def _both(line: ComparedNumber) -> bool:
     return line.predicted is not None and line.measured is not None
 
 
-def _equal(line: Line) -> bool:
+def _equal(line: ComparedNumber) -> bool:
     return _both(line) and line.predicted == line.measured
 
 
-def _distance(line: Line) -> float:
+def _distance(line: ComparedNumber) -> float:
     """How far a peak is off, as a share; infinite where a side is missing."""
     if not _both(line) or (line.error is None and line.difference):
         return float("inf")
     return abs(line.error or 0.0)
 
 
-def _difference(line: Line) -> str:
+def _difference(line: ComparedNumber) -> str:
     return signed_bytes(line.difference) if _both(line) else "-"
 
 
-def _error(line: Line) -> str:
+def _error(line: ComparedNumber) -> str:
     if not _both(line):
         return "-"
     if line.difference == 0:

@@ -7,7 +7,7 @@ from itertools import compress
 
 from rich.console import RenderableType
 
-from shardwright.core.fit import Fit, Largest
+from shardwright.core.footprint import Fit, Largest
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.table import assumed_line, drawn, listed, prose, spaced

@@ -153,7 +153,7 @@ def _page(
 
 def _loss_caption(plan: Plan, measurement: Measurement | None) -> str:
     """What the curve is of, and its lines."""
-    own = plan.job.model.kind == "python"
+    own = plan.job.model.traits.is_function
     text = "The model's own loss" if own else "Log-loss"
     text += " of the global batch." if own else " of the global batch, in nats."
     if measurement is None or not measurement.quality:

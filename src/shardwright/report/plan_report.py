@@ -13,8 +13,13 @@ from rich.console import RenderableType
 
 from shardwright.core.cluster import TIERS, Tier
 from shardwright.core.quantities import format_bytes, format_seconds
-from shardwright.core.statistics import KernelStatistics, MemoryPrice, Statistics, TableStatistics
 from shardwright.job.plan import Plan
+from shardwright.planner.statistics.records import (
+    KernelStatistics,
+    MemoryPrice,
+    Statistics,
+    TableStatistics,
+)
 from shardwright.report import plan_sheets
 from shardwright.report import statistics_sheets as sheets
 from shardwright.report.sheet import Cell, Sheet, number, sheet_of, text

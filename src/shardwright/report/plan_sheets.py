@@ -14,7 +14,6 @@ from shardwright.core.placement import Replicate, shared_words
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.sharding import traits
 from shardwright.core.timeline import BESIDE, EXACT_KINDS, Kind, category, decode, exchange_seconds
-from shardwright.job.model import ESTIMATED
 from shardwright.job.model_of_job import step_dtypes
 from shardwright.job.plan import Plan, RankTotals, TablePlan, UnitPlan
 from shardwright.report.sheet import Column, Sheet
@@ -52,16 +51,16 @@ def headline(plan: Plan) -> str:
     cluster, batch = plan.cluster, plan.job.batch
     parts = [counted(len(plan.tables), "table")] if plan.tables else []
     what = f"{' '.join(parts)} alone"
-    if plan.job.model.kind != "tables":
+    if plan.job.model.traits.has_step:
         parts.append(counted(len(plan.units), "dense unit"))
         what = f"{printable(plan.job.model.name)}: {' and '.join(parts)}"
     hosts = -(-cluster.world_size // cluster.local_world_size)
     where = f" of {hosts} hosts" if hosts > 1 else ""
     if plan.job.train.in_one_process:
         where = " of one process"
-    length = (
-        f" of {counted(batch.sequence, 'token')}" if plan.job.model.kind == "transformer" else ""
-    )
+    traits, length = plan.job.model.traits, ""
+    if traits.reads_text and not traits.is_estimated:
+        length = f" of {counted(batch.sequence, 'token')}"
     return (
         f"{what} on {counted(plan.world_size, f'{cluster.compute_device} rank')}{where}, "
         f"{counted(batch.size, 'sample')}{length} per rank and step{_dtypes(plan)}"
@@ -70,7 +69,7 @@ def headline(plan: Plan) -> str:
 
 def _dtypes(plan: Plan) -> str:
     """What is computed in, where a job or its model may say so."""
-    if plan.job.model.kind not in ESTIMATED:
+    if not plan.job.model.traits.is_estimated:
         return ""
     param, reduce = step_dtypes(plan.job)
     own = sorted({t.dtype for unit in plan.model.units for t in unit.tensors})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwright.core.profile import PhaseTime, Stage, by_phase
+from shardwright.core.profile import PhaseTime, ProfiledStage, by_phase
 from shardwright.core.quantities import format_seconds
 from shardwright.report.sheet import Column, Sheet, number, sheet_of, text
 from shardwright.report.wording import counted, percent, printable
@@ -13,14 +13,14 @@ MOST_KERNELS = 20
 _ALL = "all"
 
 
-def profile_sheets(stages: Sequence[Stage], most: int = MOST_KERNELS) -> tuple[Sheet, ...]:
+def profile_sheets(stages: Sequence[ProfiledStage], most: int = MOST_KERNELS) -> tuple[Sheet, ...]:
     """Both tables of every stage."""
     return tuple(
         sheet for stage in stages for sheet in (_phases_sheet(stage), _kernels_sheet(stage, most))
     )
 
 
-def _phases_sheet(stage: Stage) -> Sheet:
+def _phases_sheet(stage: ProfiledStage) -> Sheet:
     """Means over ranks; what waits longest is named."""
     phases = by_phase(stage)
     ranks = {line.rank for line in stage.phases}
@@ -66,7 +66,7 @@ def _totals(lines: Sequence[PhaseTime], ranks: Sequence[int]) -> list[PhaseTime]
     ]
 
 
-def _phases_note(stage: Stage) -> str:
+def _phases_note(stage: ProfiledStage) -> str:
     note = (
         f"Means over ranks and {counted(stage.steps, 'step')}. A rank waits in a collective until "
         "the last rank has come, and moves bytes after. Clocks agree within "
@@ -81,7 +81,7 @@ def _phases_note(stage: Stage) -> str:
     return note
 
 
-def _kernels_sheet(stage: Stage, most: int) -> Sheet:
+def _kernels_sheet(stage: ProfiledStage, most: int) -> Sheet:
     shown = stage.kernels[:most]
     left = stage.kernels[most:]
     note = "Of a collective a mean far above the median is waiting rather than bytes."

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from msgspec import UNSET
 
-from shardwright.core.measurement import Measurement, Quality
-from shardwright.core.scores import Scores
+from shardwright.core.measurement import Measurement, Quality, Scores
 from shardwright.report.sheet import Column, Sheet, number, sheet_of
 from shardwright.report.wording import counted, percent
 

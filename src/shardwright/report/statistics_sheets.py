@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.sharding import traits
-from shardwright.core.statistics import (
+from shardwright.core.timeline import category
+from shardwright.job.plan import Plan
+from shardwright.planner.statistics.records import (
     Bottleneck,
-    Ledger,
     Measure,
+    MemoryLedger,
     MemoryPrice,
     RankStatistics,
     Statistics,
 )
-from shardwright.core.timeline import category
-from shardwright.job.plan import Plan
 from shardwright.report.plan_sheets import MOST_RANKS, alike, worst
 from shardwright.report.sheet import Column, Sheet
 from shardwright.report.wording import percent, printable, ranks_text
@@ -165,7 +165,7 @@ def tiers_sheet(plan: Plan, statistics: Statistics) -> Sheet:
     )
 
 
-def ledger_sheet(ledger: Ledger) -> Sheet:
+def ledger_sheet(ledger: MemoryLedger) -> Sheet:
     """Where every byte of a memory goes on its fullest rank."""
     share = {line.what: line.nbytes / ledger.capacity for line in ledger.lines if ledger.capacity}
     rows = [

@@ -17,9 +17,9 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.core.cluster import Calibration, Figure
+from shardwright.core.cluster import Calibration, SourcedFigure
 from shardwright.core.measurement import Comparison
-from shardwright.core.profile import MOST_KERNELS, Stage
+from shardwright.core.profile import MOST_KERNELS, ProfiledStage
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.job.plan import Plan
 from shardwright.report import comparison_sheets
@@ -126,7 +126,7 @@ def comparison_summary(
     )
 
 
-def profile_summary(stages: Sequence[Stage], *, full: bool = False) -> RenderableType:
+def profile_summary(stages: Sequence[ProfiledStage], *, full: bool = False) -> RenderableType:
     """Where the time of profiled steps went; all kernels if ``full``."""
     sheets = profile_sheets(stages, *((MOST_KERNELS,) if full else (FIRST_KERNELS,)))
     return spaced(*(drawn(sheet, short=not full) for sheet in sheets))
@@ -355,7 +355,7 @@ def calibration_summary(found: Calibration) -> RenderableType:
     )
 
 
-def _sheet(title: str, figures: dict[str, Figure]) -> Sheet:
+def _sheet(title: str, figures: dict[str, SourcedFigure]) -> Sheet:
     return Sheet(
         title,
         (
@@ -370,7 +370,7 @@ def _sheet(title: str, figures: dict[str, Figure]) -> Sheet:
     )
 
 
-def _row(name: str, figure: Figure) -> tuple[str, ...]:
+def _row(name: str, figure: SourcedFigure) -> tuple[str, ...]:
     value, unit = _scaled(figure.value, figure.unit)
     spread = percent(figure.spread) if figure.median_of else ""
     count = str(figure.median_of) if figure.median_of else ""

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright import __version__
 from shardwright.core.block import Block, Role, check_tiling
 from shardwright.core.errors import InputError, MismatchError, check_type, expected
-from shardwright.core.grid import Grid
-from shardwright.core.layout import unit_layout
+from shardwright.core.layout import ReplicaGrid, unit_layout
 from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.placement import Replicate
 from shardwright.core.recording import Unfolded
@@ -209,7 +208,7 @@ def _together(plan: Plan) -> list[tuple[UnitPlan, ...]]:
     return [tuple(units[name] for name in dict.fromkeys((*done, *units)))]
 
 
-def _on_grid(comm: Comm, grid: Grid) -> Comm:
+def _on_grid(comm: Comm, grid: ReplicaGrid) -> Comm:
     """The same ranks as replicas x shards, where a plan has more than one replica (collective)."""
     if grid.replicas == 1:
         return comm
@@ -341,7 +340,7 @@ def _check_trained(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
 
 
 def _check_unit_blocks(
-    unit: UnitPlan, blocks: list[Block], grid: Grid, members: Sequence[Member]
+    unit: UnitPlan, blocks: list[Block], grid: ReplicaGrid, members: Sequence[Member]
 ) -> None:
     """What the unit's layout will do must be what the block list says."""
     frozen = {member.fqn for member in members if not member.parameter.requires_grad}
@@ -350,7 +349,7 @@ def _check_unit_blocks(
         b for b in blocks if b.tensor in own and (b.role == "parameter" or b.tensor not in frozen)
     }
     specs = [member.spec for member in members]
-    grid = Grid(1, len(grid.ranks)) if _replicated(unit) else grid
+    grid = ReplicaGrid(1, len(grid.ranks)) if _replicated(unit) else grid
     zero = unit.roles.zero or 3
     how: dict[str, Any] = {"zero": zero, "kept": grid.kept}
     how["block"] = OPTIMIZERS[unit.optimizer].block

@@ -19,7 +19,6 @@ from typing import Any, Final, NoReturn
 import torch
 import torch.distributed as dist
 
-from shardwright.core.thread_rank import thread_of
 from shardwright.runtime.torch_private import (
     THREADS,
     present_devices,
@@ -27,6 +26,7 @@ from shardwright.runtime.torch_private import (
     several_worlds,
     world_of,
 )
+from shardwright.tracker.announce import thread_of
 from shardwright.tracker.private import without_dispatch_modes
 
 Parts = Sequence[torch.Tensor]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.runtime.checkpoint.held import Held, whole
+from shardwright.runtime.checkpoint.region import TensorPart, whole
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.disk import DiskStore
 from shardwright.runtime.embeddings.tables import ShardedTables
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     has whole and no unit keeps alike.
     """
 
-    held: Held
+    held: TensorPart
     parameter: nn.Parameter
     unit: DStorage | None = None
     slot: int = 0
@@ -120,12 +120,12 @@ def parts_of(model: nn.Module) -> list[Part]:
         if cut is None:
             held = whole(name, local)
         else:
-            held = Held(name, tuple(cut.shape), cut.offsets, cut.sizes, local)
+            held = TensorPart(name, tuple(cut.shape), cut.offsets, cut.sizes, local)
         parts.append(Part(held, parameter, unit, index))
     return parts
 
 
-def holdings(model: nn.Module, parts: list[Part], *, leads: bool) -> list[Held]:
+def holdings(model: nn.Module, parts: list[Part], *, leads: bool) -> list[TensorPart]:
     """Parameters, tables with the states of their rows, and persistent buffers of the model.
 
     What no unit keeps alike on all ranks, buffers and parameters outside of units, is listed by the
@@ -168,17 +168,17 @@ def tables_filled(model: nn.Module) -> None:
                     module.stores[other].states[name][target] = states
 
 
-def _of_tables(tables: ShardedTables) -> Iterator[Held]:
+def _of_tables(tables: ShardedTables) -> Iterator[TensorPart]:
     shapes = {table.fqn: (table.rows, table.dim) for table in tables.tables}
     cut = {strip.fqn for strip in tables.strips.own}
     for store, item in tables.holdings():
         fqn, offsets, sizes = item.block.tensor, item.block.offsets, item.block.sizes
-        yield Held(fqn, shapes[fqn], offsets, sizes, store.block_view(item))
+        yield TensorPart(fqn, shapes[fqn], offsets, sizes, store.block_view(item))
         for name, state in store.state_views(item).items():
             dims = state.dim()
             if dims == 2 or fqn not in cut:
                 shape = shapes[fqn][:dims]
-                yield Held(f"{STATE}{fqn}/{name}", shape, offsets[:dims], sizes[:dims], state)
+                yield TensorPart(f"{STATE}{fqn}/{name}", shape, offsets[:dims], sizes[:dims], state)
     for table in tables.tables:
         if RULES[table.optimizer].moves:
             yield whole(f"{STATE}{table.fqn}/{STEP}", tables.updates)
@@ -187,7 +187,7 @@ def _of_tables(tables: ShardedTables) -> Iterator[Held]:
         for name in tables.stores[group].rule.rows:
             state = tables.stores[group].states[name][rows]
             key, shape = f"{STATE}{strip.fqn}/{name}", shapes[strip.fqn][:1]
-            yield Held(key, shape, (strip.row,), (len(state),), state)
+            yield TensorPart(key, shape, (strip.row,), (len(state),), state)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

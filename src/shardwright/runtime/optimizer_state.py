@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 
 from shardwright.core.amount import ceil_div
 from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
-from shardwright.runtime.checkpoint.held import Held
-from shardwright.runtime.checkpoint.region import blocks_of
+from shardwright.runtime.checkpoint.region import TensorPart, blocks_of
 from shardwright.runtime.flat_tensors import FlatHome
 from shardwright.runtime.model_parts import STATE, Part
 from shardwright.runtime.torch_private import local_of
@@ -46,14 +45,14 @@ class Use(NamedTuple):
         first = self.start // block
         return local[first : first + ceil_div(self.part.numel, block)]
 
-    def held(self, name: str, value: torch.Tensor, block: int) -> Held:
+    def held(self, name: str, value: torch.Tensor, block: int) -> TensorPart:
         """What this rank has of a state tensor of the whole parameter."""
         held = self.part.held
         tensor, called = self.cut(value, block), state_name(held.name, name)
         if block == 1:
             return held._replace(name=called, tensor=tensor)
         whole, (offsets, sizes) = blocks_of(held.shape, held.offsets, held.sizes, block)
-        return Held(called, whole, offsets, sizes, tensor)
+        return TensorPart(called, whole, offsets, sizes, tensor)
 
 
 Uses = dict[nn.Parameter, list[Use]]
@@ -138,7 +137,7 @@ def named_state(
                     yield use, name, value, each
 
 
-def held_state(uses: Uses, optimizer: Optimizer, *, leads: bool) -> Iterator[Held]:
+def held_state(uses: Uses, optimizer: Optimizer, *, leads: bool) -> Iterator[TensorPart]:
     """The state as it is saved; that of parameters outside of units by the rank that leads."""
     for use, name, value, each in named_state(uses, optimizer.state, per_block(optimizer)):
         part = use.part
@@ -146,7 +145,7 @@ def held_state(uses: Uses, optimizer: Optimizer, *, leads: bool) -> Iterator[Hel
             continue
         if each == ONCE:
             if part.numel:
-                yield Held(state_name(part.fqn, name), (), (), (), _as_tensor(value))
+                yield TensorPart(state_name(part.fqn, name), (), (), (), _as_tensor(value))
         else:
             yield use.held(name, value, each)
 
@@ -220,10 +219,10 @@ class Incoming:
                 else:
                     self.tensors.append((use, name, value, each))
 
-    def held(self) -> Iterator[Held]:
+    def held(self) -> Iterator[TensorPart]:
         """What is to be filled."""
         for number in self.numbers:
-            yield Held(state_name(number.fqn, number.name), (), (), (), number.value)
+            yield TensorPart(state_name(number.fqn, number.name), (), (), (), number.value)
         for use, name, value, each in self.tensors:
             yield use.held(name, value, each)
 

@@ -14,7 +14,7 @@ import torch
 
 from shardwright.core.document import decode_json
 from shardwright.core.errors import InputError, expected
-from shardwright.runtime.checkpoint.stored import Stored
+from shardwright.runtime.checkpoint.read import Stored
 
 States = dict[str, str]
 

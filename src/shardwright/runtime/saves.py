@@ -5,6 +5,11 @@ same step. Nobody waits for a disk: a save is made of parts, a thread does what 
 and the next part begins at the first step's end at which no rank's thread is busy.
 """
 
+# Schedulers send SIGTERM to all ranks, but each hears it at another moment. If ranks acted on
+# their own they would save different steps, or one would leave a collective that the others are
+# in. So a signal is only a wish, all wishes are compared at a step's end, and the largest is
+# everybody's.
+
 from __future__ import annotations
 
 import contextlib
@@ -24,9 +29,9 @@ from shardwright.core.measurement import Saved
 from shardwright.job.checkpoint import CheckpointSection, every
 from shardwright.runtime import data_workers
 from shardwright.runtime.checkpoint.agreement import rank_and_size
+from shardwright.runtime.checkpoint.files import shard_name
 from shardwright.runtime.checkpoint.folders import complete_steps, step_folder
-from shardwright.runtime.checkpoint.manifest import shard_name
-from shardwright.runtime.checkpoint.write import Work
+from shardwright.runtime.checkpoint.write import SaveWork
 from shardwright.runtime.model_parts import comm_of, on_disk
 from shardwright.runtime.saving import Optimizers, save_parts
 
@@ -67,8 +72,8 @@ class Saves:
         self._begun_at = self._ended_at = clock()
         self._signal = 0
         self._heard = 0.0
-        self._parts: Generator[Work, None, Path] | None = None
-        self._work: Work | None = None
+        self._parts: Generator[SaveWork, None, Path] | None = None
+        self._work: SaveWork | None = None
         self._cost = 0.0  # seconds that the save under way would take at once
         self._warned = False
         self.count = self.failed = self.nbytes = 0
@@ -123,6 +128,7 @@ class Saves:
     def words(self, step: int) -> tuple[int, int]:
         """What this rank wishes for at the end of ``step``, and whether its files are being
         written; ``after`` wants the largest of all ranks."""
+        # A signal is larger than a save that is due, so that the largest wish of all ranks is both.
         wish = SAVE + self._signal if self._signal else SAVE * self._is_due(step)
         return wish, int(self._work is not None and not self._work.done.is_set())
 
@@ -211,6 +217,8 @@ class Saves:
             with contextlib.suppress(OSError):
                 file = step_folder(self.folder, self.saved) / shard_name(rank)
                 self.nbytes = file.stat().st_size
+        # A full disk must not end a run of days: it is said, counted, and tried again at the next
+        # save.
         except RunError as error:  # the same on every rank: none has saved, and all go on
             self._end()
             self.failed += 1

@@ -1,5 +1,10 @@
 """Saving a model and its optimizers, and loading them under any world size, cut and grouping."""
 
+# What is saved goes by names in the unsharded model, never by units or ranks: that alone lets a
+# checkpoint be loaded under another world size, cut or grouping. Everything is looked up and
+# checked before a tensor changes; the exception, which the docstring names, is state of parameters
+# that share a flat tensor.
+
 from __future__ import annotations
 
 import contextlib
@@ -16,13 +21,12 @@ from torch.optim import Optimizer
 
 from shardwright import __version__
 from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected
-from shardwright.runtime.checkpoint import Held, read_checkpoint
+from shardwright.runtime.checkpoint import TensorPart, read_checkpoint
 from shardwright.runtime.checkpoint.agreement import rank_and_size, reason, together
-from shardwright.runtime.checkpoint.folders import step_folder
-from shardwright.runtime.checkpoint.locks import Newest
-from shardwright.runtime.checkpoint.manifest import list_name
-from shardwright.runtime.checkpoint.stored import Stored
-from shardwright.runtime.checkpoint.write import Work, run_through, save_in_parts
+from shardwright.runtime.checkpoint.files import list_name
+from shardwright.runtime.checkpoint.folders import Newest
+from shardwright.runtime.checkpoint.read import Stored
+from shardwright.runtime.checkpoint.write import SaveWork, run_through, save_in_parts
 from shardwright.runtime.model_parts import (
     STATE,
     comm_of,
@@ -115,14 +119,14 @@ def save_parts(
     keep: int | None = None,
     mesh: DeviceMesh | None = None,
     copied: bool = False,
-) -> Generator[Work, None, Path]:
+) -> Generator[SaveWork, None, Path]:
     """``save_checkpoint`` in parts, see ``save_in_parts``; what is saved is looked up at once."""
     comm = comm_of(model, mesh)
     leads = rank_and_size(comm)[0] == 0
     optimizers = as_optimizers(optimizer)
     settle(model)
 
-    def hold() -> tuple[list[Held], dict[str, Any]]:
+    def hold() -> tuple[list[TensorPart], dict[str, Any]]:
         parts = parts_of(model)
         held = holdings(model, parts, leads=leads)
         uses = [uses_of(parts, each) for each in optimizers]
@@ -190,7 +194,9 @@ def load_checkpoint(
     incoming: list[Incoming] = []
     settings: list[Group] = []
 
-    def wanted(stored: Stored) -> list[Held]:
+    # Asked once the documents are verified: which states there are to load is the checkpoint's to
+    # say, and an optimizer that has taken no step has none of its own to go by.
+    def wanted(stored: Stored) -> list[TensorPart]:
         if random_state:
             check_random_states(stored)
         held = holdings(model, parts, leads=True)
@@ -218,13 +224,16 @@ def load_checkpoint(
 
     together(comm, "install", install, _failure("the optimizer to load"))
     if rank_and_size(comm)[0] == 0:
-        file = step_folder(Path(folder), found.step) / list_name(0)
+        file = found.folder / list_name(0)
         with contextlib.suppress(OSError), _NEWEST.setdefault(model, Newest()).becomes(file):
             pass  # what a run goes on from is its newest until it saves
-    restored = random_state and restore(found.scalars, found.world_size, rank_and_size(comm)[1])
-    extras = tuple(scalars.get("extra") for scalars in found.every)
-    own = found.scalars.get("extra")
-    return Resumed(found.step, own, found.facts, found.world_size, restored, extras)
+    rank, size = rank_and_size(comm)
+    saved = found.manifest
+    scalars = found.lists[rank % saved.world_size].scalars
+    restored = random_state and restore(scalars, saved.world_size, size)
+    extras = tuple(each.scalars.get("extra") for each in found.lists)
+    own = scalars.get("extra")
+    return Resumed(saved.step, own, saved.facts, saved.world_size, restored, extras)
 
 
 def _failure(what: str) -> Any:

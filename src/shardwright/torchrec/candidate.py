@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import pairwise
 from operator import add
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -147,21 +147,13 @@ class Candidate:
         return self.max_ms if use_depth else self.sum_ms
 
 
-class Candidates:
-    """Candidates by number: whatever is equal in table, option and cache gets one number."""
-
-    def __init__(self) -> None:
-        self._known: dict[Key, Candidate] = {}
-
-    def of(self, choice: Choice) -> Candidate:
-        """The candidate of a choice; the same one for a choice that was seen before."""
-        key = _key(choice)
-        found = self._known.get(key)
-        if found is None:
-            runs = _merged(choice)
-            found = Candidate(len(self._known), choice, module_of(choice.table), runs)
-            self._known[key] = found
-        return found
+def candidate_of(choice: Choice, known: dict[Key, Candidate]) -> Candidate:
+    """The candidate of a choice; of those equal in table, option and cache the one in ``known``."""
+    key = _key(choice)
+    found = known.get(key)
+    if found is None:
+        known[key] = found = Candidate(len(known), choice, module_of(choice.table), _merged(choice))
+    return found
 
 
 def module_of(table: TableSpec) -> str:
@@ -194,16 +186,11 @@ def _merged(choice: Choice) -> tuple[tuple[int, Load], ...]:
 Proposal = tuple[Candidate, ...]  # one candidate for each table
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether a proposal fits and, if so, the milliseconds of its busiest rank."""
+# Milliseconds of a proposal's busiest rank; None where it does not fit.
+Rating = float | None
 
-    fits: bool
-    rating: float | None = None
-
-
-# Yields proposals, receives verdicts and returns why it stopped early, if it did.
-Proposals = Generator[Proposal, Verdict, str | None]
+# Yields proposals, receives ratings and returns why it stopped early, if it did.
+Proposals = Generator[Proposal, Rating, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +203,7 @@ class Offer:
 
     tables: tuple[tuple[Candidate, ...], ...]
     capacities: Sequence[Bytes]
-    known: Candidates
+    known: dict[Key, Candidate]
     price: Price | None
     watch: Watch
 
@@ -228,14 +215,3 @@ class Offer:
     def by_score(self, use_depth: bool) -> list[list[Candidate]]:
         """The candidates of each table, fastest first; ties stay in order."""
         return [sorted(ways, key=lambda c: c.score(use_depth)) for ways in self.tables]
-
-
-class Proposer(Protocol):
-    """A way to propose."""
-
-    @property
-    def name(self) -> str:
-        """What it is called in a job."""
-
-    def proposals(self, offer: Offer) -> Proposals:
-        """One proposal after the other."""

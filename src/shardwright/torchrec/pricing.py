@@ -30,7 +30,7 @@ from shardwright.planner.pricing.evaluate import (
     tier_totals,
 )
 from shardwright.torchrec import storage, times
-from shardwright.torchrec.storage import Ranks, Scheme, Shards
+from shardwright.torchrec.storage import MeshSizes, Shards, ShardScheme
 
 MIB = 2**20
 REDUCED = {"fp8": "fp16"}  # what TorchRec reduces in instead of a dtype that cannot be summed
@@ -70,7 +70,7 @@ def faster(
     """Cases of which some shard takes less time with one of ``kernels``: number and kernel."""
     ranks, c = _ranks(context.cluster, bare), context.values
 
-    def seconds(scheme: Scheme, columns: Sequence[Any]) -> Any:
+    def seconds(scheme: ShardScheme, columns: Sequence[Any]) -> Any:
         parts = times.shard_seconds(scheme, Shards(*columns), ranks, c)
         return sum(parts[part] for part in times.PARTS)
 
@@ -83,7 +83,7 @@ def faster(
     )
 
 
-class _Group(Group[Scheme]):
+class _Group(Group[ShardScheme]):
     """Evaluated over arrays of all its shards."""
 
     def evaluate(self, context: PricingContext, facts: Any) -> None:
@@ -103,7 +103,7 @@ def exchange_bytes(
 ) -> tuple[Any, Any]:
     """Bytes of the ids that reach a shard in one step, and of the rows it hands out, whose elements
     take ``size`` bytes."""
-    scheme = Scheme(sharding_type, "", cluster.compute_device, pooled=pooled)
+    scheme = ShardScheme(sharding_type, "", cluster.compute_device, pooled=pooled)
     q = Shards(*[0] * len(Shards._fields))._replace(
         rows=demand.rows,
         columns=demand.columns,
@@ -113,7 +113,7 @@ def exchange_bytes(
     )
     world = lift(cluster.world_size, "ranks", "", "cluster.world_size")
     host = lift(cluster.local_world_size, "ranks_of_host", "", "cluster.local_world_size")
-    ranks = Ranks(world, host, host)
+    ranks = MeshSizes(world, host, host)
     index = cluster.constants["index_bytes"]
     source = f"{index.source}, {index.date}"
     c = {"index_bytes": lift(index.value, "index_bytes", index.unit, source)}
@@ -133,7 +133,7 @@ def derive(context: PricingContext, table: TableSpec, option: Option, run_index:
     return Derived(seconds, tier_totals(storage.shard_bytes(scheme, q, ranks, c)))
 
 
-def _sizes(option: Option, run_index: int, q: Shards, ranks: Ranks) -> tuple[Any, Any]:
+def _sizes(option: Option, run_index: int, q: Shards, ranks: MeshSizes) -> tuple[Any, Any]:
     """Rows and columns of a run's first shard, from the table's own."""
     run = option.runs[run_index]
     rows, columns = q.table_rows, q.dim
@@ -149,8 +149,8 @@ def _sizes(option: Option, run_index: int, q: Shards, ranks: Ranks) -> tuple[Any
     return rows, columns
 
 
-def _ranks(cluster: Cluster, lift: Lift) -> Ranks:
-    return Ranks(
+def _ranks(cluster: Cluster, lift: Lift) -> MeshSizes:
+    return MeshSizes(
         lift(cluster.world_size, "ranks", "", "cluster.world_size"),
         lift(cluster.local_world_size, "ranks_of_host", "", "cluster.local_world_size"),
         lift(cluster.group, "ranks_of_group", "", "cluster.group"),
@@ -168,9 +168,11 @@ def _flags(context: PricingContext, table: TableSpec) -> tuple[bool, bool, bool,
     return table.pooled, weighted, prefetched, counted
 
 
-def _scheme(context: PricingContext, table: TableSpec, sharding_type: str, kernel: str) -> Scheme:
+def _scheme(
+    context: PricingContext, table: TableSpec, sharding_type: str, kernel: str
+) -> ShardScheme:
     estimator = context.estimator
-    return Scheme(
+    return ShardScheme(
         sharding_type,
         kernel,
         context.cluster.compute_device,

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from shardwright.core.model import CacheSpec, TableSpec
 from shardwright.core.option import Option
-from shardwright.torchrec.candidate import Candidate, Offer, Proposals
+from shardwright.job.planner import ProposerSection
+from shardwright.torchrec.candidate import Candidate, Offer, Proposals, candidate_of
 
 CACHED = "fused_uvm_caching"
 WHOLE = "fused"
@@ -34,42 +35,36 @@ MAX_DRAWS = 1_000  # for one probe; more are needed only where there is nothing 
 Singles = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class Scaleup:
+def larger_caches(section: ProposerSection, offer: Offer) -> Proposals:
     """Cached options as they are; then larger caches in proportion to lookups and cacheability.
 
-    How much memory to give is searched for, up to what is free or all that caches can use.
+    How much memory to give is searched for, up to what is free or all that caches can use: one
+    proposal for each probe of the search.
     """
-
-    use_depth: bool = True
-    name: str = "scaleup"
-
-    def proposals(self, offer: Offer) -> Proposals:
-        """The options as they are, then one proposal for each probe of the search."""
-        start = [_cached(ways) for ways in offer.by_score(self.use_depth)]
-        if offer.price is None:
-            yield tuple(start)
-            return "there is nothing to price larger caches with"
-        start = _promoted(offer, start)
-        verdict = yield tuple(start)
-        if not verdict.fits:
-            return "the caches do not fit as they are"
-        used = _hbm(start)
-        model = _Model.of(offer, start)
-        if model is None:
+    start = [_cached(ways) for ways in offer.by_score(section.use_depth)]
+    if offer.price is None:
+        yield tuple(start)
+        return "there is nothing to price larger caches with"
+    start = _promoted(offer, start)
+    rating = yield tuple(start)
+    if rating is None:
+        return "the caches do not fit as they are"
+    used = _hbm(start)
+    model = _Model.of(offer, start)
+    if model is None:
+        return None
+    ceiling = used + int(model.whole.sum()) - _hbm(start[i] for i in model.places)
+    budget = min(offer.hbm - used, ceiling - used)
+    search = LuusJaakola(0, budget, PROBES, rating)
+    proposal = tuple(start)
+    while True:
+        if rating is None:
+            search.shrink(_hbm(proposal) - used)
+        probe = search.next(rating or UNKNOWN_COST)
+        if probe is None:
             return None
-        ceiling = used + int(model.whole.sum()) - _hbm(start[i] for i in model.places)
-        budget = min(offer.hbm - used, ceiling - used)
-        search = LuusJaakola(0, budget, PROBES, verdict.rating)
-        proposal = tuple(start)
-        while True:
-            if not verdict.fits:
-                search.shrink(_hbm(proposal) - used)
-            probe = search.next(verdict.rating or UNKNOWN_COST)
-            if probe is None:
-                return None
-            proposal = tuple(_scaled(offer, start, model, model.deal(int(probe))))
-            verdict = yield proposal
+        proposal = tuple(_scaled(offer, start, model, model.deal(int(probe))))
+        rating = yield proposal
 
 
 def _cached(ways: Sequence[Candidate]) -> Candidate:
@@ -93,7 +88,7 @@ def _case(candidate: Candidate, load_factor: float | None, kernel: str) -> tuple
 
 def _priced(offer: Offer, cases: list[tuple[TableSpec, Option]]) -> list[Candidate]:
     assert offer.price is not None
-    return [offer.known.of(choice) for choice in offer.price(cases)]
+    return [candidate_of(choice, offer.known) for choice in offer.price(cases)]
 
 
 def _promoted(offer: Offer, start: list[Candidate]) -> list[Candidate]:

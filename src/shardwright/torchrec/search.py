@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import msgspec
 
+from shardwright.core.cluster import Cluster
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.model import CacheSpec, ModelSpec, TableSpec
 from shardwright.core.option import Option
 from shardwright.job.job import Job
-from shardwright.job.planner import ConstraintsSection
+from shardwright.job.plan import Attempt
+from shardwright.job.planner import ConstraintsSection, PartitionerSection, ProposerSection
 from shardwright.planner.choice import Choice, Cost
 from shardwright.planner.choices import Tables, price
 from shardwright.planner.draft import TablesDraft
@@ -18,8 +24,21 @@ from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.tables import tables_bound
-from shardwright.torchrec.loop import Proposed, propose
-from shardwright.torchrec.proposers import make_proposers
+from shardwright.planner.tally import Placed
+from shardwright.torchrec.candidate import (
+    MS_PER_SECOND,
+    Bytes,
+    Candidate,
+    Key,
+    Offer,
+    Price,
+    Proposal,
+    Rating,
+    candidate_of,
+    walk_order,
+)
+from shardwright.torchrec.partitioners import NoRoomError, OutOfTimeError, place, rank_ms
+from shardwright.torchrec.proposers import DEFAULT, proposals
 from shardwright.torchrec.scaleup import CACHED, WHOLE
 
 
@@ -44,7 +63,7 @@ def search(job: Job, model: ModelSpec, watch: Watch) -> Found:
         problem.tables,
         problem.cluster,
         [problem.capacity] * problem.cluster.world_size,
-        make_proposers(section.proposers),
+        section.proposers or DEFAULT,
         section.partitioner,
         price=priced,
         watch=watch,
@@ -101,3 +120,131 @@ def _least(small: Cost, large: Cost) -> Cost:
     one to the other; the bytes of the smaller."""
     seconds = {part: min(value, large.seconds[part]) for part, value in small.seconds.items()}
     return msgspec.structs.replace(small, seconds=seconds, total_seconds=sum(seconds.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """The outcome of all proposers.
+
+    ``tables`` is the fastest placement in the order of its proposal and ``seconds`` are those of
+    its busiest rank; empty and infinite if nothing fits.
+    """
+
+    tables: tuple[Placed, ...]
+    seconds: float
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def proposals(self) -> int:
+        """Different proposals that were tried."""
+        return sum(attempt.proposals for attempt in self.attempts)
+
+    @property
+    def plans(self) -> int:
+        """Those that fit."""
+        return sum(attempt.plans for attempt in self.attempts)
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Proposers that did not go to their end, and why; further ones of a kind by number."""
+        found = {}
+        for number, attempt in enumerate(self.attempts):
+            before = [other.name for other in self.attempts[:number]].count(attempt.name)
+            if attempt.stopped:
+                found[f"{attempt.name} {before + 1}" if before else attempt.name] = attempt.stopped
+        return found
+
+
+def propose(
+    choices: Sequence[Sequence[Choice]],
+    cluster: Cluster,
+    capacities: Sequence[Bytes],
+    proposers: Sequence[ProposerSection],
+    partitioner: PartitionerSection,
+    *,
+    price: Price | None = None,
+    watch: Watch | None = None,
+) -> Proposed:
+    """Try what the proposers propose; ``choices`` are the ways to shard each table.
+
+    ``capacities`` are bytes of HBM, DDR and SSD per rank. ``price`` prices options that a proposer
+    changes. Each proposer gets an even share of the time that ``watch`` leaves, so that none takes
+    that of those after it.
+    """
+    watch = watch or Watch()
+    known: dict[Key, Candidate] = {}
+    tables = _candidates(choices, known)
+    loop = _Loop(cluster, capacities, partitioner, watch)
+    attempts = []
+    for number, proposer in enumerate(proposers):
+        share = watch.part(watch.left / (len(proposers) - number))
+        offer = Offer(tables, capacities, known, price, share)
+        attempts.append(loop.run(proposer, offer))
+    return Proposed(loop.best, loop.best_ms / MS_PER_SECOND, tuple(attempts))
+
+
+def _candidates(
+    choices: Sequence[Sequence[Choice]], known: dict[Key, Candidate]
+) -> tuple[tuple[Candidate, ...], ...]:
+    by_name = {ways[0].table.name: ways for ways in choices}
+    order = walk_order(ways[0].table for ways in choices)
+    return tuple(
+        tuple(candidate_of(choice, known) for choice in by_name[table.name]) for table in order
+    )
+
+
+@dataclass
+class _Loop:
+    """What all proposers share: ratings by proposal, the best plan, the failures."""
+
+    cluster: Cluster
+    capacities: Sequence[Bytes]
+    partitioner: PartitionerSection
+    watch: Watch
+    ratings: dict[bytes, Rating] = field(default_factory=dict)
+    best: tuple[Placed, ...] = ()
+    best_ms: float = math.inf
+
+    def run(self, proposer: ProposerSection, offer: Offer) -> Attempt:
+        """Let one proposer propose until it ends or its time does."""
+        counts = {"proposals": 0, "plans": 0, "repeats": 0}
+        stopped = "out of time"
+        steps = proposals(proposer, offer)
+        try:
+            proposal = next(steps) if offer.tables else None
+            while proposal and not offer.watch.over():
+                key = _key(proposal)
+                if key in self.ratings:
+                    counts["repeats"] += 1
+                else:
+                    self.ratings[key] = self._try(proposal, offer.watch)
+                    counts["proposals"] += 1
+                    counts["plans"] += self.ratings[key] is not None
+                proposal = steps.send(self.ratings[key])
+        except StopIteration as end:
+            stopped = end.value or ""
+        except OutOfTimeError:
+            pass
+        steps.close()
+        return Attempt(proposer.kind, **counts, stopped=stopped)
+
+    def _try(self, proposal: Proposal, watch: Watch) -> Rating:
+        try:
+            placed = place(self.partitioner, proposal, self.cluster, self.capacities, watch)
+        except NoRoomError:
+            return None
+        rating = max(rank_ms(proposal, placed, len(self.capacities)))
+        if rating < self.best_ms:
+            self.best_ms = rating
+            self.watch.found(rating / MS_PER_SECOND)
+            self.best = tuple(
+                Placed(candidate.choice, tuple(ranks))
+                for candidate, ranks in zip(proposal, placed, strict=True)
+            )
+        return rating
+
+
+def _key(proposal: Proposal) -> bytes:
+    """A digest of what is proposed, whatever the order of the tables."""
+    numbers = array("q", sorted([candidate.number for candidate in proposal]))
+    return blake2b(numbers.tobytes(), digest_size=16).digest()

@@ -1,10 +1,10 @@
 """What one rank's batch asks of a table shard, and its bytes by tier and kind, as TorchRec's
 storage estimator counts them (1.9.2).
 
-Numbers, arrays and Amounts alike. All that a formula branches on is in a :class:`Scheme` of names
-and flags; all that it computes with is in :class:`Shards` and :class:`Ranks`. Bytes are exact, the
-estimator's rounding included: sizes are products of doubles rounded up, and shares of a table are
-true divisions of whole numbers. They need Python ints, Amounts of them, or object arrays.
+Numbers, arrays and Amounts alike. All that a formula branches on is in a :class:`ShardScheme` of
+names and flags; all that it computes with is in :class:`Shards` and :class:`MeshSizes`. Bytes are
+exact, the estimator's rounding included: sizes are products of doubles rounded up, and shares of a
+table are true divisions of whole numbers. They need Python ints, Amounts of them, or object arrays.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PIPELINED_BATCHES = {  # inputs alive at once: the batch in use and those on the
 }
 
 
-class Scheme(NamedTuple):
+class ShardScheme(NamedTuple):
     """How shards are kept and used: the names and flags that formulas branch on.
 
     ``prefetched``: rows are in HBM before a step asks for them. ``counted``: the cache's load
@@ -82,7 +82,7 @@ class Shards(NamedTuple):
     misses: Any
 
 
-class Ranks(NamedTuple):
+class MeshSizes(NamedTuple):
     """All ranks, those of a host, and those linked as closely as a host's."""
 
     world: Any
@@ -115,7 +115,7 @@ def state_share(optimizer: str, dim: Any, c: Any) -> Any:
             return named("state_share", c["other_state"])
 
 
-def served_lookups(scheme: Scheme, q: Shards, ranks: Ranks) -> Any:
+def served_lookups(scheme: ShardScheme, q: Shards, ranks: MeshSizes) -> Any:
     """Ids that a shard serves in a step: a replica its own rank's, another those of all ranks.
 
     Shards cut by rows share them evenly.
@@ -128,7 +128,7 @@ def served_lookups(scheme: Scheme, q: Shards, ranks: Ranks) -> Any:
     return named("served_lookups", ids * ranks.world, "ids")
 
 
-def returned_rows(scheme: Scheme, q: Shards, ranks: Ranks) -> Any:
+def returned_rows(scheme: ShardScheme, q: Shards, ranks: MeshSizes) -> Any:
     """Rows that a shard hands out in a step.
 
     Each shard of a pooled table that is cut by rows hands out a partial sum for every bag.
@@ -146,32 +146,32 @@ def id_bytes(lookups: Any, c: Any) -> Any:
     return named("id_bytes", ceil(lookups * c["index_bytes"]), "B")
 
 
-def _home(scheme: Scheme) -> Tier:
+def _home(scheme: ShardScheme) -> Tier:
     """The tier that holds a table as a whole; a key-value table is counted in HBM first."""
     on_host = scheme.device == "cpu" or scheme.kernel in HOST_KERNELS
     return "ddr" if on_host else "hbm"
 
 
-def input_bytes(scheme: Scheme, q: Shards, ranks: Ranks, c: Any) -> Any:
+def input_bytes(scheme: ShardScheme, q: Shards, ranks: MeshSizes, c: Any) -> Any:
     """Bytes of the ids of a step; none for a row shard without rows."""
     size = id_bytes(served_lookups(scheme, q, ranks), c)
     return named("input_bytes", _unless_empty(scheme, q, size), "B")
 
 
-def output_bytes(scheme: Scheme, q: Shards, ranks: Ranks) -> Any:
+def output_bytes(scheme: ShardScheme, q: Shards, ranks: MeshSizes) -> Any:
     """Bytes of the rows handed out in a step; none for a row shard without rows."""
     rows = returned_rows(scheme, q, ranks)
     size = named("row_output_bytes", ceil(rows * q.columns * q.output_bytes), "B")
     return named("output_bytes", _unless_empty(scheme, q, size), "B")
 
 
-def _unless_empty(scheme: Scheme, q: Shards, size: Any) -> Any:
+def _unless_empty(scheme: ShardScheme, q: Shards, size: Any) -> Any:
     if not scheme.traits.cuts_rows:
         return size
     return where(q.rows * q.columns > 0, size, 0)
 
 
-def table_bytes(scheme: Scheme, q: Shards) -> Any:
+def table_bytes(scheme: ShardScheme, q: Shards) -> Any:
     """Bytes of the whole table; a quantised one has a scale and an offset for every row."""
     size = q.table_rows * q.dim * q.element_bytes
     if scheme.kernel in QUANTIZED:
@@ -180,7 +180,7 @@ def table_bytes(scheme: Scheme, q: Shards) -> Any:
     return named("table_bytes", size, "B")
 
 
-def weight_bytes(scheme: Scheme, q: Shards, base: Any, tier: Tier) -> Any:
+def weight_bytes(scheme: ShardScheme, q: Shards, base: Any, tier: Tier) -> Any:
     """A shard's part of ``base`` bytes that all shards keep in ``tier``; a replica keeps all."""
     name = f"{tier}_weight_bytes"
     if scheme.traits.replicated:
@@ -188,7 +188,7 @@ def weight_bytes(scheme: Scheme, q: Shards, base: Any, tier: Tier) -> Any:
     return named(name, ceil(base * (q.rows * q.columns) / (q.table_rows * q.dim)), "B")
 
 
-def kept_bytes(scheme: Scheme, q: Shards, base: Any, tier: Tier) -> dict[str, Any]:
+def kept_bytes(scheme: ShardScheme, q: Shards, base: Any, tier: Tier) -> dict[str, Any]:
     """Weights and optimizer state in ``tier``; weights alone in inference or if quantised."""
     weight = weight_bytes(scheme, q, base, tier)
     if scheme.inference or scheme.kernel in QUANTIZED:
@@ -197,7 +197,7 @@ def kept_bytes(scheme: Scheme, q: Shards, base: Any, tier: Tier) -> dict[str, An
     return {"weight": weight, "optimizer_state": state}
 
 
-def bookkeeping_bytes(scheme: Scheme, q: Shards, c: Any) -> dict[str, Any]:
+def bookkeeping_bytes(scheme: ShardScheme, q: Shards, c: Any) -> dict[str, Any]:
     """What a cache keeps for every row of the shard and every row it can hold."""
     if scheme.inference:
         return {}
@@ -211,7 +211,7 @@ def key_value_cache_bytes(q: Shards) -> Any:
     return named("key_value_cache_bytes", minimum(q.l1_cache_bytes, wanted), "B")
 
 
-def stored_bytes(scheme: Scheme, q: Shards, c: Any) -> dict[Tier, dict[str, Any]]:
+def stored_bytes(scheme: ShardScheme, q: Shards, c: Any) -> dict[Tier, dict[str, Any]]:
     """Bytes that a shard keeps from step to step, by tier and kind."""
     base = table_bytes(scheme, q)
     if scheme.kernel == "key_value":
@@ -226,7 +226,7 @@ def stored_bytes(scheme: Scheme, q: Shards, c: Any) -> dict[Tier, dict[str, Any]
     return kept
 
 
-def held_input_bytes(scheme: Scheme, size: Any, passes: Any, c: Any) -> Any:
+def held_input_bytes(scheme: ShardScheme, size: Any, passes: Any, c: Any) -> Any:
     """Bytes of all inputs that are alive at once, those of a prefetch included."""
     name = "held_input_bytes"
     if scheme.device == "cpu" or scheme.pipeline not in PIPELINED_BATCHES:
@@ -240,7 +240,7 @@ def held_input_bytes(scheme: Scheme, size: Any, passes: Any, c: Any) -> Any:
     return named(name, held, "B")
 
 
-def transient_bytes(scheme: Scheme, q: Shards, ranks: Ranks, c: Any) -> dict[str, Any]:
+def transient_bytes(scheme: ShardScheme, q: Shards, ranks: MeshSizes, c: Any) -> dict[str, Any]:
     """Bytes of a step's inputs and outputs.
 
     A pipeline keeps several inputs and, unless ``ephemeral``, no outputs at the peak.
@@ -255,7 +255,9 @@ def transient_bytes(scheme: Scheme, q: Shards, ranks: Ranks, c: Any) -> dict[str
     return kinds
 
 
-def shard_bytes(scheme: Scheme, q: Shards, ranks: Ranks, c: Any) -> dict[Tier, dict[str, Any]]:
+def shard_bytes(
+    scheme: ShardScheme, q: Shards, ranks: MeshSizes, c: Any
+) -> dict[Tier, dict[str, Any]]:
     """Bytes of a shard by tier and kind: weight, optimizer_state, cache, input, output."""
     kinds = stored_bytes(scheme, q, c)
     tier: Tier = "ddr" if scheme.device == "cpu" else "hbm"

@@ -13,9 +13,9 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.timeline import Phase
 from shardwright.torchrec.storage import (
     QUANTIZED,
-    Ranks,
-    Scheme,
+    MeshSizes,
     Shards,
+    ShardScheme,
     id_bytes,
     returned_rows,
     served_lookups,
@@ -35,7 +35,7 @@ PHASE_OF_PART: dict[str, Phase] = {
 PARTS = tuple(PHASE_OF_PART)
 
 
-class Flow(NamedTuple):
+class MovedBytes(NamedTuple):
     """Bytes out of a shard, bytes of their gradients, and bytes per millisecond of its memory."""
 
     forward: Any
@@ -43,7 +43,7 @@ class Flow(NamedTuple):
     rate: Any
 
 
-def memory_rate(scheme: Scheme, q: Shards, c: Any) -> Any:
+def memory_rate(scheme: ShardScheme, q: Shards, c: Any) -> Any:
     """Bytes per millisecond at which a kernel reads its table."""
     hbm, host = c["hbm_mem_bw"], c["hbm_to_ddr_mem_bw"]
     match scheme.device, scheme.kernel:
@@ -75,7 +75,7 @@ def link_rate(name: str, ranks: Any, close: Any, c: Any) -> Any:
     return named(name, where(ranks <= close, c["intra_host_bw"], c["inter_host_bw"]), "B/ms")
 
 
-def all_reduce_rate(ranks: Ranks, c: Any) -> Any:
+def all_reduce_rate(ranks: MeshSizes, c: Any) -> Any:
     """Bytes per millisecond of an all-reduce: one network card per rank, even on one host."""
     return named("all_reduce_rate", c["inter_host_bw"] * ranks.local, "B/ms")
 
@@ -87,7 +87,7 @@ def block_penalty(columns: Any, c: Any) -> Any:
     return named("block_penalty", penalty)
 
 
-def flow(scheme: Scheme, q: Shards, ranks: Ranks, c: Any) -> Flow:
+def flow(scheme: ShardScheme, q: Shards, ranks: MeshSizes, c: Any) -> MovedBytes:
     """What moves through a shard, in the dtypes of the collectives that move it.
 
     Partial sums of rows meet in a reduce-scatter; single rows are exchanged as they are. Quantised
@@ -99,14 +99,16 @@ def flow(scheme: Scheme, q: Shards, ranks: Ranks, c: Any) -> Flow:
         forward = backward = q.element_bytes
     elif scheme.traits.cuts_rows and (scheme.pooled or scheme.traits.rows_over == "host"):
         forward, backward = q.forward_reduce_bytes, q.backward_reduce_bytes
-    return Flow(
+    return MovedBytes(
         named("forward_output_bytes", rows * forward, "B"),
         named("backward_output_bytes", rows * backward, "B"),
         memory_rate(scheme, q, c),
     )
 
 
-def compute_times(scheme: Scheme, q: Shards, ranks: Ranks, moved: Flow, c: Any) -> dict[str, Any]:
+def compute_times(
+    scheme: ShardScheme, q: Shards, ranks: MeshSizes, moved: MovedBytes, c: Any
+) -> dict[str, Any]:
     """Milliseconds of the kernels: read ids, read rows, write outputs; backward is a multiple."""
     served = served_lookups(scheme, q, ranks)
     ids = id_bytes(served, c)
@@ -128,7 +130,7 @@ def compute_times(scheme: Scheme, q: Shards, ranks: Ranks, moved: Flow, c: Any) 
     return {"fwd_compute": forward, "bwd_compute": named("bwd_compute_ms", backward, "ms")}
 
 
-def replica_times(q: Shards, ranks: Ranks, moved: Flow, c: Any) -> dict[str, Any]:
+def replica_times(q: Shards, ranks: MeshSizes, moved: MovedBytes, c: Any) -> dict[str, Any]:
     """Milliseconds of a replica's collectives: its gradient is all-reduced in backward.
 
     Hosts count up to a limit, beyond which the time is a multiple. Element-wise kernels that work
@@ -145,7 +147,9 @@ def replica_times(q: Shards, ranks: Ranks, moved: Flow, c: Any) -> dict[str, Any
     return {"fwd_comms": _nothing("fwd_comms_ms", gradient), "bwd_comms": backward}
 
 
-def exchange_times(scheme: Scheme, q: Shards, ranks: Ranks, moved: Flow, c: Any) -> dict[str, Any]:
+def exchange_times(
+    scheme: ShardScheme, q: Shards, ranks: MeshSizes, moved: MovedBytes, c: Any
+) -> dict[str, Any]:
     """Milliseconds of the collectives that move outputs forward and their gradients backward.
 
     Shards cut by rows copy gradients once more; those cut by rows of a group reduce inside the
@@ -167,7 +171,7 @@ def exchange_times(scheme: Scheme, q: Shards, ranks: Ranks, moved: Flow, c: Any)
     }
 
 
-def between_groups(q: Shards, ranks: Ranks, c: Any) -> dict[str, Any]:
+def between_groups(q: Shards, ranks: MeshSizes, c: Any) -> dict[str, Any]:
     """Milliseconds to exchange a batch's sums between groups, forward and backward."""
     groups = named("groups", maximum(1, ranks.world // ranks.group), "groups")
     sums = named("exchanged_sums", q.outputs * groups * q.columns, "elements")
@@ -179,7 +183,7 @@ def between_groups(q: Shards, ranks: Ranks, c: Any) -> dict[str, Any]:
 
 
 def communication_times(
-    scheme: Scheme, q: Shards, ranks: Ranks, moved: Flow, c: Any
+    scheme: ShardScheme, q: Shards, ranks: MeshSizes, moved: MovedBytes, c: Any
 ) -> dict[str, Any]:
     """Milliseconds of a shard's collectives, forward and backward."""
     if scheme.traits.replicated:
@@ -191,7 +195,7 @@ def communication_times(
     return spent
 
 
-def prefetch_time(scheme: Scheme, q: Shards, ranks: Ranks, c: Any) -> Any:
+def prefetch_time(scheme: ShardScheme, q: Shards, ranks: MeshSizes, c: Any) -> Any:
     """Milliseconds to fetch the rows that a cache misses; its miss rate falls linearly.
 
     Unknown, and counted as nothing, without a load factor and statistics.
@@ -208,7 +212,7 @@ def prefetch_time(scheme: Scheme, q: Shards, ranks: Ranks, c: Any) -> Any:
     return named("prefetch_ms", spent, "ms")
 
 
-def input_dist_time(scheme: Scheme, q: Shards, ranks: Ranks, c: Any) -> Any:
+def input_dist_time(scheme: ShardScheme, q: Shards, ranks: MeshSizes, c: Any) -> Any:
     """Milliseconds to send a batch's ids to all ranks' shards; shown, but part of no total."""
     if scheme.traits.replicated:
         return _nothing("input_dist_ms", q.lookups)
@@ -221,7 +225,7 @@ def _nothing(name: str, like: Any) -> Any:
     return noted(0.0, name, "ms", "nothing to do", like=like)
 
 
-def shard_seconds(scheme: Scheme, q: Shards, ranks: Ranks, c: Any) -> dict[str, Any]:
+def shard_seconds(scheme: ShardScheme, q: Shards, ranks: MeshSizes, c: Any) -> dict[str, Any]:
     """Seconds of a shard in one step by part, in the order of PARTS, then input_dist."""
     moved = flow(scheme, q, ranks, c)
     spent = {

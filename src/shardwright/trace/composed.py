@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shardwright.core.recording import (
-    Blocks,
+    BlockNames,
     Piece,
     RecordedUnit,
     Recording,
@@ -232,7 +232,7 @@ def alike(few: Recording, more: Recording) -> bool:
 
 
 def _said(recording: Recording) -> list[object]:
-    blocks, summaries = Blocks(recording), Summaries(recording, "stays")
+    blocks, summaries = BlockNames(recording), Summaries(recording, "stays")
     said: list[object] = []
     for moment in moments(recording, blocks):
         summary = summaries.of(moment.piece)

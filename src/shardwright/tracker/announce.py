@@ -1,13 +1,18 @@
-"""What a runtime says its memory is for, heard by the tracker that is at work."""
+"""What a runtime says its memory is for, heard by the tracker that is at work; a thread's rank.
+
+One process may have several ranks, a thread each. Whatever listens to a process, or replaces one
+of its functions, has to keep them apart by ``thread_rank``: otherwise rank 0's tracker would count
+what rank 1 allocates.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from shardwright.core.thread_rank import thread_rank
 from shardwright.core.timeline import Kind
 
 Listener = Callable[[torch.Tensor, Kind], None]
@@ -35,3 +40,22 @@ def listening(listener: Listener) -> Iterator[None]:
 def is_listening() -> bool:
     """Whether a tracker of this rank is at work."""
     return thread_rank() in _listeners
+
+
+_threads = threading.local()
+
+
+def thread_rank() -> int | None:
+    """The rank of this thread; None where a process has one rank, whatever its threads do."""
+    found: int | None = getattr(_threads, "rank", None)
+    return found
+
+
+@contextmanager
+def thread_of(rank: int) -> Iterator[None]:
+    """This thread is ``rank`` inside."""
+    before, _threads.rank = thread_rank(), rank
+    try:
+        yield
+    finally:
+        _threads.rank = before

@@ -13,7 +13,7 @@ from torch import nn
 from shardwright.core.errors import InputError, expected
 from shardwright.core.footprint import (
     Alive,
-    DeviceMemory,
+    AllocatorMemory,
     ModuleMemory,
     PhasePeak,
     Sample,
@@ -87,7 +87,7 @@ class MemoryTracker(Follower):
         self._state = "new"
         self._around = ExitStack()
         self._device_meter: DeviceMeter | None = None
-        self._device: DeviceMemory | None = None
+        self._device: AllocatorMemory | None = None
 
     # ---- naming it -------------------------------------------------------------------------------
 
@@ -317,10 +317,10 @@ class DeviceMeter:
         torch.cuda.reset_peak_memory_stats(device)
         self.first = self._now()
 
-    def read(self) -> DeviceMemory:
+    def read(self) -> AllocatorMemory:
         """The figures until now."""
         now, first = self._now(), self.first
-        return DeviceMemory(
+        return AllocatorMemory(
             device=torch.cuda.get_device_name(self.device),
             before=first["active_bytes.all.current"],
             active_peak=now["active_bytes.all.peak"],

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
-from shardwright.core.thread_rank import thread_rank
+from shardwright.tracker.announce import thread_rank
 
 __all__ = [
     "FakeTensor",

@@ -8,7 +8,7 @@ from typing import TypeVar
 from msgspec import UNSET
 
 from shardwright.core.errors import MismatchError, check_type, expected
-from shardwright.core.measurement import COMPARISON_SCHEMA, Comparison, Line, Measurement
+from shardwright.core.measurement import COMPARISON_SCHEMA, ComparedNumber, Comparison, Measurement
 from shardwright.core.timeline import (
     PEAK,
     decode,
@@ -39,24 +39,25 @@ def compare(plan: Plan, measurement: Measurement, tolerance: float = 0.1) -> Com
         return _not_measured(plan, measurement, tolerance)
     predicted, measured = decode(plan.timeline), decode(measurement.timeline)
     exact = tuple(
-        Line(rank, phase, kind, name, a, b)
+        ComparedNumber(rank, phase, kind, name, a, b)
         for (rank, phase, kind, name), a, b in _join(exact_bytes(predicted), exact_bytes(measured))
     )
     before, after = _totals(phase_peaks(predicted)), _totals(phase_peaks(measured))
     phase_lines = tuple(
-        Line(rank, phase, "total", PEAK, a, b) for (rank, phase), a, b in _join(before, after)
+        ComparedNumber(rank, phase, "total", PEAK, a, b)
+        for (rank, phase), a, b in _join(before, after)
     )
     where = _phases(before) | _phases(after)
     peaks = tuple(
-        Line(rank, where[rank], "total", PEAK, a, b)
+        ComparedNumber(rank, where[rank], "total", PEAK, a, b)
         for rank, a, b in _join(_highest(before), _highest(after))
     )
     seconds = tuple(
-        Line(rank, phase, "time", phase, a, b)
+        ComparedNumber(rank, phase, "time", phase, a, b)
         for (rank, phase), a, b in _join(phase_seconds(predicted), phase_seconds(measured))
     )
     exchanges = tuple(
-        Line(rank, phase, kind, name, a, b)
+        ComparedNumber(rank, phase, kind, name, a, b)
         for (rank, phase, name, kind), a, b in _join(
             exchange_seconds(predicted), exchange_seconds(measured)
         )
@@ -120,7 +121,7 @@ def _phases(totals: dict[tuple[int, str], int]) -> dict[int, str]:
     return found
 
 
-def _exact_failures(lines: tuple[Line, ...]) -> list[str]:
+def _exact_failures(lines: tuple[ComparedNumber, ...]) -> list[str]:
     """A prediction of nothing (0 bytes) is met by no event at all."""
     return [
         f"rank {line.rank}: {line.kind} of {line.name} predicted {line.predicted or 0:,} B, "
@@ -130,7 +131,7 @@ def _exact_failures(lines: tuple[Line, ...]) -> list[str]:
     ]
 
 
-def _phase_failures(lines: tuple[Line, ...]) -> list[str]:
+def _phase_failures(lines: tuple[ComparedNumber, ...]) -> list[str]:
     """A phase that only one side knows was not carried out as planned."""
     measured = {line.rank for line in lines if line.measured is not None}
     return [
@@ -141,7 +142,7 @@ def _phase_failures(lines: tuple[Line, ...]) -> list[str]:
     ]
 
 
-def _peak_failures(lines: tuple[Line, ...], tolerance: float) -> list[str]:
+def _peak_failures(lines: tuple[ComparedNumber, ...], tolerance: float) -> list[str]:
     failures = []
     for line in lines:
         if line.predicted is None or line.measured is None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from shardwright import __version__
 from shardwright.core.document import decode_json
-from shardwright.core.measurement import RECORD_SCHEMA, Measurement, Record, Saved, merge
+from shardwright.core.measurement import RECORD_SCHEMA, Measurement, Record, Saved
 from shardwright.core.timeline import Phase
 from shardwright.job.checkpoint import CheckpointSection
 from shardwright.job.plan import Plan
@@ -30,6 +30,7 @@ from shardwright.runtime.comm import Comm, flat
 from shardwright.runtime.meter import Meter, comm_of
 from shardwright.runtime.saves import Saves
 from shardwright.runtime.saving import Resumed, load_checkpoint
+from shardwright.train.records import merge
 from shardwright.train.writers import Progress, check_log, writers
 
 

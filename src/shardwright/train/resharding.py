@@ -23,16 +23,14 @@ from shardwright.runtime.checkpoint.folders import (
     step_folder,
     temporary_folder,
 )
-from shardwright.runtime.checkpoint.held import Held, dtype_of
-from shardwright.runtime.checkpoint.read import copies_of, fill
-from shardwright.runtime.checkpoint.region import Box
-from shardwright.runtime.checkpoint.stored import Stored, StoredTensor, open_stored
+from shardwright.runtime.checkpoint.read import Stored, StoredTensor, copies_of, fill, open_stored
+from shardwright.runtime.checkpoint.region import Box, TensorPart, dtype_of
 from shardwright.runtime.checkpoint.write import commit, write_rank
 from shardwright.runtime.embeddings.disk import mapped
 from shardwright.runtime.model_parts import STATE
 from shardwright.runtime.optimizer_groups import joined
 from shardwright.runtime.saving import Resumed
-from shardwright.train.resuming import Place, start_after
+from shardwright.train.resuming import DataPlace, start_after
 
 Cuts = dict[str, list[tuple[int, Box]]]  # of each tensor: ranks, and what each has of it
 
@@ -134,14 +132,14 @@ def _check(stored: Stored, plan: Plan, planned: set[str]) -> None:
             raise MismatchError(expected(str(stored.folder), wanted, got, remedy))
 
 
-def _of_rank(stored: Stored, cuts: Cuts, rank: int, folder: Path) -> Iterator[Held]:
+def _of_rank(stored: Stored, cuts: Cuts, rank: int, folder: Path) -> Iterator[TensorPart]:
     """Room for what a rank has of every tensor, in a file."""
     own = [(name, box) for name, parts in cuts.items() for owner, box in parts if owner == rank]
     dtypes = {name: dtype_of(stored.tensors[name].dtype, name) for name, _ in own}
     like = {str(n): (box.sizes, dtypes[name]) for n, (name, box) in enumerate(own)}
     room = mapped(folder, like) if own else {}
     for (name, box), tensor in zip(own, room.values(), strict=True):
-        yield Held(name, stored.tensors[name].shape, box.offsets, box.sizes, tensor)
+        yield TensorPart(name, stored.tensors[name].shape, box.offsets, box.sizes, tensor)
 
 
 def _scalars(stored: Stored, plan: Plan) -> list[dict[str, Any]]:
@@ -167,7 +165,7 @@ def _extras(stored: Stored, plan: Plan) -> list[Any]:
     extras = tuple(each.scalars.get("extra") for each in stored.lists)
     saved = Resumed(step, extras[0], stored.manifest.facts, len(extras), False, extras)
     try:
-        first = to_kind(extras[0], Place)
+        first = to_kind(extras[0], DataPlace)
         starts = [start_after(saved, rank, ranks) for rank in range(ranks)]
     except (InputError, msgspec.ValidationError):
         return [extras[rank % len(extras)] for rank in range(ranks)]

@@ -16,13 +16,13 @@ from msgspec import UNSET, to_builtins
 
 from shardwright.core.document import to_kind
 from shardwright.core.errors import InputError, MismatchError, expected
-from shardwright.core.scores import Scores
-from shardwright.data.dealing import Dealt, split
+from shardwright.core.measurement import Scores
+from shardwright.data.reading import DealtRows, split
 from shardwright.estimate.own_model import Batch, Task, importable, python_function, with_names_of
 from shardwright.job.job import Job, checkpoint_folder, data_files
 from shardwright.launcher.folder import measurement_file
+from shardwright.runtime.checkpoint.files import MANIFEST, read_manifest
 from shardwright.runtime.checkpoint.folders import complete_steps, step_folder
-from shardwright.runtime.checkpoint.manifest import MANIFEST, read_manifest
 from shardwright.runtime.random_state import random_states, set_random_states
 from shardwright.runtime.saves import Saves
 from shardwright.runtime.saving import Resumed
@@ -51,7 +51,7 @@ class RunStart:
     """Where a rank begins: after ``step``, and what was ``dealt``, lost and left out until then."""
 
     step: int = 0
-    dealt: tuple[Dealt, ...] = ()
+    dealt: tuple[DealtRows, ...] = ()
     losses: tuple[float, ...] = ()
     bad_rows: int = 0
     resumed: tuple[int, ...] = ()
@@ -95,8 +95,8 @@ def start_after(found: Resumed, rank: int, world_size: int) -> RunStart:
         wanted = "a checkpoint of shardwright train"
         raise InputError(expected(where, wanted, f"another: {error}", remedy)) from None
     first = places[0]
-    before = (Dealt(batch, taken) for batch, taken in first.before)
-    dealt = (*before, Dealt(first.batch, tuple(place.taken for place in places)))
+    before = (DealtRows(batch, taken) for batch, taken in first.before)
+    dealt = (*before, DealtRows(first.batch, tuple(place.taken for place in places)))
     same = len(places) == world_size
     return RunStart(
         found.step,
@@ -122,7 +122,7 @@ def batches_after(task: Task, rank: int, world_size: int, start: RunStart) -> It
 
 def skip(
     batches: Iterator[Batch],
-    dealt: Sequence[Dealt],
+    dealt: Sequence[DealtRows],
     rank: int,
     world_size: int,
     where: str,

@@ -15,9 +15,9 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.kinds import dense_of, kind_of, packed_bytes
 from shardwright.core.model import TableSpec
 from shardwright.models.embeddings import Embeddings
-from shardwright.runtime.checkpoint.held import whole
+from shardwright.runtime.checkpoint.files import open_shard
 from shardwright.runtime.checkpoint.read import read_parts
-from shardwright.runtime.checkpoint.shard import open_shard
+from shardwright.runtime.checkpoint.region import whole
 
 _Dim = Annotated[int, msgspec.Meta(ge=1)]
 _TABLES = "shardwright.tables/1"  # in the file's header: the kind and dim of every table, in order

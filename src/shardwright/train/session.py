@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from msgspec import UNSET
 
-from shardwright.core.document import read_document, write_document
+from shardwright.core.document import read_document, same_file, write_document
 from shardwright.core.errors import EXIT_RUN_FAILED, InputError, MismatchError, expected
 from shardwright.core.measurement import (
     RECORD_SCHEMA,
@@ -17,13 +17,12 @@ from shardwright.core.measurement import (
     Measurement,
     Quality,
     Record,
-    merge,
     write_measurement,
 )
-from shardwright.core.outputs import same_file
 from shardwright.job.checkpoint import CheckpointSection
 from shardwright.job.job import Job, checkpoint_folder, named_files, run_in
 from shardwright.job.plan import Plan, write_plan
+from shardwright.launcher.ending import RunOutcome
 from shardwright.launcher.folder import (
     HELD_OUT,
     check_folder,
@@ -38,8 +37,8 @@ from shardwright.launcher.folder import (
     store_file,
 )
 from shardwright.launcher.launch import Launch, launch
-from shardwright.launcher.outcome import Outcome
 from shardwright.train.compare import compare
+from shardwright.train.records import merge
 from shardwright.train.sources import source_of
 from shardwright.train.writers import check_log
 
@@ -56,7 +55,7 @@ class Session:
 
     folder: Path
     plan: Plan
-    outcome: Outcome
+    outcome: RunOutcome
     measurement: Measurement | None
     comparison: Comparison | None
 

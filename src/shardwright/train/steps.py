@@ -18,11 +18,11 @@ import torch
 from msgspec import UNSET
 from torch import nn
 
-from shardwright.core.exhausted import out_of_memory
-from shardwright.core.scores import BINS, EDGE, SIZE, Scores, scores_of, scores_text
+from shardwright.core.measurement import BINS, EDGE, SIZE, Scores, scores_of, scores_text
 from shardwright.estimate.own_model import Batch, FunctionCall, InputsOf, naming_errors
 from shardwright.job.job import checkpoint_folder
 from shardwright.job.train import rate_factor
+from shardwright.launcher.exhausted import out_of_memory
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
 from shardwright.runtime.embeddings.tables import ShardedTables

@@ -33,7 +33,6 @@ from shardwright.core.errors import (
     ShardwrightError,
     expected,
 )
-from shardwright.core.thread_rank import thread_rank
 from shardwright.estimate.own_model import Batch, inputs_of
 from shardwright.job.job import checkpoint_folder, named_files, run_in, table_folder
 from shardwright.job.plan import Plan, read_plan
@@ -53,6 +52,7 @@ from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.random_state import random_states, set_random_states
 from shardwright.runtime.saving import load_checkpoint
+from shardwright.tracker.announce import thread_rank
 from shardwright.train.hosts import Hosts
 from shardwright.train.loop import Measured, measure, metered
 from shardwright.train.profiling import Profiler

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from shardwright.core.errors import InputError, NoPlanError
-from shardwright.core.fit import Fit
-from shardwright.core.footprint import Footprint, RankMemory
+from shardwright.core.footprint import Fit, Footprint, RankMemory
 from shardwright.estimate.fit import fit
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import Job, memory_of, parallel_of, parse_job

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwright.core.errors import UnsupportedError
-from shardwright.core.fit import Estimate
+from shardwright.core.footprint import Estimate
 from shardwright.estimate.fit.search import Findings, Point, Space, search
 
 CAPACITY = 1000

@@ -5,31 +5,31 @@ import random
 import numpy as np
 import pytest
 
-from shardwright.planner.search.dealing import Lots, at_least, deal
-from shardwright.planner.search.space import Block, Bools, Floats, Ints, Space
-from shardwright.planner.search.state import State
+from shardwright.planner.search.placing import Lots, at_least, deal
+from shardwright.planner.search.space import Bools, Floats, Ints, OptionBlock, Space
+from shardwright.planner.search.state import SearchState
 
 GROUP = 4
 
 
-def _state(draw: random.Random, ranks: int, space: Space) -> State:
+def _state(draw: random.Random, ranks: int, space: Space) -> SearchState:
     """Ranks that have something to do already; memory is short on some."""
     space = Space(space.items, ranks, GROUP, (1000, 1000, 1000))
-    state = State(space, target=1.0, power=draw.choice([8.0, 16.0, 64.0]))
+    state = SearchState(space, target=1.0, power=draw.choice([8.0, 16.0, 64.0]))
     state.load = np.array([draw.choice([0.0, draw.uniform(0, 1.5)]) for _ in range(ranks)])
     state.memory = np.array([[draw.randint(0, 1200), draw.randint(0, 1200), 0] for _ in state.load])
     state.memory = state.memory.astype(float)
     return state
 
 
-def _block(draw: random.Random, width: int) -> Block:
+def _block(draw: random.Random, width: int) -> OptionBlock:
     storage = [[float(draw.randint(0, 90)), float(draw.randint(0, 90)), 0.0] for _ in range(width)]
-    return Block(
+    return OptionBlock(
         width, np.array([draw.uniform(0.01, 0.2) for _ in range(width)]), np.array(storage)
     )
 
 
-def _lots(*dealt: tuple[State, Block, int, Bools]) -> Lots:
+def _lots(*dealt: tuple[SearchState, OptionBlock, int, Bools]) -> Lots:
     width = dealt[0][1].width
     return Lots(
         np.array([count for _, _, count, _ in dealt]),
@@ -41,14 +41,16 @@ def _lots(*dealt: tuple[State, Block, int, Bools]) -> Lots:
     )
 
 
-def _cost(state: State, block: Block, counts: Ints) -> float:
+def _cost(state: SearchState, block: OptionBlock, counts: Ints) -> float:
     """Of all ranks, with so many blocks on each slot."""
     load = state.load + (counts[:, None] * block.seconds).reshape(-1)
     memory = state.memory + (counts[:, None, None] * block.storage).reshape(-1, 3)
     return float(state.cost(load, memory).sum())
 
 
-def _greedily(state: State, block: Block, count: int, closed: Bools) -> tuple[list[int], Floats]:
+def _greedily(
+    state: SearchState, block: OptionBlock, count: int, closed: Bools
+) -> tuple[list[int], Floats]:
     """One after the other, each where it adds least; and what the ranks cost then."""
     load, memory, width = state.load.copy(), state.memory.copy(), block.width
     slots = []
@@ -105,13 +107,13 @@ def test_lots_are_dealt_as_each_is_alone_and_cost_no_less_than_is_said(
 
 def test_blocks_find_no_place_where_all_slots_are_closed(space: Space) -> None:
     state = _state(random.Random(0), 8, space)
-    block = Block(1, np.ones(1), np.zeros((1, 3)))
+    block = OptionBlock(1, np.ones(1), np.zeros((1, 3)))
     assert not deal(_lots((state, block, 3, np.ones(8, bool))), state.cost)[1].any()
 
 
 def test_blocks_that_cost_nothing_are_dealt_as_well(space: Space) -> None:
     state = _state(random.Random(0), 8, space)
-    block = Block(1, np.zeros(1), np.zeros((1, 3)))
+    block = OptionBlock(1, np.zeros(1), np.zeros((1, 3)))
     for count in (3, 128):
         (counts,), *_ = deal(_lots((state, block, count, np.zeros(8, bool))), state.cost)
         assert counts.sum() == count

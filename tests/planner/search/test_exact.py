@@ -9,14 +9,14 @@ import pytest
 
 from shardwright.core.errors import UnsupportedError
 from shardwright.planner.search.exact import MAX_VARIABLES, RELATIVE_GAP, solve
-from shardwright.planner.search.search import Outcome, search
+from shardwright.planner.search.search import SearchOutcome, search
 from shardwright.planner.search.space import Assignment, Space
 
 SpaceOf = Callable[..., Space]
 SECONDS = 60.0  # far more than a solution takes
 
 
-def _solved(space: Space, start: Outcome) -> tuple[Assignment | None, float]:
+def _solved(space: Space, start: SearchOutcome) -> tuple[Assignment | None, float]:
     """What ``solve`` brings, or a failure where it does not keep to its time."""
     brought: list[tuple[Assignment | None, float] | BaseException] = []
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from shardwright.planner.search.least import least_memory
 from shardwright.planner.search.space import Floats, Item, ItemOption, Space, item_option
+from shardwright.planner.search.widening import least_memory
 
 SpaceOf = Callable[..., Space]
 

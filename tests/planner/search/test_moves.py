@@ -22,12 +22,12 @@ from shardwright.planner.search.moves import (
     swap_partners,
 )
 from shardwright.planner.search.space import Item, Space, item_option
-from shardwright.planner.search.state import State
+from shardwright.planner.search.state import SearchState
 
 SpaceOf = Callable[..., Space]
 
 
-def _put_anywhere(state: State, item: int, draw: random.Random) -> None:
+def _put_anywhere(state: SearchState, item: int, draw: random.Random) -> None:
     option = draw.randrange(len(state.space.items[item].options))
     widths = state.space.items[item].options[option].widths
     slots = tuple(draw.randrange(state.space.ranks // width) * width for width in widths)
@@ -40,7 +40,7 @@ def test_a_rank_that_was_stuck_is_helped_as_if_it_were_looked_at_for_the_first_t
 ) -> None:
     space = space_of_seed(seed, memory="tight", constrained=constrained)
     draw = random.Random(seed)
-    state = State(space, 1.0)
+    state = SearchState(space, 1.0)
     for item in range(len(space.items)):
         _put_anywhere(state, item, draw)
     stuck = Stuck()
@@ -78,7 +78,9 @@ def test_of_too_many_pairs_those_are_swapped_that_even_two_ranks_out(
     sizes = [draw.randint(1, 1000) for _ in range(count)]
     items = tuple(_whole(n, ranks, times[n], sizes[n]) for n in range(count))
     even = sum(sizes) // ranks + 1000
-    state = State(Space(items, ranks, ranks, (even if is_full else 2**40, 0, 0)), sum(times) / 3)
+    state = SearchState(
+        Space(items, ranks, ranks, (even if is_full else 2**40, 0, 0)), sum(times) / 3
+    )
     for item in range(count):
         state.put(item, 0, (int(draw.random() ** 1.3 * ranks),))
     costs, every = state.rank_costs(), np.arange(ranks)

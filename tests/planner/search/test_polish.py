@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardwright.planner.search.polish import longest_first
+from shardwright.planner.search.placing import longest_first
 from shardwright.planner.search.space import Space
 
 

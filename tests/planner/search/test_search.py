@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.planner.search.search import Outcome, search
+from shardwright.planner.search.search import SearchOutcome, search
 from shardwright.planner.search.space import Space
 from shardwright.planner.search.watch import Watch
 
@@ -22,7 +22,7 @@ WORST_RATIO = 1.3
 FOUND_OF_TIGHT = 0.97
 
 
-def _found(space: Space, outcome: Outcome) -> list[tuple[int, tuple[int, ...]]]:
+def _found(space: Space, outcome: SearchOutcome) -> list[tuple[int, tuple[int, ...]]]:
     assert outcome.best is not None
     pairs = zip(outcome.best.options, outcome.best.slots, strict=True)
     assert len(outcome.best.options) == len(space.items)

@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 
 from shardwright.core.sharding import ShardingType
 from shardwright.planner.search import moves
-from shardwright.planner.search.slopes import hopeful
+from shardwright.planner.search.placing import spread
+from shardwright.planner.search.reoption import (
+    cheapest_changes,
+    hopeful,
+    promising,
+    weigh,
+)
 from shardwright.planner.search.space import Space
-from shardwright.planner.search.state import State, restored
-from shardwright.planner.search.weighing import weigh
+from shardwright.planner.search.state import SearchState, restored
 
 SpaceOf = Callable[..., Space]
 ManyRanks = Callable[[ShardingType, int, int], Space]
@@ -29,10 +34,10 @@ def _somewhere(draw: random.Random, space: Space, item: int, option: int) -> tup
     )
 
 
-def _wandered(space: Space, seed: int, steps: int) -> State:
+def _wandered(space: Space, seed: int, steps: int) -> SearchState:
     """A state after random moves: items put, taken off, put elsewhere, blocks moved."""
     draw = random.Random(seed)
-    state = State(space, 1.0)
+    state = SearchState(space, 1.0)
     for item, entry in enumerate(space.items):
         option = draw.randrange(len(entry.options))
         state.put(item, option, _somewhere(draw, space, item, option))
@@ -77,7 +82,7 @@ def test_a_state_knows_what_lies_on_every_rank(
         assert kept == made
 
 
-def _rows(state: State) -> list[tuple[Any, ...]]:
+def _rows(state: SearchState) -> list[tuple[Any, ...]]:
     singles = [state.singles(rank) for rank in range(state.space.ranks)]
     return [(own.items, own.seconds.tolist(), own.storage.tolist()) for own in singles]
 
@@ -97,7 +102,7 @@ def test_a_state_fits_exactly_up_to_its_capacity(space_of_seed: SpaceOf, seed: i
 
 
 def test_a_state_does_not_fit_while_an_item_lies_nowhere(space_of_seed: SpaceOf) -> None:
-    state = State(space_of_seed(0), 1.0)
+    state = SearchState(space_of_seed(0), 1.0)
     assert not state.fits
 
 
@@ -119,7 +124,7 @@ def test_blocks_are_spread_to_where_they_add_least(
         old = state.options[item], state.slots[item]
         for option, way in enumerate(entry.options):
             state.take(item)
-            slots = state.spread(item, option)
+            slots = spread(state, item, option)
             assert slots is not None
             state.put(item, option, slots)
             least = float(state.rank_costs().sum())
@@ -136,10 +141,10 @@ def test_blocks_are_spread_to_where_they_add_least(
 @given(seed=st.integers(0, 10**9))
 def test_spread_keeps_to_the_rules(space_of_seed: SpaceOf, seed: int) -> None:
     space = space_of_seed(seed, constrained=True)
-    state = State(space, 1.0)
+    state = SearchState(space, 1.0)
     for item, entry in enumerate(space.items):
         for option in range(len(entry.options)):
-            told = state.spread(item, option)
+            told = spread(state, item, option)
             mask = state.allowed(item)
             open_ranks = np.ones(space.ranks, bool) if mask is None else mask
             if told is not None:
@@ -153,7 +158,7 @@ def test_spread_keeps_to_the_rules(space_of_seed: SpaceOf, seed: int) -> None:
 
 def test_a_byte_too_many_costs_more_than_the_slowest_rank(space_of_seed: SpaceOf) -> None:
     space = space_of_seed(3)
-    state = State(Space(space.items, space.ranks, space.group, (64,) * 3), 1.0)
+    state = SearchState(Space(space.items, space.ranks, space.group, (64,) * 3), 1.0)
     state.load[:] = 3.0
     for power in (6.0, 16.0, 64.0):
         state.sharpen(power)
@@ -167,16 +172,16 @@ def test_what_is_weighed_is_what_put_brings(space_of_seed: SpaceOf, seed: int) -
     state = _wandered(space, seed, 5)
     ways = [(i, o) for i, item in enumerate(space.items) for o in range(len(item.options))]
     weighed = weigh(state, ways)
-    middle = float(np.median(weighed.costs.sum(axis=1)))
-    pruned = weigh(state, ways, middle).costs.sum(axis=1)
+    middle = float(np.median(weighed[1].sum(axis=1)))
+    pruned = weigh(state, ways, middle)[1].sum(axis=1)
     for (item, option), load, costs, kept in zip(ways, *weighed, pruned, strict=True):
         other = state.copy()
         other.take(item)
-        spread = other.spread(item, option)
-        if spread is None:
+        slots = spread(other, item, option)
+        if slots is None:
             assert np.isinf(costs).all()
             continue
-        other.put(item, option, spread)
+        other.put(item, option, slots)
         assert sorted(load) == pytest.approx(sorted(other.load))  # of equal places, either
         assert costs.sum() == pytest.approx(other.rank_costs().sum())
         assert kept in (np.inf, pytest.approx(costs.sum()))
@@ -190,13 +195,13 @@ def test_what_is_hoped_for_is_never_above_what_is_weighed(
     space = space_of_seed(seed, memory=memory)
     state = _wandered(space, seed, 5)
     ways = [(i, o) for i, item in enumerate(space.items) for o in range(len(item.options))]
-    costs = dict(zip(ways, weigh(state, ways).costs.sum(axis=1).tolist(), strict=True))
+    costs = dict(zip(ways, weigh(state, ways)[1].sum(axis=1).tolist(), strict=True))
     middle = float(np.median([*costs.values()]))
     hopes = hopeful(state, ways, middle)
     assert hopes == sorted(hopes)
-    for hope in hopes:
-        assert hope.least <= costs[hope.way] * (1 + 1e-9)
-    for way in set(ways) - {hope.way for hope in hopes}:
+    for least, way in hopes:
+        assert least <= costs[way] * (1 + 1e-9)
+    for way in set(ways) - {way for _, way in hopes}:
         assert costs[way] >= middle * (1 - 1e-9)
 
 
@@ -208,8 +213,8 @@ def test_what_is_hoped_for_of_many_ways_at_once_is_that_of_each_alone(
     space = space_of_seed(seed, memory=memory)
     state = _wandered(space, seed, 5)
     ways = [(i, o) for i, item in enumerate(space.items) for o in range(len(item.options))]
-    together = {hope.way: hope.least for hope in hopeful(state, ways, np.inf)}
-    alone = {way: hope.least for way in ways for hope in hopeful(state, [way], np.inf)}
+    together = {way: least for least, way in hopeful(state, ways, np.inf)}
+    alone = {way: least for way in ways for least, _ in hopeful(state, [way], np.inf)}
     assert together == pytest.approx(alone)
 
 
@@ -231,16 +236,16 @@ def test_nothing_costs_less_than_what_a_change_and_a_move_promise(
     space_of_seed: SpaceOf, seed: int, memory: str
 ) -> None:
     state = _wandered(space_of_seed(seed, memory=memory), seed, 5)
-    ways = moves.cheapest_changes(state)
-    promised = {hope.way: hope.least for hope in moves.promising(state, ways, np.inf)}
+    ways = cheapest_changes(state)
+    promised = {way: least for least, way in promising(state, ways, np.inf)}
     for item, option in ways:
         other = state.copy()
         other.take(item)
-        spread = other.spread(item, option)
-        if spread is None:
+        slots = spread(other, item, option)
+        if slots is None:
             assert (item, option) not in promised
             continue
-        other.put(item, option, spread)
+        other.put(item, option, slots)
         costs = other.rank_costs()
         move = moves.relocation(other, int(costs.argmax()), costs, np.arange(len(costs)))
         if move is not None:
@@ -295,7 +300,7 @@ def test_of_many_ranks_the_least_busy_ones_are_looked_at_first(
     ranks, group = 4096, 4
     draw = np.random.default_rng(seed)
     space = many_ranks(kind, ranks, group)
-    state = State(space, 10 * space.items[0].options[0].largest)
+    state = SearchState(space, 10 * space.items[0].options[0].largest)
     busy = draw.uniform(0.2, 1, ranks // group).repeat(group) + draw.uniform(0, 0.02, ranks)
     state.load[:] = busy * state.target
     filled = {"none": busy < 0, "some": draw.random(ranks) < 0.5, "the least busy": busy < 0.5}[
@@ -304,7 +309,7 @@ def test_of_many_ranks_the_least_busy_ones_are_looked_at_first(
     state.memory[:, 0] = np.where(filled, space.capacity[0], 0)
 
     def found() -> float:
-        slots = state.spread(0, 0)
+        slots = spread(state, 0, 0)
         assert slots is not None
         other = state.copy()
         other.put(0, 0, slots)

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import torch
 
-from shardwright.runtime.checkpoint import Held
+from shardwright.runtime.checkpoint import TensorPart
+from shardwright.runtime.checkpoint.files import digest_of, list_name, sealed, shard_name
 from shardwright.runtime.checkpoint.folders import step_folder, temporary_folder
-from shardwright.runtime.checkpoint.held import checked
-from shardwright.runtime.checkpoint.manifest import digest_of, list_name, sealed, shard_name
-from shardwright.runtime.checkpoint.region import Box, is_range
+from shardwright.runtime.checkpoint.read import Stored
+from shardwright.runtime.checkpoint.region import Box, checked, is_range
 from shardwright.runtime.checkpoint.write import claim, commit, write_rank, writers
 
 Tensors = dict[str, torch.Tensor]
@@ -53,6 +53,14 @@ def filled(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 2 if dtype == torch.bool else 100, tuple(shape), generator=generator)
     return values.to(torch.float32).to(dtype)
+
+
+def said(stored: Stored, rank: int = 0) -> tuple[Any, ...]:
+    """What a checkpoint says besides its tensors: step, facts, the scalars that ``rank`` goes on
+    with, how many ranks saved it, and the scalars of all."""
+    every = tuple(found.scalars for found in stored.lists)
+    manifest = stored.manifest
+    return manifest.step, manifest.facts, every[rank % len(every)], len(every), every
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -133,22 +141,22 @@ CUTS: tuple[Callable[[Sequence[int], int, random.Random], Cut], ...] = (
 )
 
 
-def part(name: str, tensor: torch.Tensor, region: Box) -> Held:
+def part(name: str, tensor: torch.Tensor, region: Box) -> TensorPart:
     """A copy of a region; a rectangle keeps a strided view every second time."""
     shape = tuple(tensor.shape)
     if is_range(shape, region.offsets):
         start, count = region.offsets[0], region.sizes[0]
-        return Held(name, shape, *region, tensor.reshape(-1)[start : start + count].clone())
+        return TensorPart(name, shape, *region, tensor.reshape(-1)[start : start + count].clone())
     view = tensor.clone()
     for dim, (offset, size) in enumerate(zip(*region, strict=True)):
         view = view.narrow(dim, offset, size)
-    return Held(name, shape, *region, view if sum(region.offsets) % 2 else view.contiguous())
+    return TensorPart(name, shape, *region, view if sum(region.offsets) % 2 else view.contiguous())
 
 
-def deal(made: Tensors, world_size: int, seed: int, copies: bool = False) -> list[list[Held]]:
+def deal(made: Tensors, world_size: int, seed: int, copies: bool = False) -> list[list[TensorPart]]:
     """What each rank holds under a random cut of every tensor."""
     chance = random.Random(seed)
-    held: list[list[Held]] = [[] for _ in range(world_size)]
+    held: list[list[TensorPart]] = [[] for _ in range(world_size)]
     for name, tensor in made.items():
         cuts = (*CUTS, cut_replicated) if copies else CUTS
         for rank, regions in enumerate(chance.choice(cuts)(tensor.shape, world_size, chance)):
@@ -156,12 +164,12 @@ def deal(made: Tensors, world_size: int, seed: int, copies: bool = False) -> lis
     return held
 
 
-def blank(held: Sequence[Held]) -> list[Held]:
+def blank(held: Sequence[TensorPart]) -> list[TensorPart]:
     """The same parts with other values."""
     return [h._replace(tensor=torch.empty_like(h.tensor).copy_(~h.tensor.bool())) for h in held]
 
 
-def equal(held: Sequence[Held], others: Sequence[Held]) -> bool:
+def equal(held: Sequence[TensorPart], others: Sequence[TensorPart]) -> bool:
     """Whether parts are equal bit by bit."""
     return len(held) == len(others) and all(
         a[:4] == b[:4] and a.tensor.dtype == b.tensor.dtype and bits(a.tensor) == bits(b.tensor)
@@ -169,12 +177,12 @@ def equal(held: Sequence[Held], others: Sequence[Held]) -> bool:
     )
 
 
-def all_of(made: Tensors) -> list[Held]:
+def all_of(made: Tensors) -> list[TensorPart]:
     """Every tensor in one piece."""
     return [part(name, tensor, whole_box(tensor.shape)) for name, tensor in made.items()]
 
 
-def save(folder: Path, step: int, held: Sequence[Sequence[Held]], **facts: str) -> Path:
+def save(folder: Path, step: int, held: Sequence[Sequence[TensorPart]], **facts: str) -> Path:
     """Write as ``len(held)`` ranks would."""
     size = len(held)
     temporary, final = temporary_folder(folder, step, 0), step_folder(folder, step)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardwright.core.errors import InputError, MismatchError
-from shardwright.runtime.checkpoint import Held, read_checkpoint, read_full
+from shardwright.runtime.checkpoint import TensorPart, read_checkpoint, read_full
 
 FILES = ("manifest.json", "rank-0.json", "rank-1.json", "rank-0.safetensors", "rank-1.safetensors")
 FLIPS = 20
@@ -268,6 +268,6 @@ def test_a_safetensors_file_of_more_or_other_tensors_is_refused(tmp_path: Path) 
 def test_parts_wanted_outside_their_tensor_are_refused_before_anything_is_read(
     saved: Path,
 ) -> None:
-    wanted = [Held("cube", (3, 4, 5), (0, 0, 1), (3, 4, 5), torch.zeros(3, 4, 5))]
+    wanted = [TensorPart("cube", (3, 4, 5), (0, 0, 1), (3, 4, 5), torch.zeros(3, 4, 5))]
     with pytest.raises(InputError, match="cube: expected a part of a tensor of shape"):
         read_checkpoint(saved.parent, wanted, None)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardwright.core.errors import InputError, RunError
-from shardwright.runtime.checkpoint import locks, read_full, write_checkpoint
+from shardwright.runtime.checkpoint import folders, read_full, run_through, save_in_parts
 from shardwright.runtime.checkpoint.folders import (
     complete_steps,
     give_name,
@@ -28,7 +28,7 @@ from shardwright.runtime.checkpoint.folders import (
 
 def write(folder: Path, step: int, **options: Any) -> Path:
     held = cases.all_of({"weight": torch.full((3,), float(step))})
-    return write_checkpoint(folder, step, held, None, facts={}, scalars={}, **options)
+    return run_through(save_in_parts(folder, step, held, None, facts={}, scalars={}, **options))
 
 
 def weight(folder: Path, step: int) -> list[float]:
@@ -135,7 +135,7 @@ def test_without_locks_saves_go_on_and_left_overs_stay(
     monkeypatch.setattr(fcntl, "flock", no_locks)
     (tmp_path / "step-1.tmp").mkdir()
     for step in (2, 3, 4):
-        write(tmp_path, step, keep=2, newest=locks.Newest())
+        write(tmp_path, step, keep=2, newest=folders.Newest())
     assert complete_steps(tmp_path) == [3, 4]
     assert unfinished(tmp_path) == [tmp_path / "step-1.tmp"]
 
@@ -144,8 +144,8 @@ def test_a_lock_that_is_never_given_back_holds_no_save_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, 1)
-    monkeypatch.setattr(locks, "PATIENCE", 0.05)
-    descriptor = os.open(tmp_path / locks.LOCK_FILE, os.O_RDWR)
+    monkeypatch.setattr(folders, "PATIENCE", 0.05)
+    descriptor = os.open(tmp_path / folders.LOCK_FILE, os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         with caplog.at_level(logging.WARNING):
@@ -177,7 +177,7 @@ def test_a_left_over_that_cannot_be_removed_holds_no_save_up(
 def test_keep_spares_the_newest_checkpoint_of_every_other_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own, other = locks.Newest(), locks.Newest()
+    own, other = folders.Newest(), folders.Newest()
     write(tmp_path, 1, newest=other)
     write(tmp_path, 2, newest=other)
     with caplog.at_level(logging.WARNING):
@@ -193,7 +193,7 @@ def test_keep_spares_the_newest_checkpoint_of_every_other_run(
 
 
 def test_a_save_that_fails_lets_go_of_nothing(tmp_path: Path) -> None:
-    own, other = locks.Newest(), locks.Newest()
+    own, other = folders.Newest(), folders.Newest()
     write(tmp_path, 1, newest=other)
     with pytest.raises(InputError):
         write(tmp_path, 1, newest=other)

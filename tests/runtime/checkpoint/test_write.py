@@ -21,20 +21,25 @@ import pytest
 import torch
 
 from shardwright.core.errors import InputError, MismatchError, RunError
-from shardwright.runtime.checkpoint import Held, read_checkpoint, read_full, write_checkpoint
-from shardwright.runtime.checkpoint.folders import temporary_folder
-from shardwright.runtime.checkpoint.locks import LOCK_FILE
+from shardwright.runtime.checkpoint import (
+    TensorPart,
+    read_checkpoint,
+    read_full,
+    run_through,
+    save_in_parts,
+)
+from shardwright.runtime.checkpoint.folders import LOCK_FILE, temporary_folder
 from shardwright.runtime.checkpoint.write import Claim, write_rank, writers
 
 
-def weights(value: float, count: int = 3) -> list[Held]:
+def weights(value: float, count: int = 3) -> list[TensorPart]:
     return cases.all_of({"weight": torch.full((count,), value)})
 
 
-def write(folder: Path, step: int, held: list[Held] | None = None, **options: Any) -> Path:
+def write(folder: Path, step: int, held: list[TensorPart] | None = None, **options: Any) -> Path:
     options = {"facts": {}, "scalars": {}, **options}
     parts = weights(float(step)) if held is None else held
-    return write_checkpoint(folder, step, parts, None, **options)
+    return run_through(save_in_parts(folder, step, parts, None, **options))
 
 
 def names(folder: Path) -> list[str]:
@@ -68,9 +73,9 @@ def test_one_process_saves_and_restores_with_facts_and_scalars(tmp_path: Path) -
     wanted = cases.blank(cases.all_of(made))
     restored = read_checkpoint(tmp_path, wanted, None)
     assert cases.equal(wanted, cases.all_of(made))
-    assert restored.facts == facts
+    assert restored.manifest.facts == facts
     scalars["nested"] = {"on": True, "none": None, "pair": [1, "é"]}
-    assert restored.scalars == scalars
+    assert restored.lists[0].scalars == scalars
 
 
 def test_an_existing_step_is_never_overwritten(tmp_path: Path) -> None:
@@ -188,24 +193,33 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("held", "text"),
     [
-        ([Held("w", (4,), (2,), (3,), torch.zeros(3))], "w: expected a part of a tensor of shape"),
-        ([Held("w", (4,), (0,), (4,), torch.zeros(3))], "w: expected a tensor of 4 elements"),
-        ([Held("w", (2,), (0,), (2,), torch.zeros(2, dtype=torch.complex64))], "got complex64"),
-        ([Held("w", (2,), (0,), (2,), torch.zeros(2, device="meta"))], "tensor with data"),
-        ([Held("w\n", (2,), (0,), (2,), torch.zeros(2))], "a name of printable characters"),
-        ([Held("w", (4,), (0,), (4,), torch.zeros(2, 4)[:, ::2])], "a contiguous tensor"),
-        ([Held("w", (2,), (0,), (2,), torch.zeros(2))] * 2, "w: expected each part once per rank"),
+        (
+            [TensorPart("w", (4,), (2,), (3,), torch.zeros(3))],
+            "w: expected a part of a tensor of shape",
+        ),
+        ([TensorPart("w", (4,), (0,), (4,), torch.zeros(3))], "w: expected a tensor of 4 elements"),
+        (
+            [TensorPart("w", (2,), (0,), (2,), torch.zeros(2, dtype=torch.complex64))],
+            "got complex64",
+        ),
+        ([TensorPart("w", (2,), (0,), (2,), torch.zeros(2, device="meta"))], "tensor with data"),
+        ([TensorPart("w\n", (2,), (0,), (2,), torch.zeros(2))], "a name of printable characters"),
+        ([TensorPart("w", (4,), (0,), (4,), torch.zeros(2, 4)[:, ::2])], "a contiguous tensor"),
+        (
+            [TensorPart("w", (2,), (0,), (2,), torch.zeros(2))] * 2,
+            "w: expected each part once per rank",
+        ),
         (
             [
-                Held("w", (2,), (0,), (1,), torch.zeros(1)),
-                Held("w", (2,), (1,), (1,), torch.zeros(1, dtype=torch.int64)),
+                TensorPart("w", (2,), (0,), (1,), torch.zeros(1)),
+                TensorPart("w", (2,), (1,), (1,), torch.zeros(1, dtype=torch.int64)),
             ],
             "w: expected one shape and dtype",
         ),
     ],
 )
 def test_parts_that_cannot_be_stored_are_refused_by_name(
-    tmp_path: Path, held: list[Held], text: str
+    tmp_path: Path, held: list[TensorPart], text: str
 ) -> None:
     with pytest.raises(InputError, match=text):
         write(tmp_path, 1, held)
@@ -219,9 +233,9 @@ def test_parts_that_cannot_be_stored_are_refused_by_name(
 def test_parts_that_do_not_make_up_their_tensor_are_not_committed(
     tmp_path: Path, sizes: tuple[int], text: str
 ) -> None:
-    held = [Held("w", (3,), (0,), sizes, torch.zeros(sizes))]
+    held = [TensorPart("w", (3,), (0,), sizes, torch.zeros(sizes))]
     if sizes == (3,):
-        held.append(Held("w", (3,), (1,), (2,), torch.zeros(2)))
+        held.append(TensorPart("w", (3,), (1,), (2,), torch.zeros(2)))
     with pytest.raises(MismatchError, match=rf"w: expected every one of 3 elements.*{text}"):
         write(tmp_path, 1, held)
     assert names(tmp_path) == []
@@ -283,13 +297,13 @@ KILLED_AT_EACH_POINT = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from shardwright.runtime.checkpoint import Held, write_checkpoint
+from shardwright.runtime.checkpoint import TensorPart, run_through, save_in_parts
 
 folder, points, fsync = Path(sys.argv[1]), int(sys.argv[2]), os.fsync
 
 def write(step, value):
-    held = [Held("weight", (3,), (0,), (3,), torch.full((3,), value))]
-    write_checkpoint(folder, step, held, None, facts={}, scalars={})
+    held = [TensorPart("weight", (3,), (0,), (3,), torch.full((3,), value))]
+    run_through(save_in_parts(folder, step, held, None, facts={}, scalars={}))
 
 write(1, 1.0)
 for point in range(points):

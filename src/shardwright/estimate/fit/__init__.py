@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from shardwright.core.errors import InputError, NoPlanError, expected
-from shardwright.core.fit import Fit
+from shardwright.core.footprint import Fit
 from shardwright.cost import constants
 from shardwright.estimate.fit.remedies import remedies
 from shardwright.estimate.fit.scaled import Scaled

@@ -11,14 +11,13 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError
-from shardwright.core.fit import Estimate, Remedy
+from shardwright.core.footprint import Estimate, Remedy
 from shardwright.core.llama import LlamaShape
 from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.placement import TwoZeros, Zero
 from shardwright.estimate.fit.variants import changed_job, on_ranks
 from shardwright.job.job import Job, memory_of, parallel_of
 from shardwright.job.memory import OFFLOADS
-from shardwright.job.model import ESTIMATED
 from shardwright.job.model_of_job import unplanned
 
 PAIRED = 5  # changes, those that help most, each with every other one
@@ -112,7 +111,7 @@ def _degrees(job: Job) -> Iterator[tuple[str, int]]:
     tried: dict[str, tuple[int, ...]] = {}
     if isinstance(shape, LlamaShape):
         tried = {"expert": (shape.experts,), **DEGREES}
-    elif job.model.kind == "python":
+    elif job.model.traits.is_function:
         styles = (section.parallelize_plan or {}).values()
         usable = ["expert"] * ("expert" in styles) + ["tensor"] * any(s != "expert" for s in styles)
         tried = {name: DEGREES.get(name, OF_EXPERTS) for name in (*usable, "pipeline")}
@@ -222,12 +221,12 @@ def _memory_keys(job: Job) -> Iterator[_Key]:
     """Keys that change nothing but what a step keeps; steps that are always planned have of them
     what data ranks share."""
     section = memory_of(job)
-    if job.model.kind != "tables" and section.runtime == "shardwright":
+    if job.model.traits.has_step and section.runtime == "shardwright":
         if section.zero in (1, 2):
             yield _Key("memory", "zero", 3)
         if section.zero in (1, 2, 3) and parallel_of(job).data_replicate > 1:
             yield _Key("memory", "zero", (2, 3))
-    if job.model.kind not in ESTIMATED:
+    if not job.model.traits.is_estimated:
         return
     if section.runtime == "ddp":
         yield _Key("memory", "runtime", "fsdp2")

@@ -39,7 +39,7 @@ class Scaled:
         bare = msgspec.structs.replace(job, batch=msgspec.structs.replace(job.batch, size=1))
         family = msgspec.json.encode(bare), routed
         made, drawn = (known.setdefault(family, {}) for known in (self.made, self.drawn))
-        if job.model.kind == "python" and size not in made and len(made) > 1:
+        if job.model.traits.is_function and size not in made and len(made) > 1:
             try:
                 found = _drawn(made, size)
                 drawn[size] = job, found

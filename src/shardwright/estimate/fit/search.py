@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from shardwright.core.errors import UnsupportedError
-from shardwright.core.fit import Estimate, Largest, PolicyFit
+from shardwright.core.footprint import Estimate, Largest, PolicyFit
 
 GROWTH = 8  # times the largest size that fits: no guess goes further at once
 HALVE_EVERY = 3  # of so many guesses between two sizes, one halves

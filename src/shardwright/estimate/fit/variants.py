@@ -11,8 +11,7 @@ import msgspec
 
 from shardwright.core.cluster import MAX_PLANNED
 from shardwright.core.errors import NoPlanError
-from shardwright.core.fit import Estimate
-from shardwright.core.footprint import Footprint
+from shardwright.core.footprint import Estimate, Footprint
 from shardwright.estimate.fit.search import Point, Space
 from shardwright.job.job import (
     Job,
@@ -23,7 +22,6 @@ from shardwright.job.job import (
     with_checkpointing,
     with_memory,
 )
-from shardwright.job.model import ESTIMATED
 from shardwright.job.model_of_job import is_planned
 from shardwright.job.parallel import MAX_WORLD
 from shardwright.report.wording import counted
@@ -141,7 +139,7 @@ def space_of(job: Job, world_size: int) -> Space:
     degrees, section = degrees_of(job, world_size), parallel_of(job)
     own = own_policy(job)
     planned = is_planned(job)
-    known = POLICIES if job.model.kind in ESTIMATED else ()
+    known = POLICIES if job.model.traits.is_estimated else ()
     others = degrees.world_size // degrees.data_shard
     group = degrees.context * degrees.tensor
     stream = 2 * group if degrees.context > 1 else group

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from shardwright.core.errors import InputError, expected, nearest
 from shardwright.job.plan import Plan
-from shardwright.planner.explain import evenness, lower_bound, memory, ranks, tables
+from shardwright.planner.explain import lower_bound, memory, ranks, tables
 from shardwright.planner.explain.basis import Fact, basis
 from shardwright.planner.explain.explanation import Explanation, Subject
 from shardwright.planner.explain.recompute import draft_of, unit_of
@@ -15,7 +15,7 @@ from shardwright.planner.explain.why_not import WANTED, WhyNot, why_not_table
 from shardwright.planner.explain.why_not_unit import WAYS, why_not_unit
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.statistics import statistics
-from shardwright.planner.statistics.holdings import Holdings
+from shardwright.planner.statistics.tables import Holdings
 from shardwright.planner.strategy.found import ModelOf
 
 __all__ = [
@@ -36,14 +36,14 @@ STATISTICS: dict[str, Callable[[Subject], Iterable[Explanation]]] = {
     "ranks": ranks.explain,
     "tables": tables.explain_tables,
     "kernels": tables.explain_kernels,
-    "imbalance": evenness.explain_imbalance,
-    "spread": evenness.explain_spreads,
-    "parts": evenness.explain_parts,
+    "imbalance": ranks.explain_imbalance,
+    "spread": ranks.explain_spreads,
+    "parts": ranks.explain_parts,
     "critical_path": ranks.explain_critical_path,
     "peak_tiers": memory.explain_tiers,
     "reservation": memory.explain,
     "bottlenecks": ranks.explain_bottlenecks,
-    "waiting": evenness.explain_waiting,
+    "waiting": ranks.explain_waiting,
     "lower_bound": lower_bound.explain,
     "memory_price": lower_bound.explain_prices,
 }

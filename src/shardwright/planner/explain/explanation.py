@@ -9,11 +9,11 @@ from typing import Any
 
 from shardwright.core.amount import Amount, Step, derivation, leaf
 from shardwright.core.errors import MismatchError, expected
-from shardwright.core.statistics import Statistics
-from shardwright.cost.imbalance import Ranks
 from shardwright.job.plan import Plan
 from shardwright.planner.draft import Draft
-from shardwright.planner.statistics.holdings import Holdings
+from shardwright.planner.statistics.ranks import RankGroup
+from shardwright.planner.statistics.records import Statistics
+from shardwright.planner.statistics.tables import Holdings
 
 RELATIVE = 1e-12  # by which a number may come out otherwise for rounding
 REORDERED = 1e-9  # the same of a sum in another order
@@ -95,8 +95,8 @@ def same(where: str, stored: Any, found: Any) -> None:
         raise disagreement(where, stored, found)
 
 
-def rank_groups(what: str, values: Mapping[int, float], unit: str) -> list[Ranks]:
-    """Ranks with equal values, rounding apart, each value an input of a derivation."""
+def rank_groups(what: str, values: Mapping[int, float], unit: str) -> list[RankGroup]:
+    """RankGroup with equal values, rounding apart, each value an input of a derivation."""
     groups: dict[float, list[int]] = {}
     for rank, value in values.items():
         key = value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
@@ -105,7 +105,7 @@ def rank_groups(what: str, values: Mapping[int, float], unit: str) -> list[Ranks
     for ranks in groups.values():
         label = ranks_label(ranks)
         shown = leaf(values[ranks[0]], f"{what}[{label}]", unit, "--statistic ranks --rank R")
-        found.append(Ranks(shown, ranks, label))
+        found.append(RankGroup(shown, ranks, label))
     return found
 
 

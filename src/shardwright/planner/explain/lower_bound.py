@@ -17,7 +17,7 @@ from shardwright.planner.explain.explanation import REORDERED, Explanation, Subj
 from shardwright.planner.problem import Problem
 from shardwright.planner.search.bound import (
     Bound,
-    Table,
+    OptionTable,
     beyond_room,
     cheapest,
     lower_bound,
@@ -119,7 +119,7 @@ class _Solved:
     """A space with its bound; ``names`` are those of its items."""
 
     space: Space
-    options: Table
+    options: OptionTable
     bound: Bound
     names: list[str]
     suffix: str

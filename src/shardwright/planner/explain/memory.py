@@ -8,7 +8,6 @@ from typing import Any
 from shardwright.core.amount import largest, leaf, named, smallest
 from shardwright.core.batch import feature_batches
 from shardwright.core.cluster import Tier
-from shardwright.core.statistics import Ledger
 from shardwright.cost import reservation
 from shardwright.planner.explain.explanation import (
     Explanation,
@@ -28,6 +27,7 @@ from shardwright.planner.statistics.memory import (
     free,
     set_aside,
 )
+from shardwright.planner.statistics.records import MemoryLedger
 
 WHERE = "planner.reservation"
 
@@ -95,7 +95,7 @@ def _inputs(subject: Subject, kind: str) -> Any:
     )
 
 
-def _ledger(subject: Subject, record: Ledger) -> Explanation:
+def _ledger(subject: Subject, record: MemoryLedger) -> Explanation:
     capacity = leaf(record.capacity, "capacity", "B", f"cluster.{record.tier}_cap")
     sources = {
         SET_ASIDE: WHERE,

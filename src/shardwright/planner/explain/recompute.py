@@ -24,7 +24,7 @@ from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.explain.explanation import same
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.proof import is_proven
-from shardwright.planner.statistics.holdings import as_planned, ranks_of
+from shardwright.planner.statistics.tables import as_planned, ranks_of
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy import bound_of
 from shardwright.planner.strategy.found import ModelOf
@@ -99,7 +99,7 @@ def problem_of(plan: Plan) -> Problem:
 def _check_batch(job: Job, recording: Recording) -> None:
     """The inputs of a step of text were tokens and targets of the job's batch. What a function of
     the user's own makes of a batch, its recording alone knows."""
-    if job.model.kind in ("transformer", "llama"):
+    if job.model.traits.reads_text:
         tokens = 2 * job.batch.size * job.batch.sequence * INDEX_BYTES
         same("plan: bytes of the batch", recording.inputs, tokens)
 

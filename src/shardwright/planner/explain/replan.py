@@ -81,7 +81,7 @@ def forced_table(plan: Plan, index: int, field: str, wanted: str) -> Forced:
     key = f'{where} = ["{wanted}"]'
     if where != f"tables.{name}.{field}":
         key += ", which is of all its parts"
-    if plan.job.model.kind == "python":
+    if plan.job.model.traits.is_function:
         key = f'planner.tables = {{"{name}" = "{wanted}"}}'
     return Forced(plan.job, key, index, field, wanted)
 

@@ -26,8 +26,9 @@ from shardwright.planner.exclusion import Rules, exclusion
 from shardwright.planner.explain.recompute import draft_of, unknown
 from shardwright.planner.explain.replan import Replanned, forced_table, instead, replanned
 from shardwright.planner.problem import Problem, make_problem
+from shardwright.planner.search.placing import spread
 from shardwright.planner.search.space import Item, Space, shard_ranks
-from shardwright.planner.search.state import State
+from shardwright.planner.search.state import SearchState
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import ModelOf
@@ -189,11 +190,11 @@ def _trials(
     state = _without(draft, space, item)
     trials = []
     for number, option in enumerate(item.options):
-        spread = state.spread(0, number)
-        if spread is not None:
+        slots = spread(state, 0, number)
+        if slots is not None:
             placed = list(draft.tables)
             for member, table in enumerate(item.tables):
-                ranks = shard_ranks(option, member, spread)
+                ranks = shard_ranks(option, member, slots)
                 placed[table] = Placed(option.choices[member], ranks)
             member = item.tables.index(index)
             changed = dataclasses.replace(draft, tables=tuple(placed))
@@ -202,7 +203,7 @@ def _trials(
     return trials, "" if trials else "planner.constraints leave no rank for it"
 
 
-def _without(draft: Draft, space: Space, item: Item) -> State:
+def _without(draft: Draft, space: Space, item: Item) -> SearchState:
     """The ranks as the rest of the plan leaves them, ready for ``item`` alone."""
     moved = set(item.tables)
     rest = [placed for i, placed in enumerate(draft.tables) if i not in moved]
@@ -218,7 +219,7 @@ def _without(draft: Draft, space: Space, item: Item) -> State:
         allowed[list(draft.tables[table].ranks)] = False
     alone = Item(item.tables, item.options, allowed)
     one = Space((alone,), space.ranks, space.group, draft.room, constrained=True)
-    state = State(one, max(draft.max_rank_seconds, 1e-12), POWER)
+    state = SearchState(one, max(draft.max_rank_seconds, 1e-12), POWER)
     state.load, state.memory = load, memory
     return state
 

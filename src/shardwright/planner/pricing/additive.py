@@ -10,8 +10,8 @@ from shardwright.core.cluster import Tier
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
+from shardwright.core.sharding import TYPES, traits
 from shardwright.core.tensor import ELEMENT_BYTES
-from shardwright.cost import additive
 from shardwright.planner.choice import Choice, Cost, cost
 from shardwright.planner.pricing.evaluate import (
     Derived,
@@ -50,11 +50,11 @@ def derive(context: PricingContext, table: TableSpec, option: Option, run_index:
 
 
 def _check(table: TableSpec, option: Option) -> None:
-    if option.sharding_type not in additive.SHARDING_TYPES:
+    if option.sharding_type not in SHARDING_TYPES:
         raise UnsupportedError(
             expected(
                 f"tables '{table.name}'.sharding_types",
-                f"one of {', '.join(additive.SHARDING_TYPES)} for the additive cost",
+                f"one of {', '.join(SHARDING_TYPES)} for the additive cost",
                 option.sharding_type,
             )
         )
@@ -71,5 +71,30 @@ def _evaluate(
     ranks = lift(cluster.world_size, "ranks", "", "cluster.world_size")
     samples = lift(context.batch.size, "samples", "samples", "batch.size")
     ids, _ = traffic(context, table, lift)
-    seconds = additive.shard_seconds(ids, samples, columns, size, ranks, c)
-    return seconds, {tier: {"weight": additive.weight_bytes(rows, columns, size)}}
+    seconds = shard_seconds(ids, samples, columns, size, ranks, c)
+    return seconds, {tier: {"weight": weight_bytes(rows, columns, size)}}
+
+
+# Of whole rows, each on any rank.
+SHARDING_TYPES = tuple(t for t in TYPES if traits(t).partition == "device")
+
+
+def weight_bytes(rows: Any, columns: Any, element_bytes: Any) -> Any:
+    """Bytes of a shard: its weights alone."""
+    return named("weight_bytes", rows * columns * element_bytes, "B")
+
+
+def shard_seconds(
+    ids: Any, samples: Any, columns: Any, element_bytes: Any, ranks: Any, c: Any
+) -> dict[str, Any]:
+    """Seconds of a shard by phase, for ``ids`` and ``samples`` of one rank's batch.
+
+    The shard looks up the ids of all ranks, and sends one row per sample to each of the others.
+    """
+    row = named("row_bytes", columns * element_bytes, "B")
+    read = named("bytes_read", c["passes"] * ids * ranks * row, "B")
+    sent = named("bytes_exchanged", c["directions"] * samples * (ranks - 1) * row, "B")
+    return {
+        "lookup": named("lookup_seconds", read / c["lookup_rate"], "s"),
+        "exchange_rows": named("exchange_rows_seconds", sent / c["exchange_rate"], "s"),
+    }

@@ -22,8 +22,7 @@ from shardwright.core.option import Option
 from shardwright.core.sharding import traits
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding, optimizer
-from shardwright.cost.cache import Cache, cache_bytes, cached_rows
-from shardwright.cost.embedding import CACHED_KERNELS, Demand
+from shardwright.cost.embedding import CACHED_KERNELS, Cache, Demand, cache_bytes, cached_rows
 from shardwright.planner.choice import Choice
 from shardwright.planner.pricing.evaluate import (
     Derived,

@@ -7,17 +7,26 @@ Lagrange multipliers (a price per byte of each tier); every price gives a valid 
 is found by bisection. The bound is the smallest T that its own bound does not exceed.
 """
 
+# The bound is of every plan, so nothing in it may depend on where a search looked: an option with
+# a shard above T is ruled out by size, bytes by a price, and sums are rounded so that the bound
+# never is. ``explain`` derives it with the same functions on Amounts. The choices that attain it
+# are what a search starts from (``starts``), bent in a few ways: finer cuts, which even ranks out,
+# and higher prices of bytes, which leave room.
+
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.amount import maximum, named, total
-from shardwright.planner.search.space import Bools, Floats, Space
+from shardwright.planner.search.polish import (
+    MAX_ITEMS,
+)
+from shardwright.planner.search.space import Bools, Floats, Ints, Space
 
 BISECTIONS = 40
 ROUNDS = 3  # over the tiers, where more than one is scarce
@@ -35,7 +44,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Table:
+class OptionTable:
     """All options of all items in one row each, item after item; an item's floor, which is not
     ``listed``, comes last."""
 
@@ -48,7 +57,7 @@ class Table:
     listed: Bools
 
 
-def table(space: Space) -> Table:
+def table(space: Space) -> OptionTable:
     """The options as arrays; an option with a shard that fits no rank does not ``fit``."""
     rows = [(*item.options, item.floor) if item.floor else item.options for item in space.items]
     counts = [len(row) for row in rows]
@@ -56,7 +65,7 @@ def table(space: Space) -> Table:
     largest_bytes = np.array([o.largest_storage for o in options], dtype=np.float64)
     capacity = np.array(space.capacity, dtype=np.float64)
     fits: Bools = np.logical_and.reduce(largest_bytes <= capacity, axis=1)
-    return Table(
+    return OptionTable(
         np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64),
         np.array([o.total_seconds for o in options]),
         np.array([o.total_storage for o in options], dtype=np.float64),
@@ -67,7 +76,7 @@ def table(space: Space) -> Table:
     )
 
 
-Relaxed = tuple[Table, Bound]
+Relaxed = tuple[OptionTable, Bound]
 
 
 def relaxed(space: Space) -> Relaxed:
@@ -76,7 +85,7 @@ def relaxed(space: Space) -> Relaxed:
     return options, lower_bound(space, options)
 
 
-def lower_bound(space: Space, options: Table, *, roomy: bool = False) -> Bound:
+def lower_bound(space: Space, options: OptionTable, *, roomy: bool = False) -> Bound:
     """The bound over all plans whose shards fit a rank each; ``roomy``: as if the ranks together
     had memory for any of them."""
     if not np.logical_or.reduceat(options.fits, options.starts).all():
@@ -132,7 +141,7 @@ def beyond_room(priced_work: Any, rooms_and_prices: Iterable[tuple[Any, Any]]) -
     return priced_work - total(worth) * (1 + ROUNDING) if worth else priced_work
 
 
-def _cheapest(seconds: Floats, options: Table, limit: Floats) -> Bound:
+def _cheapest(seconds: Floats, options: OptionTable, limit: Floats) -> Bound:
     """The least work under the byte limits: the maximum over prices of the relaxed minimum."""
     scarce = [t for t in range(3) if options.storage[:, t].any()]
     prices = np.zeros(3)
@@ -154,7 +163,9 @@ def _cheapest(seconds: Floats, options: Table, limit: Floats) -> Bound:
     return Bound(best, best_prices, usable=True)
 
 
-def _settle(seconds: Floats, options: Table, limit: Floats, prices: Floats, tier: int) -> None:
+def _settle(
+    seconds: Floats, options: OptionTable, limit: Floats, prices: Floats, tier: int
+) -> None:
     """Bisect the price of one tier, the others fixed, to where the choice just meets its limit."""
     prices[tier] = 0.0
     if _excess(seconds, options, limit, prices)[tier] <= 0:
@@ -174,34 +185,34 @@ def _settle(seconds: Floats, options: Table, limit: Floats, prices: Floats, tier
     prices[tier] = high
 
 
-def _value(seconds: Floats, options: Table, limit: Floats, prices: Floats) -> float:
+def _value(seconds: Floats, options: OptionTable, limit: Floats, prices: Floats) -> float:
     """The least work and priced bytes, less what all ranks' bytes are worth."""
     least = np.minimum.reduceat(priced_options(seconds, options, prices), options.starts)
     scarce = np.flatnonzero(prices)
     return float(beyond_room(float(least.sum()), zip(limit[scarce], prices[scarce], strict=True)))
 
 
-def _excess(seconds: Floats, options: Table, limit: Floats, prices: Floats) -> Floats:
+def _excess(seconds: Floats, options: OptionTable, limit: Floats, prices: Floats) -> Floats:
     """Bytes above the limit of each tier when every item takes its cheapest option."""
     chosen = cheapest(priced_options(seconds, options, prices), options)
     over: Floats = options.storage[chosen].sum(axis=0) - limit
     return over
 
 
-def _least(seconds: Floats, options: Table, amounts: Floats) -> float:
+def _least(seconds: Floats, options: OptionTable, amounts: Floats) -> float:
     """The least sum of ``amounts`` over the items' options of finite seconds."""
     usable = np.where(np.isfinite(seconds), amounts, np.inf)
     return float(np.minimum.reduceat(usable, options.starts).sum())
 
 
-def priced_options(seconds: Floats, options: Table, prices: Floats) -> Floats:
+def priced_options(seconds: Floats, options: OptionTable, prices: Floats) -> Floats:
     """Seconds of every option with its bytes at ``prices``."""
     scarce = np.flatnonzero(prices)
     found: Floats = priced(seconds, [(options.storage[:, t], prices[t]) for t in scarce])
     return found
 
 
-def cheapest(costs: Floats, options: Table) -> NDArray[np.int64]:
+def cheapest(costs: Floats, options: OptionTable) -> NDArray[np.int64]:
     """The row of the first cheapest option of every item."""
     least = np.minimum.reduceat(costs, options.starts)
     counts = np.diff(np.append(options.starts, len(costs)))
@@ -210,3 +221,86 @@ def cheapest(costs: Floats, options: Table) -> NDArray[np.int64]:
     first = np.searchsorted(item, np.arange(len(options.starts)))
     rows: NDArray[np.int64] = hits[first]
     return rows
+
+
+WITHIN = 1.0001  # of a target, rounding apart
+
+
+class StartRule(NamedTuple):
+    """A relaxed choice to start from, as the bound has it where nothing is said.
+
+    ``price_factor``: by how much the prices of bytes are raised; ``finer_cost``: the share by which
+    a finer cut may cost more; ``largest_shard``: its seconds as a share of the target;
+    ``largest_bytes``: its bytes as a share of a rank's: what fills one alone leaves it idle.
+    """
+
+    price_factor: float = 1.0
+    finer_cost: float = 0.0
+    largest_shard: float = WITHIN
+    largest_bytes: float = 1.0
+
+
+STARTS = (
+    StartRule(),
+    StartRule(finer_cost=1e-3),
+    StartRule(finer_cost=0.05, largest_shard=0.6),
+    StartRule(price_factor=4.0),
+    StartRule(price_factor=4.0, finer_cost=0.02),
+    StartRule(price_factor=32.0),
+    StartRule(finer_cost=0.3),
+    StartRule(finer_cost=0.5),
+)
+STARTS_OF_MANY = (  # items; few are polished instead
+    STARTS[0],
+    StartRule(largest_shard=0.9, largest_bytes=0.5),
+    StartRule(largest_shard=0.8, largest_bytes=0.7),
+    *STARTS[1:],
+)
+TINY = 1e-12  # a target where the bound is 0
+BYTE_PRICE = 1e-3  # of the target for a full rank, where bytes have no price of their own
+
+
+def starts(space: Space, options: OptionTable, found: Bound) -> Iterator[Ints]:
+    """Relaxed choices [items]: as they are, cut finer where that costs next to nothing, and with
+    bytes counting for more from one to the next."""
+    target = max(found.seconds, TINY)
+    scale = target / space.capacity_array
+    seen = set()
+    many = len(space.items) > MAX_ITEMS
+    for start in STARTS_OF_MANY if many else STARTS:
+        usable = _small_enough(space, options, start, target)
+        factor = start.price_factor
+        prices = found.prices * factor + scale * BYTE_PRICE * (factor - 1)
+        priced = np.where(usable, options.seconds + options.storage @ prices, np.inf)
+        if start.finer_cost:
+            priced = _by_size(space, options, priced, start.finer_cost, target)
+        chosen = cheapest(priced, options) - options.starts
+        if chosen.tobytes() not in seen:
+            seen.add(chosen.tobytes())
+            yield chosen
+
+
+def _small_enough(space: Space, options: OptionTable, start: StartRule, target: float) -> Bools:
+    """Options whose largest shard is as small as ``start`` asks, where an item has any."""
+    fitting = options.fits & options.listed
+    small = fitting & (options.largest <= target * start.largest_shard)
+    small &= _filled(space, options) <= start.largest_bytes
+    counts = np.diff(np.append(options.starts, len(small)))
+    has = np.repeat(np.logical_or.reduceat(small, options.starts), counts)
+    return np.where(has, small, fitting)
+
+
+def _filled(space: Space, options: OptionTable) -> Floats:
+    """The share of a rank's memory that an option's largest shard takes."""
+    shares: Floats = (options.largest_storage / space.capacity_array).max(axis=1)
+    return shares
+
+
+def _by_size(
+    space: Space, options: OptionTable, priced: Floats, slack: float, target: float
+) -> Floats:
+    """The size of an option's largest shard, among those nearly as cheap as the cheapest."""
+    counts = np.diff(np.append(options.starts, len(priced)))
+    least = np.repeat(np.minimum.reduceat(priced, options.starts), counts)
+    size = np.maximum(options.largest / target, _filled(space, options))
+    return np.where(priced <= least * (1 + slack), size, np.inf)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.core.errors import UnsupportedError, expected
-from shardwright.planner.search.search import Outcome
+from shardwright.planner.search.search import SearchOutcome
 from shardwright.planner.search.space import Assignment, ItemOption, Space
 
 RELATIVE_GAP = 1e-4
@@ -57,7 +57,7 @@ class _Program:
         self.rows.append((list(merged), list(merged.values()), low, high))
 
 
-def solve(space: Space, start: Outcome, seconds: float) -> tuple[Assignment | None, float]:
+def solve(space: Space, start: SearchOutcome, seconds: float) -> tuple[Assignment | None, float]:
     """The best assignment of listed options found in ``seconds`` of solving, and a lower bound
     that is proven of these.
 
@@ -94,14 +94,14 @@ def solve(space: Space, start: Outcome, seconds: float) -> tuple[Assignment | No
     return _assignment(space, program, choices, useful, values), proved
 
 
-def _ceiling(space: Space, start: Outcome) -> float:
+def _ceiling(space: Space, start: SearchOutcome) -> float:
     """Seconds that the best plan need not exceed; without a finite T the solver may never end."""
     if start.best is not None:
         return start.seconds * (1 + SLACK)
     return sum(max(option.total_seconds for option in item.options) for item in space.items)
 
 
-def _useful(space: Space, start: Outcome) -> list[list[int]]:
+def _useful(space: Space, start: SearchOutcome) -> list[list[int]]:
     """Options that a better plan may have: no shard that alone takes as long as the best plan."""
     kept = []
     for item, entry in enumerate(space.items):
@@ -250,7 +250,9 @@ def _solver(program: _Program, seconds: float) -> Any:
     return solver
 
 
-def _begin_with(solver: Any, program: _Program, space: Space, start: Outcome, scale: float) -> None:
+def _begin_with(
+    solver: Any, program: _Program, space: Space, start: SearchOutcome, scale: float
+) -> None:
     """Give the solver what the bounded search has found."""
     assert start.best is not None
     import highspy

@@ -1,8 +1,14 @@
-"""Moves that help one rank: a block elsewhere, two blocks swapped, another option for an item.
+"""Moves that help one rank: a block elsewhere, two blocks swapped, a host's block elsewhere.
 
 Each function returns the best move of its kind with the change of the summed cost (negative is
 better), or None.
 """
+
+# Changes are worked out for all pairs of a rank's blocks and their places at once, as arrays: a
+# search is mostly this. ``Stuck`` keeps it from being done again: a rank that nothing helped is
+# compared only with ranks that changed since, which is exact, for a move changes two ranks alone.
+# A move must gain more than ``EPSILON`` of all costs: at power 64 sums lose digits, and a search
+# that follows rounding never ends.
 
 from __future__ import annotations
 
@@ -12,23 +18,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.planner.search.slopes import Hope, hopeful
-from shardwright.planner.search.space import Block, Bools, Floats, Ints
-from shardwright.planner.search.state import MANY_RANKS, MAX_RATIO, NEAR_SLOTS, State, least_first
-from shardwright.planner.search.weighing import weigh
+from shardwright.planner.search.placing import least_first
+from shardwright.planner.search.space import Bools, Floats, Ints, OptionBlock
+from shardwright.planner.search.state import MANY_RANKS, MAX_RATIO, NEAR_SLOTS, SearchState
 
-FOLLOWED = 40  # cheapest changes of option that are tried with a relocation after them
-MAX_FOLLOWED_ITEMS = 400
-MAX_WORK, WORK_SLACK = 1.5, 0.5  # times an option's cheapest work, and of the target
 SWAP_PARTNERS = 64  # ranks of lowest cost whose blocks are looked at
 EPSILON = 1e-12
 MANY_HOSTS = 256  # of which the least busy ones are looked at first
 PAIRS_AT_ONCE = 2**11  # of blocks, or of a block and a rank, that are looked at in one go
 MOST_PAIRS = 2**22  # of blocks that are all looked at, in 1/2 GiB
 NEIGHBOURS = 3  # of more, those of each rank on each side of what evens two ranks out
-AT_ONCE = 2**15  # ranks, each as often as there are ways that are weighed together
-
-Ways = list[tuple[int, int]]  # items, and an option of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Move:
     change: float
     blocks: tuple[tuple[int, int, int], ...]
 
-    def apply(self, state: State) -> None:
+    def apply(self, state: SearchState) -> None:
         """Carry it out."""
         for item, number, slot in self.blocks:
             state.move(item, number, slot)
@@ -58,7 +57,7 @@ class Stuck:
     met: dict[int, Bools] = field(default_factory=dict)
 
     def helped(
-        self, state: State, ranks: list[int], costs: Floats, near: Ints, enough: float
+        self, state: SearchState, ranks: list[int], costs: Floats, near: Ints, enough: float
     ) -> Move | None:
         """For the first of the ``ranks`` that any helps, the best move of a block off it, or swap
         with one of those ``near``; None if none changes the cost by less than ``enough``, which is
@@ -76,7 +75,7 @@ class Stuck:
         return None
 
     def _best(
-        self, state: State, rank: int, costs: Floats, near: Ints, enough: float
+        self, state: SearchState, rank: int, costs: Floats, near: Ints, enough: float
     ) -> Move | None:
         since, width = self.since.get(rank, -1), state.space.group
         every, first = np.arange(state.space.ranks), rank - rank % width
@@ -97,7 +96,7 @@ class Stuck:
         return None
 
 
-def _together(state: State, ranks: list[int], near: Ints) -> Iterator[list[int]]:
+def _together(state: SearchState, ranks: list[int], near: Ints) -> Iterator[list[int]]:
     """Ranks that are looked at in one go: one after the other where there is much to look at."""
     if state.space.ranks > SWAP_PARTNERS:
         yield from ([rank] for rank in ranks)
@@ -115,7 +114,7 @@ def _together(state: State, ranks: list[int], near: Ints) -> Iterator[list[int]]
 
 
 def best_moves(
-    state: State, ranks: list[int], costs: Floats, others: Ints, near: Ints, hosts: Ints
+    state: SearchState, ranks: list[int], costs: Floats, others: Ints, near: Ints, hosts: Ints
 ) -> Iterator[Move | None]:
     """For each rank the best move of a block of its own to one of ``others``, swap with one of
     those ``near``, or move of a host's block to one of ``hosts``."""
@@ -131,12 +130,14 @@ def swap_partners(costs: Floats) -> Ints:
     return least_first(costs, min(SWAP_PARTNERS, len(costs)))
 
 
-def relocation(state: State, rank: int, costs: Floats, others: Ints) -> Move | None:
+def relocation(state: SearchState, rank: int, costs: Floats, others: Ints) -> Move | None:
     """The best place for one of the rank's single blocks among ``others``."""
     return relocations(state, [rank], costs, others)[0]
 
 
-def relocations(state: State, ranks: list[int], costs: Floats, others: Ints) -> list[Move | None]:
+def relocations(
+    state: SearchState, ranks: list[int], costs: Floats, others: Ints
+) -> list[Move | None]:
     """``relocation`` for each of several ranks."""
     if len(others) < MANY_RANKS or state.space.constrained:
         return _relocations(state, ranks, costs, others)[0]
@@ -148,7 +149,7 @@ def relocations(state: State, ranks: list[int], costs: Floats, others: Ints) -> 
 
 
 def _relocations(
-    state: State, ranks: list[int], costs: Floats, others: Ints, busy: float = np.inf
+    state: SearchState, ranks: list[int], costs: Floats, others: Ints, busy: float = np.inf
 ) -> tuple[list[Move | None], float]:
     """``relocations``, and what any changes at least if a block goes to a rank that is ``busy``."""
     own = singles_of(state, ranks)
@@ -202,7 +203,7 @@ class SinglesOf(NamedTuple):
     storage: Floats
 
 
-def singles_of(state: State, ranks: list[int]) -> SinglesOf:
+def singles_of(state: SearchState, ranks: list[int]) -> SinglesOf:
     """Those of ``ranks``, rank after rank."""
     singles = [state.singles(rank) for rank in ranks]
     counts = [len(own.items) for own in singles]
@@ -218,7 +219,9 @@ def singles_of(state: State, ranks: list[int]) -> SinglesOf:
     )
 
 
-def _least_added(state: State, left: Floats, seconds: Floats, busy: float, ranks: int = 1) -> float:
+def _least_added(
+    state: SearchState, left: Floats, seconds: Floats, busy: float, ranks: int = 1
+) -> float:
     """The least of what is ``left`` with what ``seconds`` add to ranks that are ``busy``: costs are
     convex, so none that are busier, or that are as busy on average, take them for less."""
     if busy + seconds.max() >= MAX_RATIO * state.target:
@@ -228,12 +231,14 @@ def _least_added(state: State, left: Floats, seconds: Floats, busy: float, ranks
     return float((left + added * ranks).min())
 
 
-def _moved(state: State, item: int, rank: int, slot: int) -> tuple[int, int, int]:
+def _moved(state: SearchState, item: int, rank: int, slot: int) -> tuple[int, int, int]:
     """The first of an item's blocks on a rank, and its new rank."""
     return item, state.slots[item].index(rank), slot
 
 
-def exchanges(state: State, ranks: list[int], costs: Floats, others: Ints) -> list[Move | None]:
+def exchanges(
+    state: SearchState, ranks: list[int], costs: Floats, others: Ints
+) -> list[Move | None]:
     """The best swap of one of each rank's single blocks with one of ``others``."""
     if not len(others):
         return [None] * len(ranks)
@@ -264,7 +269,7 @@ def exchanges(state: State, ranks: list[int], costs: Floats, others: Ints) -> li
     return _best_of(change, own, ranks, move)
 
 
-def partners(state: State, own: SinglesOf, there: SinglesOf, others: Ints) -> Ints | None:
+def partners(state: SearchState, own: SinglesOf, there: SinglesOf, others: Ints) -> Ints | None:
     """Blocks ``there`` that may trade places with each of its ``own``, where these are too many
     pairs to look at: few of each of the ``others`` [own blocks, few]; None for all of them.
 
@@ -294,7 +299,7 @@ def partners(state: State, own: SinglesOf, there: SinglesOf, others: Ints) -> In
 
 
 def _forbid_swaps(
-    state: State, own: SinglesOf, there: SinglesOf, at: Ints | None, change: Floats
+    state: SearchState, own: SinglesOf, there: SinglesOf, at: Ints | None, change: Floats
 ) -> None:
     """Rule out swaps with those ``there`` that are ``at`` a place of a row, or at a column, that
     break a constraint; two tables kept apart never trade places."""
@@ -308,7 +313,7 @@ def _forbid_swaps(
         change[~allowed[blocks, ranks]] = np.inf
 
 
-def host_relocation(state: State, rank: int, costs: Floats, others: Ints) -> Move | None:
+def host_relocation(state: SearchState, rank: int, costs: Floats, others: Ints) -> Move | None:
     """The best host, of those of ``others``, for one of the blocks that lie on all ranks of this
     rank's host."""
     space = state.space
@@ -341,11 +346,11 @@ def host_relocation(state: State, rank: int, costs: Floats, others: Ints) -> Mov
 
 
 def _host_relocation(
-    state: State,
+    state: SearchState,
     home: int,
     costs: Floats,
     hosts: Ints,
-    found: Sequence[tuple[int, int, Block]],
+    found: Sequence[tuple[int, int, OptionBlock]],
     busy: float = np.inf,
 ) -> tuple[Move, float]:
     """The best of ``hosts`` for one of the blocks that were ``found`` on the host ``home``, and
@@ -370,131 +375,3 @@ def _host_relocation(
     item, number, _ = found[row]
     move = Move(float(change.flat[best]), ((item, number, int(hosts[column]) * width),))
     return move, _least_added(state, left, seconds.min(axis=1), busy, width)
-
-
-def reoption(state: State, items: list[int]) -> bool:
-    """Give the item that gains most from it another option, placed anew; False if none gains."""
-    best = float(state.rank_costs().sum()) * (1 - EPSILON)
-    fits = state.fits
-    ways = [(item, option) for item in items for option in _affordable(state, item, fits)]
-    found = None
-    hopes = hopeful(state, ways, best)
-    many = max(AT_ONCE // state.space.ranks, 1)
-    for start in range(0, len(hopes), many):
-        some = [hope.way for hope in hopes[start : start + many] if hope.least < best]
-        if not some:
-            break
-        costs = weigh(state, some, best).costs.sum(axis=1)
-        if costs.min() < best:
-            best, found = float(costs.min()), some[int(costs.argmin())]
-    if found is None:
-        return False
-    item, option = found
-    state.take(item)
-    spread = state.spread(item, option)
-    assert spread is not None
-    state.put(item, option, spread)
-    return True
-
-
-def _affordable(state: State, item: int, fits: bool) -> list[int]:
-    """Options whose work is not far above the cheapest one's; all while something does not fit."""
-    options = state.space.items[item].options
-    if not fits:
-        return list(range(len(options)))
-    most = state.space.least_work[item] * MAX_WORK + WORK_SLACK * state.target
-    return [number for number, option in enumerate(options) if option.total_seconds <= most]
-
-
-def reoption_and_relocate(state: State) -> bool:
-    """The best of the cheapest changes of option anywhere, each followed by moving a block of the
-    rank that is then worst: the pair helps where neither does alone. False if none gains."""
-    if len(state.space.items) > MAX_FOLLOWED_ITEMS:
-        return False
-    best = float(state.rank_costs().sum()) * (1 - EPSILON)
-    found: tuple[int, int, tuple[int, ...], Move] | None = None
-    trial = state.copy()
-    for least, (item, option) in sorted(promising(state, cheapest_changes(state), best)):
-        if least >= best:
-            break
-        trial.take(item)
-        spread = trial.spread(item, option)
-        if spread is not None:
-            trial.put(item, option, spread)
-            ranks = trial.rank_costs()
-            move = relocation(trial, int(ranks.argmax()), ranks, np.arange(len(ranks)))
-            if move is not None and move.change < 0:
-                after = _cost_after(trial, move)  # not costs + change: huge terms would cancel
-                if after < best:
-                    best, found = after, (item, option, spread, move)
-            trial.take(item)
-        trial.put(item, state.options[item], state.slots[item])
-    if found is None:
-        return False
-    item, option, slots, move = found
-    state.take(item)
-    state.put(item, option, slots)
-    move.apply(state)
-    return True
-
-
-def promising(state: State, ways: Ways, best: float) -> Iterator[Hope]:
-    """Those after which the move of a block off the worst rank may cost less than ``best``, and
-    what all ranks cost then at least."""
-    for some in _batches(state, ways):
-        load, costs = weigh(state, some)
-        worst, total = costs.argmax(axis=1), costs.sum(axis=1)
-        least = np.full(len(some), np.inf)
-        for rank in sorted(set(worst.tolist())):
-            own = np.flatnonzero((worst == rank) & np.isfinite(total))
-            if len(own):
-                moved = _least_after_move(state, rank, [some[way] for way in own], load[own])
-                least[own] = total[own] - costs[own, rank] + moved
-        for index in np.flatnonzero(least < best).tolist():
-            yield Hope(float(least[index]), some[index])
-
-
-def _least_after_move(state: State, rank: int, ways: Ways, load: Floats) -> Floats:
-    """What moving one block off a rank leaves there and adds elsewhere at least, where items have
-    other options and ranks that ``load`` [ways, ranks]: as if they held only what they do without
-    these items."""
-    there, blocks = state.singles(rank), [state.blocks(*way)[0] for way in ways]
-    many = (len(ways), len(there.items) + 1)
-    seconds, storage = np.empty(many), np.empty((*many, 3))
-    seconds[:, :-1], storage[:, :-1] = there.seconds, there.storage
-    seconds[:, -1] = [block.seconds[0] for block in blocks]
-    storage[:, -1] = [block.storage[0] for block in blocks]
-    memory = np.array([state.bare(item)[1] for item, _ in ways])
-    joined = state.cost(load[:, None] + seconds[..., None], memory[:, None] + storage[:, :, None])
-    joined -= state.cost(load, memory)[:, None]
-    joined[..., rank] = np.inf
-    left = state.time_cost(load[:, rank, None] - seconds)
-    least: Floats = (left + joined.min(axis=2)).min(axis=1)
-    return least
-
-
-def _batches(state: State, ways: Ways) -> Iterator[Ways]:
-    """As many at a time as are weighed in one go."""
-    many = max(AT_ONCE // state.space.ranks, 1)
-    return (ways[start : start + many] for start in range(0, len(ways), many))
-
-
-def _cost_after(state: State, move: Move) -> float:
-    """What all ranks would cost after moving one block; the state stays as it is."""
-    ((item, number, slot),) = move.blocks
-    before = state.slots[item][number]
-    state.move(item, number, slot)
-    after = float(state.rank_costs().sum())
-    state.move(item, number, before)
-    return after
-
-
-def cheapest_changes(state: State) -> Ways:
-    """Items and options that add least work in all."""
-    changes = [
-        (option.total_seconds - options[state.options[item]].total_seconds, item, number)
-        for item, options in enumerate(entry.options for entry in state.space.items)
-        for number, option in enumerate(options)
-        if number != state.options[item] >= 0
-    ]
-    return [(item, number) for _, item, number in sorted(changes)[:FOLLOWED]]

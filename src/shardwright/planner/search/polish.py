@@ -5,18 +5,22 @@ Here a change of option is judged by a quick placement of all blocks, longest fi
 promising is placed properly and improved. At the end no item alone can do better by another option.
 """
 
+# Annealing looks at options only and places them anew each time; moves look at places and keep
+# most options. Each finds what the other cannot. Annealing is for few items on few ranks, where a
+# placement takes next to no time, and only for what moves leave far from its bound.
+
 from __future__ import annotations
 
-import heapq
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from shardwright.core.quantities import SAME_SECONDS
-from shardwright.planner.search.space import Assignment, Block, Floats, ItemOption, Space
-from shardwright.planner.search.state import State, restored
+from shardwright.planner.search.placing import ROUNDED_UP, Fallen, longest_first, spread
+from shardwright.planner.search.space import Assignment, Floats, ItemOption, Space
+from shardwright.planner.search.state import SearchState, restored
 
 MAX_ITEMS = 300
 MAX_STEPS = 40
@@ -27,17 +31,18 @@ MAX_WORK = 1.25  # times the work of an item's cheapest option, plus this share 
 WORK_SLACK = 0.15
 SHARP, SHARPEST = 16.0, 64.0  # powers; of the ranks little but the slowest counts at the highest
 MAX_SWEEPS = 8
-ROUNDED_UP, LEAST_ROOM = 1 + 1e-9, 1e-15  # times, and seconds, that rounding may take
+LEAST_ROOM = 1e-15  # seconds that rounding may take
 MAX_ANNEALED, MOST_ANNEALED_RANKS = 40, 128  # more ranks take long
 ANNEALING_STEPS, ANNEALING_PLACED = 600, 6_000  # steps, and items placed in all of them, at most
 HEAT = 0.05  # share by which a change may be slower at first
 MOVED, IMPROVED = 6, 2  # of the options that annealing finds, blocks moved and options changed
 
-Improve = Callable[[State], State]
-_Fallen = tuple[float, tuple[tuple[int, ...], ...]]  # seconds of the worst rank, and slots
+Improve = Callable[[SearchState], SearchState]
 
 
-def polish(space: Space, best: Assignment, target: float, good: float, improve: Improve) -> State:
+def polish(
+    space: Space, best: Assignment, target: float, good: float, improve: Improve
+) -> SearchState:
     """The best state found from ``best``; ends at ``good`` seconds or when no change helps."""
     state = restored(space, target, SHARPEST, best)
     if len(space.items) > MAX_ITEMS or space.ranks == 1:
@@ -52,7 +57,7 @@ def polish(space: Space, best: Assignment, target: float, good: float, improve: 
     return state
 
 
-def _step(space: Space, state: State, target: float, improve: Improve) -> State | None:
+def _step(space: Space, state: SearchState, target: float, improve: Improve) -> SearchState | None:
     """The first promising change that improves on ``state``."""
     found = []
     for item, option in _changes(space, state, target):
@@ -71,7 +76,7 @@ def _step(space: Space, state: State, target: float, improve: Improve) -> State 
     return None
 
 
-def _changes(space: Space, state: State, target: float) -> Iterator[tuple[int, int]]:
+def _changes(space: Space, state: SearchState, target: float) -> Iterator[tuple[int, int]]:
     """Other options, of affordable work, for the items of the worst ranks."""
     order = np.argsort(-state.load, kind="stable")[:WORST_RANKS]
     for item in sorted({item for rank in order for item in state.on_rank[int(rank)]}):
@@ -90,7 +95,7 @@ def annealed(
     moves_only: Improve,
     over: Callable[[], bool],
     seed: int = 0,
-) -> State:
+) -> SearchState:
     """The best state found by changes of one or two items' options at a time, judged by a quick
     placement. Changes for the worse are taken too, ever smaller ones; the best few are improved."""
     state = restored(space, target, SHARPEST, best)
@@ -104,7 +109,7 @@ def annealed(
     ]
     best_seconds = state.worst
     options, seconds = best.options, best_seconds
-    found: dict[tuple[int, ...], _Fallen] = {}
+    found: dict[tuple[int, ...], Fallen] = {}
     failed: dict[tuple[int, ...], float] = {}  # what a quick placement is not below
     steps = min(ANNEALING_STEPS, ANNEALING_PLACED // len(space.items))
     for step in range(steps):
@@ -138,103 +143,7 @@ def annealed(
     return state
 
 
-def longest_first(
-    space: Space, options: Sequence[int], below: float = float("inf")
-) -> _Fallen | None:
-    """Seconds of the worst rank and the slots when blocks go, widest and longest first, to the
-    least busy ranks with room; None if a block finds none, or a rank is not ``below`` then."""
-    everywhere = work = longest = 0.0
-    blocks: list[tuple[int, float, int, int]] = []
-    slots = []
-    for item, number in enumerate(options):
-        option = space.items[item].options[number]
-        everywhere += option.everywhere
-        work += option.total_seconds
-        longest = max(longest, option.largest - option.everywhere)
-        blocks += space.blocks_of(item, number)
-        slots.append([0] * len(option.widths))
-    if max(work / space.ranks, everywhere + longest) >= below * ROUNDED_UP:
-        return None
-    load: Floats = np.full(space.ranks, everywhere)
-    memory: Floats = np.zeros((space.ranks, 3))
-    blocks.sort()
-    for start, (width, _, item, index) in enumerate(blocks):
-        if width == -1:
-            if not _singles_placed(space, options, blocks[start:], load, memory, slots, below):
-                return None
-            break
-        block = space.items[item].options[options[item]].blocks[index]
-        slot = _widely_placed(space, item, block, load, memory)
-        if slot is None:
-            return None
-        load[slot : slot - width] += block.seconds
-        memory[slot : slot - width] += block.storage
-        slots[item][index] = slot
-    seconds = float(load.max())
-    return (seconds, tuple(map(tuple, slots))) if seconds < below else None
-
-
-def _widely_placed(
-    space: Space, item: int, block: Block, load: Floats, memory: Floats
-) -> int | None:
-    """The first of the ranks, such as a host, that are least busy and have room."""
-    width = block.width
-    if width == space.ranks:
-        return 0
-    busy: Floats = np.maximum.reduce(load.reshape(-1, width), axis=1)
-    for tier, _ in space.scarce_tiers:
-        filled = memory[:, tier].reshape(-1, width) + block.storage[:, tier]
-        busy[np.maximum.reduce(filled, axis=1) > space.capacity[tier]] = np.inf
-    allowed = space.items[item].allowed
-    if allowed is not None:
-        busy[~allowed.reshape(-1, width).all(axis=1)] = np.inf
-    place = int(busy.argmin())
-    return place * width if np.isfinite(busy[place]) else None
-
-
-def _singles_placed(
-    space: Space,
-    options: Sequence[int],
-    blocks: Sequence[tuple[int, float, int, int]],
-    load: Floats,
-    memory: Floats,
-    slots: list[list[int]],
-    below: float,
-) -> bool:
-    """Places blocks of one rank each; False if one finds no room, or its rank is not ``below``."""
-    tiers = [tier for tier, _ in space.scarce_tiers]
-    filled = [(tier, memory[:, tier].tolist(), space.capacity[tier]) for tier in tiers]
-    ranks = [(seconds, rank) for rank, seconds in enumerate(load.tolist())]
-    heapq.heapify(ranks)
-    for _, minus_seconds, item, index in blocks:
-        entry = space.items[item]
-        allowed, sizes = entry.allowed, entry.options[options[item]].single
-        passed = []
-        while ranks:
-            busy, rank = ranks[0]
-            if busy - minus_seconds >= below:
-                return False
-            for tier, own, limit in filled:
-                if own[rank] + sizes[tier] > limit:
-                    break
-            else:
-                if allowed is None or allowed[rank]:
-                    break
-            passed.append(heapq.heappop(ranks))
-        else:
-            return False
-        for tier, own, _ in filled:
-            own[rank] += sizes[tier]
-        heapq.heapreplace(ranks, (busy - minus_seconds, rank))
-        for back in passed:
-            heapq.heappush(ranks, back)
-        slots[item][index] = rank
-    for seconds, rank in ranks:
-        load[rank] = seconds
-    return True
-
-
-class Change(NamedTuple):
+class ItemChange(NamedTuple):
     """An item's option on other ranks, and the seconds of the slowest rank then."""
 
     seconds: float
@@ -242,7 +151,7 @@ class Change(NamedTuple):
     slots: tuple[int, ...]
 
 
-def settled(state: State, good: float, over: Callable[[], bool]) -> State:
+def settled(state: SearchState, good: float, over: Callable[[], bool]) -> SearchState:
     """The state with one item after the other given an option, on the ranks that are least busy
     without it, that makes the slowest rank faster; until none does, or all are ``good``."""
     state.sharpen(SHARPEST)
@@ -252,16 +161,16 @@ def settled(state: State, good: float, over: Callable[[], bool]) -> State:
             below = state.worst * (1 - SAME_SECONDS)
             if state.worst <= good or over():
                 break
-            change = min(changes(state, item, below), default=None)
-            if change is not None:
+            best = min(changes(state, item, below), default=None)
+            if best is not None:
                 state.take(item)
-                state.put(item, change.option, change.slots)
+                state.put(item, best.option, best.slots)
         if state.worst >= before:
             break
     return state
 
 
-def relieving(state: State, below: float) -> list[int]:
+def relieving(state: SearchState, below: float) -> list[int]:
     """Items without which every rank may be ``below`` some seconds."""
     slow = np.flatnonzero(state.load >= below)
     if not len(slow):
@@ -276,7 +185,7 @@ def relieving(state: State, below: float) -> list[int]:
     return sorted(held | uniform)
 
 
-def changes(state: State, item: int, below: float) -> list[Change]:
+def changes(state: SearchState, item: int, below: float) -> list[ItemChange]:
     """Ways to place an item, everything else in place, with every rank ``below`` some seconds and
     within its capacity."""
     found = []
@@ -285,11 +194,11 @@ def changes(state: State, item: int, below: float) -> list[Change]:
         for number, option in enumerate(state.space.items[item].options):
             if not _may_go(option, room):
                 continue
-            spread = state.spread(item, number)
-            if spread is not None:
-                worst, fits = state.reached(item, number, spread)
+            slots = spread(state, item, number)
+            if slots is not None:
+                worst, fits = state.reached(item, number, slots)
                 if worst < below and fits:
-                    found.append(Change(worst, number, spread))
+                    found.append(ItemChange(worst, number, slots))
     return found
 
 
@@ -309,7 +218,7 @@ def _may_go(option: ItemOption, room: Floats) -> bool:
     return bool(np.floor(room / block.seconds[0]).sum() >= count)
 
 
-def coarsened(state: State, worst: float) -> State:
+def coarsened(state: SearchState, worst: float) -> SearchState:
     """The same assignment with fewer blocks wherever an item can have them and nothing is slower:
     a table in fewer pieces is easier to live with."""
     cut = [item for item in range(len(state.options)) if len(state.slots[item]) > 1]
@@ -320,11 +229,11 @@ def coarsened(state: State, worst: float) -> State:
         with state.without(item):
             room = worst * ROUNDED_UP + LEAST_ROOM - state.load
             for number in sorted(fewer, key=lambda n: (len(options[n].widths), n)):
-                spread = state.spread(item, number) if _may_go(options[number], room) else None
-                if spread is not None:
-                    seconds, fits = state.reached(item, number, spread)
+                slots = spread(state, item, number) if _may_go(options[number], room) else None
+                if slots is not None:
+                    seconds, fits = state.reached(item, number, slots)
                     if fits and seconds <= worst:
-                        found = number, spread
+                        found = number, slots
                         break
         if found is not None:
             state.take(item)

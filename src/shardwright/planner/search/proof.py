@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.planner.search.bound import Bound, Table, lower_bound, table
+from shardwright.planner.search.bound import Bound, OptionTable, lower_bound, table
 from shardwright.planner.search.space import Bools, Floats, Ints, ItemOption, Space
 
 COUNTS = (1, 2, 3, 4, 6, 9)  # k: parts that may share a rank
@@ -40,7 +40,7 @@ MOST_ITEMS, MOST_PARTS = 80, 100_000
 Part = tuple[int, float, tuple[float, ...]]  # how many ranks have it; seconds, bytes of each tier
 
 
-def prove(facts: Facts, low: float, high: float, take: Callable[[Ints], float]) -> float:
+def prove(facts: ProofFacts, low: float, high: float, take: Callable[[Ints], float]) -> float:
     """Seconds that no plan takes less than, by bisection between those that are known for that
     (``low``) and those of a plan (``high``).
 
@@ -80,7 +80,7 @@ class _Demands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Facts:
+class ProofFacts:
     """The options of all items in rows: what each puts on every rank (``alike``: seconds, then
     bytes of each of the ``tiers`` that matter), and ``parts`` beside it, likewise, of ``counts``
     ranks each."""
@@ -201,7 +201,7 @@ def _ways(demands: _Demands) -> Ints | None:
 
 
 def _undominated(rows: Floats) -> Bools:
-    """Rows that no other row is nowhere above; of equal ones the first."""
+    """OptionRows that no other row is nowhere above; of equal ones the first."""
     no_worse: Bools = np.logical_and.reduce(rows[:, None] <= rows, axis=2)
     number = np.arange(len(rows))
     better = no_worse & (~no_worse.T | (number[:, None] < number))
@@ -223,7 +223,9 @@ def _merged(ways: Floats, budgets: Floats) -> tuple[Floats, Ints]:
     return found, order[cuts]
 
 
-def facts_of(space: Space, options: Table, bound: Bound, *, roomy: bool = False) -> Facts | None:
+def facts_of(
+    space: Space, options: OptionTable, bound: Bound, *, roomy: bool = False
+) -> ProofFacts | None:
     """None where there is too much to look at, or not all options are listed. ``roomy``: as if
     memory were no matter but for what fits no rank alone."""
     if len(space.items) > MOST_ITEMS or not options.listed.all():
@@ -240,7 +242,7 @@ def facts_of(space: Space, options: Table, bound: Bound, *, roomy: bool = False)
             owner.append(item)
         if len(parts) > MOST_PARTS:
             return None
-    return Facts(
+    return ProofFacts(
         space.ranks,
         options.starts,
         np.array(owner),
@@ -281,6 +283,6 @@ def _split(option: ItemOption) -> tuple[Part, list[Part]]:
 
 
 def _kinds(rows: Floats) -> list[tuple[list[float], int]]:
-    """Rows that differ, in order, and how many there are of each."""
+    """OptionRows that differ, in order, and how many there are of each."""
     counts = Counter(map(tuple, rows.tolist()))
     return [([*row], counts[row]) for row in sorted(counts)]

@@ -1,5 +1,19 @@
 """Start from the relaxation, then improve the ranks that are worst off until nothing helps."""
 
+# The phases, in the order in which they are tried:
+#
+# 1. starts: relaxed choices, placed (bound.py, placing.py). The relaxation knows nothing of what
+#    fits beside what, so there are several.
+# 2. improve: blocks moved and swapped, options changed (moves.py, reoption.py), on the worst
+#    ranks.
+# 3. proof: a nearer bound, whose choices are starts too (proof.py).
+# 4. finish: polish, annealing of few items, then one item after the other (polish.py), and fewer
+#    pieces where that costs nothing.
+#
+# The same space gives the same plan on every machine: draws are seeded, ties go to the first, and
+# only a time limit that strikes ends anything early. What follows rests on that: plans are
+# compared byte for byte, and --why-not searches again and must find what planning finds.
+
 from __future__ import annotations
 
 import functools
@@ -10,67 +24,34 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.planner.search import bound as bounds
 from shardwright.planner.search import moves
+from shardwright.planner.search.bound import TINY, Bound, OptionTable, Relaxed, starts
+from shardwright.planner.search.bound import relaxed as relax
+from shardwright.planner.search.placing import least_first, longest_first, placed
 from shardwright.planner.search.polish import (
     MAX_ANNEALED,
     MAX_ITEMS,
     MOST_ANNEALED_RANKS,
     annealed,
     coarsened,
-    longest_first,
     polish,
     settled,
 )
-from shardwright.planner.search.proof import Facts, facts_of, prove
-from shardwright.planner.search.space import Assignment, Bools, Floats, Ints, Space
-from shardwright.planner.search.state import State, least_first, restored
+from shardwright.planner.search.proof import ProofFacts, facts_of, prove
+from shardwright.planner.search.reoption import reoption_and_relocate, reoption_best
+from shardwright.planner.search.space import Assignment, Ints, Space
+from shardwright.planner.search.state import SearchState, restored
 from shardwright.planner.search.watch import Watch
 
 POWERS = (8.0, 16.0, 64.0)  # powers of two
 ALIKE = (16.0,)  # powers at which two changes together rarely help that did not at the one before
 RANKS_TRIED = 6  # the worst ranks that are helped before a round is over
 ITEMS_TRIED = 24  # items of a rank whose other options are looked at
-WITHIN = 1.0001  # of a target, rounding apart
-
-
-class Start(NamedTuple):
-    """A relaxed choice to start from, as the bound has it where nothing is said.
-
-    ``price_factor``: by how much the prices of bytes are raised; ``finer_cost``: the share by which
-    a finer cut may cost more; ``largest_shard``: its seconds as a share of the target;
-    ``largest_bytes``: its bytes as a share of a rank's: what fills one alone leaves it idle.
-    """
-
-    price_factor: float = 1.0
-    finer_cost: float = 0.0
-    largest_shard: float = WITHIN
-    largest_bytes: float = 1.0
-
-
-STARTS = (
-    Start(),
-    Start(finer_cost=1e-3),
-    Start(finer_cost=0.05, largest_shard=0.6),
-    Start(price_factor=4.0),
-    Start(price_factor=4.0, finer_cost=0.02),
-    Start(price_factor=32.0),
-    Start(finer_cost=0.3),
-    Start(finer_cost=0.5),
-)
-STARTS_OF_MANY = (  # items; few are polished instead
-    STARTS[0],
-    Start(largest_shard=0.9, largest_bytes=0.5),
-    Start(largest_shard=0.8, largest_bytes=0.7),
-    *STARTS[1:],
-)
 POLISHING = (16.0, 64.0)
 STEPS, STEPS_PER_ITEM = 500, 20  # of one start and power; far more than they take
 LEAST_WINDOW, PROGRESS = 64, 0.01  # steps, or one per rank, that make all ranks cost so much less
 PATIENCE, LEAST_STEPS = 2, 100  # times the best start's steps are what others take that fit by then
 SAME_BOUND = 1e-6
-TINY = 1e-12  # a target where the bound is 0
-BYTE_PRICE = 1e-3  # of the target for a full rank, where bytes have no price of their own
 CLOSE_ENOUGH = 1e-4  # to the bound for a start to end
 FAR = (0.005, 0.04, 0.05, 0.05)  # from the bound, for options to be drawn at random (again)
 FAR_BEHIND = 1.05  # times what the best start took
@@ -86,20 +67,20 @@ GOOD_ENOUGH = 2e-3  # to the bound, for each start that fitted, for no further s
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SearchOutcome:
     """The best assignment that fits, if any, and what can be said about all others: none takes less
     than the ``bound``, nor than the seconds that the search has ``proved``."""
 
     best: Assignment | None
     seconds: float
-    bound: bounds.Bound
+    bound: Bound
     tried: int
     feasible: int
     proved: float = 0.0
 
 
 @dataclass
-class _Found:
+class _BestSoFar:
     """The best assignment so far, and how many steps a start may take."""
 
     watch: Watch
@@ -110,7 +91,7 @@ class _Found:
     tried: int = 0
     feasible: int = 0
 
-    def take(self, start: State, enough: float) -> State:
+    def take(self, start: SearchState, enough: float) -> SearchState:
         """A start, improved; its end is the best if it is faster."""
         self.tried += 1
         state = improve(start, enough, self.watch, most=self.most, least=self.seconds)
@@ -129,10 +110,10 @@ def search(
     enough: float = 0.0,
     known_bound: float = float("inf"),
     quick: bool = False,
-    relaxed: bounds.Relaxed | None = None,
+    relaxed: Relaxed | None = None,
     known_start: Sequence[int] = (),
     roomy: bool | None = False,
-) -> Outcome:
+) -> SearchOutcome:
     """The fastest assignment found; the same space gives the same one unless time runs out.
 
     ``first`` is improved before any other start, so the outcome is never worse than it. Of many
@@ -144,13 +125,13 @@ def search(
     options of a start that needs no second look. ``roomy``: beside the options of the space there
     are others that take less memory, so nothing is proved by what is full; None: nothing is proved.
     """
-    options, found = relaxed or bounds.relaxed(space)
+    options, found = relaxed or relax(space)
     if not found.usable:
-        return Outcome(None, float("inf"), found, 0, 0)
+        return SearchOutcome(None, float("inf"), found, 0, 0)
     watch = watch or Watch()
     target = max(found.seconds, TINY)
     begun = [] if first is None else [restored(space, target, POWERS[0], first)]
-    best = _Found(watch, _most_steps(space), found.seconds)
+    best = _BestSoFar(watch, _most_steps(space), found.seconds)
     proved = found.seconds
     few = quick or found.seconds >= known_bound * (1 - SAME_BOUND)
     fresh = _fresh(space, options, found, best, known_start, few=few, quick=quick)
@@ -166,10 +147,10 @@ def search(
         if best.seconds <= max(good, enough) or watch.over():
             break
     if best.best is None:
-        return Outcome(None, float("inf"), found, best.tried, 0)
+        return SearchOutcome(None, float("inf"), found, best.tried, 0)
     chosen, seconds = best.best, best.seconds
     if quick:
-        return Outcome(chosen, seconds, found, best.tried, best.feasible, proved)
+        return SearchOutcome(chosen, seconds, found, best.tried, best.feasible, proved)
     ways: list[_Way] = []
     if roomy is not None and seconds > max(proved * (1 + GOOD_ENOUGH), enough):
         proved, ways = _proved(space, options, best, found, enough, roomy=roomy)
@@ -183,7 +164,7 @@ def search(
         best.take(start, max(proved, enough))
     if best.seconds < seconds:
         chosen, seconds = _finished(space, best.best, best.seconds, proved, enough, watch)
-    return Outcome(chosen, seconds, found, best.tried, best.feasible, proved)
+    return SearchOutcome(chosen, seconds, found, best.tried, best.feasible, proved)
 
 
 class _Way(NamedTuple):
@@ -197,9 +178,9 @@ class _Way(NamedTuple):
 
 def _proved(
     space: Space,
-    options: bounds.Table,
-    best: _Found,
-    bound: bounds.Bound,
+    options: OptionTable,
+    best: _BestSoFar,
+    bound: Bound,
     enough: float,
     *,
     roomy: bool,
@@ -219,9 +200,9 @@ def _proved(
             if way not in seen:
                 seen.add(way)
                 worst = fallen[-1].seconds if len(fallen) == PLACED_WELL else hoped
-                placed = longest_first(space, way, min(worst, hoped))
-                if placed is not None:
-                    fallen.append(_Way(placed[0], way, placed[1]))
+                fell = longest_first(space, way, min(worst, hoped))
+                if fell is not None:
+                    fallen.append(_Way(fell[0], way, fell[1]))
                     fallen.sort()
                     del fallen[PLACED_WELL:]
         return min((way.seconds for way in fallen), default=best.seconds)
@@ -236,7 +217,9 @@ def _proved(
     return proved, fallen
 
 
-def _others(space: Space, facts: Facts, seconds: float, best: Assignment | None) -> Iterator[Ints]:
+def _others(
+    space: Space, facts: ProofFacts, seconds: float, best: Assignment | None
+) -> Iterator[Ints]:
     """Ways that may take so few ``seconds`` in less memory, of a grid that is the same whatever
     there is, and with each type of the items of most work that they have not in the ``best``."""
     capacity = int(facts.capacity[0]) if len(facts.capacity) else 0
@@ -264,14 +247,14 @@ def _others(space: Space, facts: Facts, seconds: float, best: Assignment | None)
 
 def _fresh(
     space: Space,
-    options: bounds.Table,
-    found: bounds.Bound,
-    best: _Found,
+    options: OptionTable,
+    found: Bound,
+    best: _BestSoFar,
     known_start: Sequence[int],
     *,
     few: bool,
     quick: bool,
-) -> Iterator[State]:
+) -> Iterator[SearchState]:
     """Relaxed choices, placed; of many items only those whose work, shared evenly, is less than the
     ``best`` takes."""
     target = max(found.seconds, TINY)
@@ -288,15 +271,15 @@ def _fresh(
     least = FEW_OF_MANY if many and not quick else 1
     chosen = itertools.islice(starts(space, options, found), least if few else None)
     if not space.ranks > len(space.items) > MAX_ITEMS:
-        yield from (_placed(space, own, target) for own in chosen if worthwhile(own))
+        yield from (placed(space, own, target) for own in chosen if worthwhile(own))
         return
     known = list(filter(worthwhile, chosen))  # the most promising first: the rest is cut
     lean = [own for own in known if even(own) <= found.seconds * PROMISING]
     rest = [own for own in known if even(own) > found.seconds * PROMISING]
-    ranked = [(own, _placed(space, own, target)) for own in lean]
+    ranked = [(own, placed(space, own, target)) for own in lean]
     ranked.sort(key=lambda each: float(each[1].rank_costs().sum()))
     yield from (state for own, state in ranked if worthwhile(own))
-    yield from (_placed(space, own, target) for own in rest if worthwhile(own))
+    yield from (placed(space, own, target) for own in rest if worthwhile(own))
 
 
 def _finished(
@@ -333,115 +316,20 @@ def _finished(
     return best, seconds
 
 
-def starts(space: Space, options: bounds.Table, found: bounds.Bound) -> Iterator[Ints]:
-    """Relaxed choices [items]: as they are, cut finer where that costs next to nothing, and with
-    bytes counting for more from one to the next."""
-    target = max(found.seconds, TINY)
-    scale = target / space.capacity_array
-    seen = set()
-    many = len(space.items) > MAX_ITEMS
-    for start in STARTS_OF_MANY if many else STARTS:
-        usable = _small_enough(space, options, start, target)
-        factor = start.price_factor
-        prices = found.prices * factor + scale * BYTE_PRICE * (factor - 1)
-        priced = np.where(usable, options.seconds + options.storage @ prices, np.inf)
-        if start.finer_cost:
-            priced = _by_size(space, options, priced, start.finer_cost, target)
-        chosen = bounds.cheapest(priced, options) - options.starts
-        if chosen.tobytes() not in seen:
-            seen.add(chosen.tobytes())
-            yield chosen
-
-
-def _small_enough(space: Space, options: bounds.Table, start: Start, target: float) -> Bools:
-    """Options whose largest shard is as small as ``start`` asks, where an item has any."""
-    fitting = options.fits & options.listed
-    small = fitting & (options.largest <= target * start.largest_shard)
-    small &= _filled(space, options) <= start.largest_bytes
-    counts = np.diff(np.append(options.starts, len(small)))
-    has = np.repeat(np.logical_or.reduceat(small, options.starts), counts)
-    return np.where(has, small, fitting)
-
-
-def _filled(space: Space, options: bounds.Table) -> Floats:
-    """The share of a rank's memory that an option's largest shard takes."""
-    shares: Floats = (options.largest_storage / space.capacity_array).max(axis=1)
-    return shares
-
-
-def _by_size(
-    space: Space, options: bounds.Table, priced: Floats, slack: float, target: float
-) -> Floats:
-    """The size of an option's largest shard, among those nearly as cheap as the cheapest."""
-    counts = np.diff(np.append(options.starts, len(priced)))
-    least = np.repeat(np.minimum.reduceat(priced, options.starts), counts)
-    size = np.maximum(options.largest / target, _filled(space, options))
-    return np.where(priced <= least * (1 + slack), size, np.inf)
-
-
-def _placed(space: Space, chosen: Ints, target: float) -> State:
-    """The chosen options, widest blocks first, then by what they fill of a rank."""
-    state = State(space, target, POWERS[0])
-
-    def weight(item: int) -> tuple[float, ...]:
-        option = space.items[item].options[int(chosen[item])]
-        filled = (np.array(option.largest_storage) / space.capacity_array).max()
-        return (-max(option.widths), -max(option.largest / target, float(filled)))
-
-    for item in sorted(range(len(space.items)), key=lambda i: (_freedom(space, i), weight(i))):
-        spread = state.spread(item, int(chosen[item]))
-        if spread is not None:
-            state.put(item, int(chosen[item]), spread)
-        elif not _put_anywhere(state, item):
-            _make_room(state, item)
-    return state
-
-
-def _freedom(space: Space, item: int) -> tuple[int, int]:
-    """Items that rules leave few ranks go first: ranks left, and items it must avoid."""
-    rule = space.items[item]
-    ranks = space.ranks + 1 if rule.allowed is None else int(rule.allowed.sum())
-    return (ranks, -len(rule.apart_from)) if space.constrained else (0, 0)
-
-
-def _put_anywhere(state: State, item: int) -> bool:
-    """Take the option that costs least where the chosen one is ruled out; False if none is left."""
-    found = []
-    for option in range(len(state.space.items[item].options)):
-        slots = state.spread(item, option)
-        if slots is not None:
-            state.put(item, option, slots)
-            found.append((float(state.rank_costs().sum()), option, slots))
-            state.drop(item)
-    if found:
-        _, option, slots = min(found)
-        state.put(item, option, slots)
-    return bool(found)
-
-
-def _make_room(state: State, item: int) -> None:
-    """Take the items off that this one must avoid, place it, and place them again."""
-    others = [o for o in state.space.items[item].apart_from if state.options[o] >= 0]
-    for other in others:
-        state.drop(other)
-    for one in (item, *others):
-        _put_anywhere(state, one)
-
-
 def _most_steps(space: Space) -> int:
     """Steps of a start while there is no better one to compare it with."""
     return len(POWERS) * (STEPS + STEPS_PER_ITEM * len(space.items))
 
 
 def improve(
-    state: State,
+    state: SearchState,
     bound: float,
     watch: Watch,
     *,
     reoption: bool = True,
     most: int | None = None,
     least: float = float("inf"),
-) -> State:
+) -> SearchState:
     """Rounds of rising power, of at most ``most`` steps in all; the best state that fits, else the
     last one. Without ``reoption`` every item keeps its option. There is only one round where that
     stays far behind the ``least`` seconds, of another start."""
@@ -475,7 +363,7 @@ def improve(
     return state
 
 
-def _step(state: State, stuck: moves.Stuck, reoption: bool) -> bool:
+def _step(state: SearchState, stuck: moves.Stuck, reoption: bool) -> bool:
     """One move that helps one of the worst ranks."""
     costs = state.rank_costs()
     order = least_first(-costs, min(RANKS_TRIED, len(costs)))
@@ -490,7 +378,7 @@ def _step(state: State, stuck: moves.Stuck, reoption: bool) -> bool:
     tried: set[int] = set()
     for rank in order[:2]:
         items = [*sorted(state.on_rank[int(rank)] - tried), *sorted(state.uniform - tried)]
-        if moves.reoption(state, items[:ITEMS_TRIED]):
+        if reoption_best(state, items[:ITEMS_TRIED]):
             return True
         tried.update(items[:ITEMS_TRIED])
-    return state.power not in ALIKE and moves.reoption_and_relocate(state)
+    return state.power not in ALIKE and reoption_and_relocate(state)

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.planner.choice import Choice
-from shardwright.planner.search.rows import Rows
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -30,7 +29,7 @@ MAX_KEPT = 1024  # ranks of a block that is kept
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class OptionBlock:
     """``seconds`` [width] and ``storage`` [width, 3] that a block adds to its ranks."""
 
     width: int
@@ -38,7 +37,7 @@ class Block:
     storage: Floats
 
 
-class Stretch(NamedTuple):
+class RankRun(NamedTuple):
     """Neighbouring ranks, the seconds that an option on all ranks adds to each, and the bytes."""
 
     ranks: slice
@@ -71,23 +70,23 @@ class ItemOption(msgspec.Struct, frozen=True, dict=True):
         return self.choices[0].option.partition == "uniform"
 
     @functools.cached_property
-    def stretches(self) -> tuple[Stretch, ...]:
+    def stretches(self) -> tuple[RankRun, ...]:
         """The ranks of the only block of an option that ``is_uniform``, in runs of like shards."""
         choice = self.choices[0]
         ends = itertools.accumulate(run.count for run in choice.option.runs)
         return tuple(
-            Stretch(slice(end - run.count, end), cost.total_seconds, cost.storage)
+            RankRun(slice(end - run.count, end), cost.total_seconds, cost.storage)
             for end, run, cost in zip(ends, choice.option.runs, choice.costs, strict=True)
         )
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[OptionBlock, ...]:
         """The blocks, made on first use and kept; wide ones, which would fill gigabytes, are made
         each time."""
         return self._kept if self.widths[0] <= MAX_KEPT else _make_blocks(self)
 
     @functools.cached_property
-    def _kept(self) -> tuple[Block, ...]:
+    def _kept(self) -> tuple[OptionBlock, ...]:
         return _make_blocks(self)
 
     @functools.cached_property
@@ -155,9 +154,9 @@ class Space:
         return tuple(min(option.total_seconds for option in item.options) for item in self.items)
 
     @functools.cached_property
-    def rows(self) -> Rows:
+    def rows(self) -> OptionRows:
         """The options as arrays."""
-        return Rows(self.items, self.ranks, self.group)
+        return OptionRows(self.items, self.ranks, self.group)
 
     @functools.cached_property
     def _blocks(self) -> dict[tuple[int, int], list[tuple[int, float, int, int]]]:
@@ -276,7 +275,7 @@ def _widths(choice: Choice, ranks: int, group: int) -> list[int]:
             return [group] * (count // group)
 
 
-def _make_blocks(option: ItemOption) -> tuple[Block, ...]:
+def _make_blocks(option: ItemOption) -> tuple[OptionBlock, ...]:
     """Every block; blocks that are alike are one object."""
     seconds, storage = _expanded(option.choices[0])
     for choice in option.choices[1:]:
@@ -285,12 +284,12 @@ def _make_blocks(option: ItemOption) -> tuple[Block, ...]:
     count, width = len(option.widths), option.widths[0]
     if count == 1 and len(seconds) != width:
         seconds, storage = _folded(seconds, storage, width)
-    first = Block(width, seconds[:width], storage[:width])
+    first = OptionBlock(width, seconds[:width], storage[:width])
     shaped = seconds.reshape(count, width), storage.reshape(count, width, 3)
     if count == 1 or all((values == values[:1]).all() for values in shaped):
         return (first,) * count
     assert width > 1
-    return tuple(Block(width, *own) for own in zip(*shaped, strict=True))
+    return tuple(OptionBlock(width, *own) for own in zip(*shaped, strict=True))
 
 
 def _expanded(choice: Choice) -> tuple[Floats, Floats]:
@@ -340,3 +339,56 @@ def shard_ranks(option: ItemOption, member: int, slots: Sequence[int]) -> Sequen
         return tuple(slots[0] + k % width for k in range(count))
     pairs = zip(slots, option.widths, strict=True)
     return tuple(slot + k for slot, width in pairs for k in range(width))
+
+
+class OptionRows:
+    """What a search asks of many options at once; blocks count only where they are alike and do
+    not lie on all ranks.
+
+    ``everywhere`` [options] seconds that an option adds to every rank; ``counts`` how many blocks
+    it has, ``seconds`` those of a block of one rank, ``wide`` the row of ``blocks`` [wide, group]
+    of one that lies on more ranks of a group, 0 where it does not.
+    """
+
+    def __init__(self, items: Sequence[Item], ranks: int, group: int) -> None:
+        self._items, self._ranks = items, ranks
+        sizes = [len(item.options) for item in items]
+        self._first: Ints = np.concatenate([[0], np.cumsum(sizes)])
+        total = int(self._first[-1])
+        self._known = [False] * len(items)
+        self.everywhere: Floats = np.zeros(total)
+        self.is_uniform: Bools = np.zeros(total, bool)
+        self.counts: Ints = np.zeros(total, np.int64)
+        self.seconds: Floats = np.zeros(total)
+        self.wide: Ints = np.zeros(total, np.int64)
+        self.blocks: Floats = np.zeros((64, group))
+        self._used = 1  # rows of ``blocks``
+
+    def numbers(self, ways: Sequence[tuple[int, int]]) -> Ints:
+        """The rows of items' options."""
+        known, first = self._known, self._first
+        for item in {item for item, _ in ways if not known[item]}:
+            self._fill(item)
+        found: Ints = np.array([first[item] + option for item, option in ways])
+        return found
+
+    def _fill(self, item: int) -> None:
+        for row, option in enumerate(self._items[item].options, int(self._first[item])):
+            self.everywhere[row] = option.everywhere
+            self.is_uniform[row] = option.is_uniform
+            width = option.widths[0]
+            if option.is_uniform or width >= self._ranks:
+                continue
+            blocks = option.blocks
+            if blocks[0] is not blocks[-1]:
+                continue
+            self.counts[row] = len(blocks)
+            if width == 1:
+                self.seconds[row] = blocks[0].seconds[0]
+            else:
+                if self._used == len(self.blocks):
+                    self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)])
+                self.blocks[self._used, :width] = blocks[0].seconds
+                self.wide[row] = self._used
+                self._used += 1
+        self._known[item] = True

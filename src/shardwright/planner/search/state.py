@@ -5,6 +5,11 @@ seconds, relative to a target, to a power (so the worst ranks count most but a c
 is seen too), plus a penalty for the share of its capacity that is exceeded.
 """
 
+# The power stands for "the slowest rank": at 8 the search still sees what helps the second and the
+# third, at 64 little but the first. It is a power of two so that it is taken by squaring, and a
+# ratio is cut at MAX_RATIO before that. Costs of ranks are kept up to date block by block
+# (``_changed``); whoever changes load or memory in another way has to drop them.
+
 from __future__ import annotations
 
 import contextlib
@@ -14,22 +19,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.planner.search.dealing import Lots, deal
 from shardwright.planner.search.space import (
     Assignment,
-    Block,
     Bools,
     Floats,
     Ints,
+    OptionBlock,
     Space,
     fill,
 )
 
 OVERFLOW_PENALTY = 1e9  # times what the slowest rank costs
 MAX_RATIO = 1e3  # of a rank to the target; above it powers overflow
-NEAR_SLOTS, MANY_SLOTS = 32, 4  # the least busy ones, looked at first where there are so many times
+NEAR_SLOTS = 32  # the least busy ones, which are looked at first where there are many
 MANY_RANKS = 2048  # most of which no block is near
-SAME = 1 + 1e-9  # times what is as good
 
 
 class Singles(NamedTuple):
@@ -53,7 +56,7 @@ class Known:
 
 
 @dataclass
-class State:
+class SearchState:
     """``load`` [ranks] seconds, ``memory`` [ranks, 3] bytes; ``slots`` first ranks of blocks.
 
     ``power`` is a power of two.
@@ -139,9 +142,9 @@ class State:
         """Seconds of the slowest rank."""
         return float(self.load.max())
 
-    def copy(self) -> State:
+    def copy(self) -> SearchState:
         """Another one that is the same so far."""
-        other = State(self.space, self.target, self.power, [*self.options], [*self.slots])
+        other = SearchState(self.space, self.target, self.power, [*self.options], [*self.slots])
         other.penalty, other.on_rank = self.penalty, [set(own) for own in self.on_rank]
         other.uniform, other._singles = {*self.uniform}, {**self._singles}
         other.load, other.memory = self.load.copy(), self.memory.copy()
@@ -151,7 +154,7 @@ class State:
         """A copy of the choice."""
         return Assignment(tuple(self.options), tuple(self.slots))
 
-    def blocks(self, item: int, option: int | None = None) -> tuple[Block, ...]:
+    def blocks(self, item: int, option: int | None = None) -> tuple[OptionBlock, ...]:
         """Blocks of an item's option, by default the chosen one."""
         number = self.options[item] if option is None else option
         return self.space.items[item].options[number].blocks
@@ -229,7 +232,7 @@ class State:
             for slot in slots:
                 self._changed(slice(slot, slot + width))
 
-    def _add_block(self, block: Block, slot: int, sign: int) -> None:
+    def _add_block(self, block: OptionBlock, slot: int, sign: int) -> None:
         ranks = slice(slot, slot + block.width)
         self.load[ranks] += sign * block.seconds
         self.memory[ranks] += sign * block.storage
@@ -313,128 +316,10 @@ class State:
         closed: Bools = np.logical_or.reduce(~mask.reshape(-1, width), axis=1)
         return closed
 
-    def spread(self, item: int, option: int) -> tuple[int, ...] | None:
-        """Where the blocks of ``option`` would go, one after the other, so that all ranks cost
-        least; None if the rules leave no place. The item must lie nowhere."""
-        chosen = self.space.items[item].options[option]
-        if chosen.is_uniform:
-            mask = self.allowed(item)
-            return (0,) if mask is None or mask.all() else None
-        everywhere, blocks = chosen.everywhere, chosen.blocks
-        load, memory = self.load + everywhere if everywhere else self.load, self.memory
-        alike = blocks[0] is blocks[-1]
-        if alike and blocks[0].width == 1 and not self.space.constrained:
-            near = self._with_room(blocks[0], len(blocks), load)
-            if near is not None:
-                return self._dealt(item, blocks[0], len(blocks), load, near)
-        if alike and blocks[0].width < self.space.ranks and len(blocks) > 1:
-            return self._dealt(item, blocks[0], len(blocks), load, None)
-        mask = self.allowed(item)
-        if blocks[0].width == self.space.ranks:
-            return (0,) * len(blocks) if mask is None or mask.all() else None
-        costs = self.cost(load, memory) if everywhere else self.rank_costs()
-        if len(blocks) == 1:
-            slot = self._place(blocks[0], load, memory, costs, mask)
-            return None if slot is None else (slot,)
-        load, memory, costs = load.copy(), memory.copy(), costs.copy()
-        slots: list[int] = []
-        for block in blocks:
-            slot = self._place(block, load, memory, costs, mask)
-            if slot is None:
-                return None
-            ranks = slice(slot, slot + block.width)
-            load[ranks] += block.seconds
-            memory[ranks] += block.storage
-            costs[ranks] = self.cost(load[ranks], memory[ranks])
-            slots.append(slot)
-        return tuple(slots)
 
-    def _with_room(self, block: Block, count: int, load: Floats) -> Ints | None:
-        """As many of the least busy ranks as there are blocks of one rank each, if each has room
-        for all of them: where nothing is full no other rank takes one for less."""
-        near = least_first(load, min(count, len(load)))
-        filled = self.memory[near] + count * block.storage[0]
-        return near if (filled <= self.limits).all() else None
-
-    def _dealt(
-        self, item: int, block: Block, count: int, load: Floats, near: Ints | None
-    ) -> tuple[int, ...] | None:
-        """``spread`` of ``count`` blocks that are alike, over the ranks ``near`` or over all."""
-        if near is not None and count == 1:
-            return (int(near[0]),)
-        width, others = block.width, np.inf
-        load, memory = load.reshape(-1, width), self.memory.reshape(-1, width, 3)
-        if near is None and not self.space.constrained:
-            near, others = self._nearest(block, count, load)
-        every = np.arange(len(load))
-        closed = self.closed(item, width)
-        for some in (every,) if near is None else (near, every):
-            lots = Lots(
-                np.array([count]),
-                block.seconds[None],
-                block.storage[None],
-                load[None, some],
-                memory[None, some],
-                closed[None, some],
-            )
-            dealt = deal(lots, self.cost)
-            if some is every or float(dealt.dearest[0]) <= others:
-                break
-        return tuple(np.repeat(some * width, dealt.counts[0]).tolist()) if dealt.opened[0] else None
-
-    def _nearest(self, block: Block, count: int, load: Floats) -> tuple[Ints | None, float]:
-        """Slots that are least busy, some more than ``count``, and what a block adds at least to
-        any other one; None where that leaves few out. ``load`` is that of slots [slots, width].
-
-        What a rank costs is convex, and so is what a block adds to it: a slot pays at least as much
-        as if its ranks were all as busy as they are on average.
-        """
-        number, shortest = count + NEAR_SLOTS, float(block.seconds.min())
-        if MANY_SLOTS * number > len(load):
-            return None, np.inf
-        busy = load.sum(axis=1) / block.width
-        near = least_first(busy, number)
-        busy[near] = np.inf
-        least = np.array([busy.min()])
-        if least + shortest >= MAX_RATIO * self.target:
-            return None, np.inf
-        added = self.time_cost(least + shortest) - self.time_cost(least)
-        return near, block.width * float(added[0]) * SAME
-
-    def _place(
-        self, block: Block, load: Floats, memory: Floats, costs: Floats, mask: Bools | None
-    ) -> int | None:
-        """The slot where a block adds least to ``costs``, those of the ranks as they are."""
-        load, memory = load.reshape(-1, block.width), memory.reshape(-1, block.width, 3)
-        costs = costs.reshape(-1, block.width)
-        near, others = (None, np.inf) if mask is not None else self._nearest(block, 1, load)
-        if near is not None:
-            after = self.cost(load[near] + block.seconds, memory[near] + block.storage)
-            added = (after - costs[near]).sum(axis=1)
-            if added.min() <= others:
-                return int(near[added.argmin()]) * block.width
-        added = (self.cost(load + block.seconds, memory + block.storage) - costs).sum(axis=1)
-        if mask is not None:
-            open_slots = mask.reshape(-1, block.width).all(axis=1)
-            if not open_slots.any():
-                return None
-            added = np.where(open_slots, added, np.inf)
-        return int(added.argmin()) * block.width
-
-
-def least_first(values: Floats, count: int) -> Ints:
-    """The places of the ``count`` least values, in order; of equal ones the first."""
-    if count == 1:
-        return np.array([values.argmin()])
-    last = np.partition(values, count - 1)[count - 1]
-    near = values < last
-    near[np.flatnonzero(values == last)[: count - int(near.sum())]] = True
-    return np.flatnonzero(near)
-
-
-def restored(space: Space, target: float, power: float, found: Assignment) -> State:
+def restored(space: Space, target: float, power: float, found: Assignment) -> SearchState:
     """The state of an assignment."""
-    state = State(space, target, power)
+    state = SearchState(space, target, power)
     for item, (option, slots) in enumerate(zip(found.options, found.slots, strict=True)):
         state.put(item, option, slots)
     return state

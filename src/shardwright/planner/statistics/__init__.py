@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shardwright.core.statistics import Statistics
-from shardwright.cost.imbalance import each_rank
 from shardwright.job.plan import Plan
-from shardwright.planner.statistics import memory, ranks, tables, times
-from shardwright.planner.statistics.holdings import Holdings
+from shardwright.planner.statistics import memory, ranks, tables
 from shardwright.planner.statistics.memory import memory_prices
+from shardwright.planner.statistics.ranks import each_rank
+from shardwright.planner.statistics.records import Statistics
+from shardwright.planner.statistics.tables import Holdings
 
 __all__ = ["memory_prices", "statistics"]
 
@@ -15,7 +15,7 @@ __all__ = ["memory_prices", "statistics"]
 def statistics(plan: Plan) -> Statistics:
     """What ``plan`` adds up to; nothing is priced or placed again."""
     held = Holdings(plan)
-    parts = times.part_maxima(plan)
+    parts = ranks.part_maxima(plan)
     return Statistics(
         decisive=memory.decisive(plan),
         ranks=ranks.rank_statistics(plan, held),
@@ -24,11 +24,11 @@ def statistics(plan: Plan) -> Statistics:
         unevenness=ranks.all_unevenness(plan),
         spreads=ranks.spreads(plan),
         parts=parts,
-        sum_of_maxima=times.sum_of_maxima(parts),
-        excess=times.excess(each_rank(totals.seconds for totals in plan.ranks)),
-        critical_path=times.critical_path(plan, held),
+        sum_of_maxima=ranks.sum_of_maxima(parts),
+        excess=ranks.excess(each_rank(totals.seconds for totals in plan.ranks)),
+        critical_path=ranks.critical_path(plan, held),
         peak_tiers=memory.peak_tiers(plan),
         ledgers=memory.ledgers(plan, held),
-        bottlenecks=times.bottlenecks(plan, held),
-        waiting=times.waiting(plan),
+        bottlenecks=ranks.bottlenecks(plan, held),
+        waiting=ranks.waiting(plan),
     )

@@ -10,14 +10,14 @@ from typing import Any, get_args
 from shardwright.core.amount import maximum, named, summed
 from shardwright.core.block import Role
 from shardwright.core.cluster import TIERS, Tier
-from shardwright.core.statistics import Ledger, LedgerLine, MemoryPrice, PeakTier
 from shardwright.core.timeline import Kind, decode
 from shardwright.job.plan import Plan
 from shardwright.planner.crossing import without_hidden
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import Bound, lower_bound, table
 from shardwright.planner.search.space import Space
-from shardwright.planner.statistics.holdings import Holdings
+from shardwright.planner.statistics.records import LedgerLine, MemoryLedger, MemoryPrice, PeakTier
+from shardwright.planner.statistics.tables import Holdings
 from shardwright.planner.strategy.spacing import bounded_space
 
 GIB = 2**30
@@ -55,14 +55,16 @@ def peak_tiers(plan: Plan) -> tuple[PeakTier, ...]:
     return tuple(tiers)
 
 
-def ledgers(plan: Plan, held: Holdings) -> tuple[Ledger, ...]:
+def ledgers(plan: Plan, held: Holdings) -> tuple[MemoryLedger, ...]:
     """The fullest rank of every memory that is used, and of the one that weights live in."""
     found = []
     for tier, capacity in zip(TIERS, plan.cluster.capacity, strict=True):
         nbytes = filled(plan, tier)
         if any(nbytes) or tier == decisive(plan):
             rank = nbytes.index(max(nbytes, default=0))
-            found.append(Ledger(tier, rank, capacity, _lines(plan, held, tier, rank, capacity)))
+            found.append(
+                MemoryLedger(tier, rank, capacity, _lines(plan, held, tier, rank, capacity))
+            )
     return tuple(found)
 
 

@@ -1,20 +1,54 @@
-"""A plan rank by rank, and how seconds and bytes lie on the ranks."""
+"""A plan rank by rank: how seconds and bytes lie on the ranks, how unevenly by TorchRec's measures
+(1.9.2), where a step's seconds go, and what ranks wait for."""
+
+# Every function here is called twice: by ``statistics`` with the plan's numbers, a group for every
+# rank, and by ``explain`` with Amounts, a group for all ranks that have the same. So a statistic is
+# coded once, and its derivation cannot say anything else. ``plain`` is asked where a branch needs a
+# number; what is added keeps its order, for TorchRec's measures are held to its own to the last
+# digits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.amount import largest, named, plain, smallest, total, where
+from shardwright.core.amount import (
+    Fold,
+    largest,
+    log,
+    maximum,
+    named,
+    noted,
+    plain,
+    smallest,
+    summed,
+    times,
+    total,
+    where,
+)
 from shardwright.core.quantities import SAME_SECONDS
-from shardwright.core.statistics import Measure, RankStatistics, Spread, Unevenness
-from shardwright.cost.imbalance import Ranks, each_rank, mean, unevenness, unit_of
+from shardwright.core.timeline import PHASES
 from shardwright.job.plan import Plan
-from shardwright.planner.statistics.holdings import Holdings
-from shardwright.planner.statistics.tables import traffic
+from shardwright.planner import profiles
+from shardwright.planner.statistics.memory import decisive, filled
+from shardwright.planner.statistics.records import (
+    Bottleneck,
+    CriticalPath,
+    CriticalTerm,
+    Measure,
+    PartMaximum,
+    RankSpread,
+    RankStatistics,
+    RankWaiting,
+    TableShare,
+    Unevenness,
+    unit_of,
+)
+from shardwright.planner.statistics.tables import Holdings, on_rank, traffic
 
 MEASURES: tuple[Measure, ...] = ("seconds", "hbm_bytes", "ddr_bytes", "ssd_bytes")
 
@@ -92,18 +126,18 @@ def all_unevenness(plan: Plan) -> tuple[Unevenness, ...]:
     return tuple(one for one in found if one is not None)
 
 
-def spreads(plan: Plan) -> tuple[Spread, ...]:
+def spreads(plan: Plan) -> tuple[RankSpread, ...]:
     """Largest, smallest, mean and medians of seconds and bytes."""
     return tuple(spread(measure, each_rank(values)) for measure, values in measured(plan))
 
 
-def spread(of: Measure, groups: Sequence[Ranks]) -> Spread:
+def spread(of: Measure, groups: Sequence[RankGroup]) -> RankSpread:
     """The same of one measure."""
     unit = unit_of(of)
     values = [group.value for group in groups]
     most, least = largest("largest", values, unit), smallest("smallest", values, unit)
     low, high = medians(groups)
-    return Spread(
+    return RankSpread(
         of,
         most,
         ranks_with(groups, plain(most)),
@@ -115,15 +149,234 @@ def spread(of: Measure, groups: Sequence[Ranks]) -> Spread:
     )
 
 
-def medians(groups: Sequence[Ranks]) -> tuple[Any, Any]:
+def medians(groups: Sequence[RankGroup]) -> tuple[Any, Any]:
     """The value in the middle, and the one beside it where ranks are even in number."""
     ordered = sorted(groups, key=lambda group: float(plain(group.value)))
     each = [group.value for group in ordered for _ in group.ranks]
     return each[(len(each) - 1) // 2], each[len(each) // 2]
 
 
-def ranks_with(groups: Sequence[Ranks], wanted: float) -> tuple[int, ...]:
+def ranks_with(groups: Sequence[RankGroup], wanted: float) -> tuple[int, ...]:
     """The ranks that have a value, rounding apart."""
     near = SAME_SECONDS * abs(wanted) if isinstance(wanted, float) else 0
     found = (group.ranks for group in groups if abs(plain(group.value) - wanted) <= near)
     return tuple(sorted(rank for ranks in found for rank in ranks))
+
+
+MOST_TABLES = 5
+EXCHANGES = ("exchange_ids", "exchange_rows", "reduce")  # phases in which ranks talk
+
+
+def parts_of(plan: Plan) -> dict[str, list[float]]:
+    """Seconds of every rank by part, in the order of a step."""
+    names = {part for totals in plan.ranks for part in totals.parts}
+    order = (*profiles.phase_of_part(plan.job.planner.constants), *PHASES)
+    known = [part for part in order if part in names]
+    names = {*names} - {*known}
+    return {
+        part: [totals.parts.get(part, 0.0) for totals in plan.ranks]
+        for part in (*known, *sorted(names))
+    }
+
+
+def part_maxima(plan: Plan) -> tuple[PartMaximum, ...]:
+    """The slowest ranks of each part."""
+    parts = parts_of(plan).items()
+    return tuple(part_maximum(part, each_rank(values)) for part, values in parts)
+
+
+def part_maximum(part: str, groups: Sequence[RankGroup]) -> PartMaximum:
+    """The same of one part."""
+    most = largest(f"most_{part}", [group.value for group in groups], "s")
+    return PartMaximum(part, most, ranks_with(groups, plain(most)), mean(part, groups, "s"))
+
+
+def sum_of_maxima(parts: Sequence[PartMaximum]) -> Any:
+    """Seconds of a step whose every part takes as long as on the slowest rank for it."""
+    return summed("sum_of_maxima", [part.seconds for part in parts], "s")
+
+
+def excess(groups: Sequence[RankGroup]) -> Any:
+    """The share by which the slowest rank is above the mean."""
+    usual = mean("seconds", groups, "s")
+    if not plain(usual):
+        return noted(0.0, "excess", "", "no rank takes any time", like=usual)
+    most = largest("seconds_of_slowest_rank", [group.value for group in groups], "s")
+    return named("excess", most / usual - 1)
+
+
+def critical_path(plan: Plan, held: Holdings) -> CriticalPath:
+    """What all ranks wait for together.
+
+    TorchRec's costs: the communication of each module and sharding type and all compute, forward
+    and backward; a prefetch is in none. Ours: each phase, for a phase ends when all ranks are done.
+    """
+    if plan.job.planner.constants == "torchrec-1.9":
+        terms = tuple(profiles.torchrec.critical_terms(held.tables, plan.world_size))
+    else:
+        terms = tuple(
+            CriticalTerm(part, part in EXCHANGES, max(values), values.index(max(values)))
+            for part, values in parts_of(plan).items()
+        )
+    return path_of(terms)
+
+
+def path_of(terms: tuple[CriticalTerm, ...]) -> CriticalPath:
+    """The sums of terms."""
+    communication = [term.seconds for term in terms if term.communication]
+    compute = [term.seconds for term in terms if not term.communication]
+    return CriticalPath(
+        summed("communication", communication, "s"), summed("compute", compute, "s"), terms
+    )
+
+
+def bottlenecks(plan: Plan, held: Holdings) -> tuple[Bottleneck, ...]:
+    """What fills the worst ranks: the slowest ones, and those with most bytes."""
+    tier = decisive(plan)
+    most: tuple[tuple[Measure, list[float]], ...] = (
+        ("seconds", [totals.seconds for totals in plan.ranks]),
+        ("hbm_bytes" if tier == "hbm" else "ddr_bytes", [*filled(plan, tier)]),
+    )
+    return tuple(_bottleneck(held, of, values) for of, values in most)
+
+
+def _bottleneck(held: Holdings, of: Measure, values: list[float]) -> Bottleneck:
+    total = max(values)
+    rank = values.index(total)
+    shares = []
+    for placed in held.tables:
+        amount = on_rank(placed, rank, of)
+        if amount:
+            name, kind = placed.choice.table.name, placed.choice.option.sharding_type
+            shares.append(TableShare(name, kind, amount))
+    shares.sort(key=lambda share: -share.amount)
+    alike = ranks_with(each_rank(values), total)
+    return Bottleneck(of, rank, alike, total, tuple(shares[:MOST_TABLES]))
+
+
+def waiting(plan: Plan) -> RankWaiting:
+    """How long ranks wait for the slowest one, and where that one loses most."""
+    seconds = [totals.seconds for totals in plan.ranks]
+    slowest = seconds.index(max(seconds))
+    waits = idle(each_rank(seconds), seconds[slowest])
+    longest = max(waits, key=lambda group: group.value)
+    parts = parts_of(plan).items()
+    lost = {part: (values[slowest], mean(part, each_rank(values), "s")) for part, values in parts}
+    part = max(lost, key=lambda name: lost[name][0] - lost[name][1], default="")
+    if not longest.value:
+        part = ""
+    here, there = lost.get(part, (0.0, 0.0))
+    mean_seconds = mean("idle", waits, "s")
+    return RankWaiting(slowest, mean_seconds, longest.ranks[0], longest.value, part, here, there)
+
+
+def idle(groups: Sequence[RankGroup], slowest: Any) -> list[RankGroup]:
+    """What ranks wait for the slowest one."""
+    return [
+        group._replace(value=idle_seconds(slowest, group.value, f"[{group.label}]"))
+        for group in groups
+    ]
+
+
+class RankGroup(NamedTuple):
+    """``ranks`` that have the same ``value``; ``label`` is what a derivation calls them."""
+
+    value: Any
+    ranks: Sequence[int]
+    label: str = ""
+
+    def times(self, each: Any) -> Any:
+        """What they have together of which each has ``each``."""
+        return times(each, len(self.ranks))
+
+
+def each_rank(values: Iterable[float]) -> list[RankGroup]:
+    """Every rank by itself."""
+    return [RankGroup(value, (rank,)) for rank, value in enumerate(values)]
+
+
+def number_of(groups: Sequence[RankGroup]) -> Any:
+    """How many ranks there are."""
+    count = sum(len(group.ranks) for group in groups)
+    return noted(count, "ranks", "", "cluster.world_size", like=groups[0].value)
+
+
+def mean(name: str, groups: Sequence[RankGroup], unit: str, adds: Fold = math.fsum) -> Any:
+    """The arithmetic mean over ranks; ``adds`` adds plain numbers."""
+    terms = [group.times(group.value) for group in groups]
+    whole = summed(f"{name}_of_all_ranks", terms, unit, adds)
+    return named(f"mean_{name}", whole / number_of(groups), unit)
+
+
+def unevenness(of: Measure, groups: Sequence[RankGroup]) -> Unevenness | None:
+    """All measures of values of which none is negative; None if their sum is 0.
+
+    ``largest_deviation`` is TorchRec's total variation: the largest deviation of a share from the
+    even one, not half of their sum. ``chi`` and ``relative_entropy`` are divided by what they are
+    where one rank has all: k - 1 and ln k. A share of 0 adds no entropy.
+    """
+    added = [group.times(group.value) for group in groups]
+    whole = summed(f"{of}_of_all_ranks", added, unit_of(of))
+    if not plain(whole):
+        return None
+    ranks = number_of(groups)
+    even = named("even_share", 1 / ranks)
+    shares = [group._replace(value=_share(group, whole)) for group in groups]
+    away = [share._replace(value=_deviation(share, even)) for share in shares]
+    highest = (plain(ranks) - 1) / plain(ranks)
+    return Unevenness(
+        of,
+        largest("largest_deviation", [group.value for group in away], ""),
+        summed("total_distance", [group.times(group.value) for group in away], ""),
+        _chi(away, ranks),
+        _relative_entropy(shares, ranks),
+        highest,
+        2 * highest,
+    )
+
+
+def _share(group: RankGroup, whole: Any) -> Any:
+    return named(f"share[{group.label}]", group.value / whole)
+
+
+def _deviation(share: RankGroup, even: Any) -> Any:
+    return named(f"deviation[{share.label}]", maximum(share.value - even, even - share.value))
+
+
+def _chi(away: Sequence[RankGroup], ranks: Any) -> Any:
+    """The chi-square divergence from even shares, by that of one rank that has all."""
+    count = plain(ranks)
+    if count == 1:
+        return noted(0.0, "chi", "", "one rank is always even", like=ranks)
+    furthest = each_rank([1 - 1 / count] + [1 / count] * (count - 1))
+    most = noted(
+        _chi_square(furthest, count),
+        "chi_of_one_rank_with_all",
+        "",
+        "ranks - 1, rounding apart",
+        like=ranks,
+    )
+    return named("chi", _chi_square(away, ranks) / most)
+
+
+def _chi_square(away: Sequence[RankGroup], ranks: Any) -> Any:
+    squares = [
+        group.times(named(f"square[{group.label}]", group.value * group.value * ranks))
+        for group in away
+    ]
+    return summed("chi_square", squares, "")
+
+
+def _relative_entropy(shares: Sequence[RankGroup], ranks: Any) -> Any:
+    """The relative entropy to even shares, by that of one rank that has all."""
+    if plain(ranks) == 1:
+        return noted(0.0, "relative_entropy", "", "one rank is always even", like=ranks)
+    products = []
+    for group in shares:
+        if plain(group.value) > 0:
+            ratio = named(f"by_even_share[{group.label}]", group.value * ranks)
+            product = group.value * named(f"log[{group.label}]", log(ratio))
+            products.append(group.times(named(f"product[{group.label}]", product)))
+    most = named("entropy_of_one_rank_with_all", log(ranks))
+    found = named("entropy_by_most", summed("entropy", products, "") / most)
+    return named("relative_entropy", maximum(found, 0.0))  # below 0 by rounding alone

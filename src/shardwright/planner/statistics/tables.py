@@ -1,28 +1,89 @@
-"""A plan table by table and kernel by kernel, and what one step moves through a shard."""
+"""A plan table by table and kernel by kernel, and what one step moves through a shard: from the
+numbers that the plan itself holds (``Holdings``)."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
+
+import msgspec
 
 from shardwright.core.amount import Lift, bare, named, sum_of, summed, times, total
 from shardwright.core.batch import Batch, distinct_rows, lookups, outputs
 from shardwright.core.cluster import TIERS
 from shardwright.core.model import TableSpec
-from shardwright.core.option import ShardRun
-from shardwright.core.statistics import KernelStatistics, Measure, TableStatistics
+from shardwright.core.option import Option, ShardRun
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding
 from shardwright.cost.embedding import CACHED_KERNELS, Demand
-from shardwright.cost.imbalance import unit_of
 from shardwright.job.plan import Plan, TablePlan
 from shardwright.planner import profiles
 from shardwright.planner.choice import Choice, Cost
+from shardwright.planner.choice import cost as cost_of
 from shardwright.planner.problem import batch_of
-from shardwright.planner.statistics.holdings import Holdings
-from shardwright.planner.tally import Placed
+from shardwright.planner.statistics.records import (
+    KernelStatistics,
+    Measure,
+    TableStatistics,
+    unit_of,
+)
+from shardwright.planner.tally import Placed, Tally, tally
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The tables of ``plan`` with what each shard costs its rank."""
+
+    plan: Plan
+
+    @cached_property
+    def specs(self) -> tuple[TableSpec, ...]:
+        """The tables as the job describes them."""
+        return self.plan.model.tables
+
+    @cached_property
+    def tables(self) -> tuple[Placed, ...]:
+        """Every table's shards, their costs and their ranks, in the plan's order."""
+        pairs = zip(self.plan.tables, self.specs, strict=True)
+        return tuple(_placed(table, as_planned(spec, table)) for table, spec in pairs)
+
+    @cached_property
+    def tally(self) -> Tally:
+        """What they add up to on every rank."""
+        return tally(self.tables, self.plan.world_size)
+
+
+def as_planned(table: TableSpec, chosen: TablePlan) -> TableSpec:
+    """The table as the search left it: a search may choose how much of it is cached."""
+    if table.cache is None:
+        return table
+    cache = msgspec.structs.replace(table.cache, load_factor=chosen.cache_load_factor)
+    return msgspec.structs.replace(table, cache=cache)
+
+
+def _placed(table: TablePlan, spec: TableSpec) -> Placed:
+    runs = tuple(shard.run for shard in table.shards)
+    option = Option(table.name, table.sharding_type, table.compute_kernel, runs)
+    costs = tuple(
+        cost_of(dict(sorted(s.seconds.items())), hbm=s.hbm, ddr=s.ddr, ssd=s.ssd)  # summed in order
+        for s in table.shards
+    )
+    return Placed(Choice(spec, option, costs, dedup=table.dedup is True), ranks_of(table))
+
+
+def ranks_of(table: TablePlan) -> Sequence[int]:
+    """The rank of every shard; a ``range`` where they follow one another."""
+    shards = table.shards
+    follow = all(a.rank + a.run.count == b.rank for a, b in pairwise(shards))
+    if shards and follow:
+        return range(shards[0].rank, shards[-1].rank + shards[-1].run.count)
+    return table.ranks
+
 
 STORED: tuple[Measure, ...] = ("hbm_bytes", "ddr_bytes", "ssd_bytes")
 

@@ -26,12 +26,12 @@ from shardwright.planner.crossing import windows_of, without_hidden
 from shardwright.planner.exchange import least_latencies
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
-from shardwright.planner.search.least import least_memory
 from shardwright.planner.search.polish import MAX_ITEMS, SHARPEST, changes, relieving
 from shardwright.planner.search.search import search
 from shardwright.planner.search.space import Assignment, Space
 from shardwright.planner.search.state import restored
 from shardwright.planner.search.watch import Watch
+from shardwright.planner.search.widening import least_memory
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.spacing import assignment_of, placed_tables, space_of

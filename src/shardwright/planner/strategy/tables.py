@@ -14,9 +14,9 @@ from shardwright.planner.choices import offers_slow
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.options import USUAL_MIN_PARTITION
 from shardwright.planner.problem import Problem, make_problem
-from shardwright.planner.search.bound import Relaxed, lower_bound, relaxed, table
+from shardwright.planner.search.bound import Relaxed, lower_bound, relaxed, starts, table
 from shardwright.planner.search.polish import MAX_ITEMS
-from shardwright.planner.search.search import Outcome, search, starts
+from shardwright.planner.search.search import SearchOutcome, search
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.search.widening import search_widening
@@ -36,7 +36,7 @@ class _Searched:
     problem: Problem
     space: Space
     relaxed: Relaxed
-    outcome: Outcome
+    outcome: SearchOutcome
     quick: bool = False
 
     @cached_property

@@ -1,10 +1,14 @@
 """All ranks go on, or none: an error on one rank becomes the same error on every rank."""
 
+# An exception on one rank while the others go on is a hang: they wait in the next collective until
+# a timeout that says nothing. So whatever can fail on one rank alone runs inside `together`, which
+# costs one all-reduce when all is well, and raises the first rank's own words everywhere when not.
+
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -16,39 +20,16 @@ from shardwright.core.errors import (
     ShardwrightError,
 )
 
+if TYPE_CHECKING:
+    from shardwright.runtime.comm import Comm
+
 MAX_TEXT = 4000  # bytes of a message that travel
 _KINDS: tuple[type[ShardwrightError], ...] = (RunError, InputError, MismatchError, NoPlanError)
 
 T = TypeVar("T")
 
 
-class Mesh(Protocol):
-    """Which ranks act together; a DeviceMesh is one."""
-
-    @property
-    def device_type(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def mesh(self) -> torch.Tensor: ...
-
-    def get_coordinate(self) -> Sequence[int] | None: ...
-
-
-class Group(Protocol):
-    """What a checkpoint needs of ``runtime.comm.Comm``: sums and agreement over the whole mesh."""
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    def all_reduce(self, label: str, tensor: torch.Tensor) -> object: ...
-
-    def agree(self, what: str, facts: Mapping[str, str]) -> None: ...
-
-
-def rank_and_size(comm: Group | None) -> tuple[int, int]:
+def rank_and_size(comm: Comm | None) -> tuple[int, int]:
     """This process among those of the mesh, row by row; without a group it is alone."""
     if comm is None:
         return 0, 1
@@ -60,13 +41,13 @@ def rank_and_size(comm: Group | None) -> tuple[int, int]:
     return rank, math.prod(comm.mesh.shape)
 
 
-def global_rank(comm: Group | None, rank: int) -> int:
+def global_rank(comm: Comm | None, rank: int) -> int:
     """How the whole job counts ``rank`` of the mesh, which is what messages name."""
     return rank if comm is None else int(comm.mesh.mesh.flatten()[rank])
 
 
 def together(
-    comm: Group | None,
+    comm: Comm | None,
     label: str,
     act: Callable[[], T],
     failure: Callable[[Exception], ShardwrightError],
@@ -80,7 +61,7 @@ def together(
 
 
 def together_numbered(
-    comm: Group | None,
+    comm: Comm | None,
     label: str,
     act: Callable[[], T],
     failure: Callable[[Exception], ShardwrightError],
@@ -96,12 +77,12 @@ def together_numbered(
         error = raised
     except Exception as raised:  # a rank that left here would keep the others waiting
         error, cause = failure(raised), raised
-    first = _settle(comm, label, error, cause, number)
+    first = _raise_first(comm, label, error, cause, number)
     return result, first  # type: ignore[return-value]
 
 
-def _settle(
-    comm: Group | None,
+def _raise_first(
+    comm: Comm | None,
     label: str,
     error: ShardwrightError | None,
     cause: Exception | None,
@@ -114,6 +95,7 @@ def _settle(
     rank, size = rank_and_size(comm)
     own = {rank: int(error is not None)} | ({size: number} if rank == 0 else {})
     totals = total(comm, label, own, size + 1)
+    # The number of rank 0 travels with the flags, which saves a second collective in every save.
     failed = totals[:size]
     if not failed.any():
         return int(totals[size])
@@ -139,7 +121,7 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def total(comm: Group, label: str, own: dict[int, int], size: int) -> torch.Tensor:
+def total(comm: Comm, label: str, own: dict[int, int], size: int) -> torch.Tensor:
     """The sum over ranks of vectors of ``size`` integers, given by index; on the host."""
     vector = torch.zeros(size, dtype=torch.int64)
     if own:

@@ -1,24 +1,129 @@
 """The folders of a run's checkpoints: which are complete, which are left over, which may go."""
 
+# Several processes may save into one folder at once and any may die at any moment. Nothing is lost
+# for it, because a save has a folder of its own and one rename decides whether it was removed or
+# committed. Locks only keep a save that is under way from being taken for a left-over, and a run's
+# newest checkpoint from the `keep` of another run; where the file system has none, left-overs stay
+# and `keep` counts all checkpoints alike.
+
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shardwright.core.errors import InputError, expected
-from shardwright.runtime.checkpoint.locks import is_held, saving
-from shardwright.runtime.checkpoint.manifest import MANIFEST, list_name
+from shardwright.runtime.checkpoint.files import MANIFEST, list_name
+
+LOCK_FILE = ".saving.lock"
+PATIENCE = 10.0  # seconds for another process to give left-overs other names
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def saving(folder: Path, tidy: Callable[[], list[Path]]) -> Iterator[list[Path]]:
+    """Say that a save is under way in ``folder``; several may be, in several processes.
+
+    ``tidy`` is called first if none is, and nobody begins one meanwhile; its result, or else
+    nothing, is what the block gets. Waits ``PATIENCE`` seconds at most.
+    """
+    descriptor = _open(folder / LOCK_FILE, os.O_CREAT)
+    if descriptor is None:
+        yield []
+        return
+    try:
+        # Exclusive only for the moment of tidying: whoever gets it knows that no save is under way,
+        # since every save holds it shared. flock then turns the lock into a shared one.
+        tidied = tidy() if _locked(descriptor, fcntl.LOCK_EX) else []
+        deadline = time.monotonic() + PATIENCE
+        while _locked(descriptor, fcntl.LOCK_SH) is False:
+            if time.monotonic() > deadline:
+                log.warning("%s: locked for %.0f s; saving without it", folder, PATIENCE)
+                break
+            time.sleep(0.01)
+        yield tidied
+    finally:
+        _release(descriptor)
+
+
+class Newest:
+    """A run's hold on its newest checkpoint: a shared lock on one of its files.
+
+    It ends with this object, and with the process.
+    """
+
+    def __init__(self) -> None:
+        self._held: int | None = None
+
+    @contextlib.contextmanager
+    def becomes(self, file: Path) -> Iterator[None]:
+        """Hold ``file``, whatever it is renamed to, instead of the last one if the block succeeds.
+
+        OSError: it cannot be opened.
+        """
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            _locked(descriptor, fcntl.LOCK_SH)
+            yield
+        except BaseException:
+            _release(descriptor)
+            raise
+        if self._held is not None:
+            _release(self._held)
+        self._held = descriptor
+
+    def __del__(self) -> None:
+        if self._held is not None:
+            os.close(self._held)  # unlocks, unless a forked process has it too
+
+
+def is_held(file: Path) -> bool:
+    """Whether ``file`` is of some run's newest checkpoint."""
+    descriptor = _open(file)
+    if descriptor is None:
+        return False
+    try:
+        return _locked(descriptor, fcntl.LOCK_EX) is False
+    finally:
+        _release(descriptor)
+
+
+def _open(path: Path, flags: int = 0) -> int | None:
+    """A descriptor, to write where that may be: NFS wants it for an exclusive lock."""
+    for how in (os.O_RDWR | flags, os.O_RDONLY):
+        with contextlib.suppress(OSError):
+            return os.open(path, how, 0o666)
+    return None
+
+
+def _locked(descriptor: int, how: int) -> bool | None:
+    """Without waiting: True; False if another process is in the way; None if there are no locks."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _release(descriptor: int) -> None:
+    """Unlock, also for forked processes that share the descriptor, and close."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 _TEMPORARY = re.compile(_STEP.pattern + r"\.tmp(-[0-9a-f]{16})?")
-
-log = logging.getLogger(__name__)
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -111,6 +216,7 @@ def retain(folder: Path, keep: int, saved: int) -> None:
     A folder loses its name first, so that one removed in part is no checkpoint. A failure is
     logged: the new checkpoint stands.
     """
+    # Never the one just saved: with steps of another run in the folder it need not be the newest.
     for step in complete_steps(folder)[:-keep]:
         path = step_folder(folder, step)
         if step == saved:

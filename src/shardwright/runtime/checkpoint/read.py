@@ -1,11 +1,19 @@
 """Read a checkpoint into any world size and any cut, after every byte of it was checked."""
 
+# Documents come first: they have to agree with each other and with the files that are there before
+# a tensor is looked at. Then every rank verifies its share of the files, and only when all have
+# found theirs whole does the first tensor change: a model that is half of one step and half of
+# another would train on without a word.
+
 from __future__ import annotations
 
+import math
+import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,65 +25,178 @@ from shardwright.core.errors import (
     expected,
 )
 from shardwright.runtime.checkpoint.agreement import (
-    Group,
     global_rank,
     rank_and_size,
     reason,
     together,
     total,
 )
+from shardwright.runtime.checkpoint.files import (
+    MANIFEST,
+    MAX_STEP,
+    Manifest,
+    RankList,
+    StoredPart,
+    check_shard,
+    check_size,
+    list_name,
+    open_shard,
+    read_list,
+    read_manifest,
+    shard_name,
+)
 from shardwright.runtime.checkpoint.folders import newest_step, step_folder
-from shardwright.runtime.checkpoint.held import (
-    Held,
+from shardwright.runtime.checkpoint.region import (
+    Shared,
+    TensorPart,
     check_readable,
+    check_region,
     checked,
     dtype_of,
+    shared,
+    tiles,
     whole,
     window,
 )
-from shardwright.runtime.checkpoint.manifest import MAX_STEP, Piece
-from shardwright.runtime.checkpoint.region import Shared, shared
-from shardwright.runtime.checkpoint.shard import open_shard
-from shardwright.runtime.checkpoint.stored import Stored, open_stored
+
+if TYPE_CHECKING:
+    from shardwright.runtime.comm import Comm
+
+
+@dataclass(slots=True)
+class StoredTensor:
+    """A tensor and the parts that make it up, each with the rank that wrote it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: list[tuple[int, StoredPart]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The manifest, every rank's list, and the tensors by name."""
+
+    folder: Path
+    manifest: Manifest
+    lists: tuple[RankList, ...]
+    tensors: dict[str, StoredTensor]
+
+    def shard(self, rank: int) -> Path:
+        """A rank's tensor file."""
+        return self.folder / shard_name(rank)
+
+    def check_shards(self, ranks: Iterable[int]) -> None:
+        """Raise unless the tensor files of ``ranks`` are what was saved, byte by byte."""
+        for rank in ranks:
+            check_shard(self.shard(rank), self.lists[rank].file, self.lists[rank].pieces)
+
+
+def open_stored(folder: Path, step: int) -> Stored:
+    """Read the documents of ``step`` in ``folder`` and check them against each other.
+
+    Raises InputError or MismatchError, naming the file or tensor, unless there are exactly the
+    files that belong there, each of its size, and the parts hold every element exactly once.
+    """
+    sizes = dict(_files(folder))
+    if MANIFEST not in sizes:
+        raise InputError(expected(str(folder), f"a {MANIFEST}", "none", "It is not complete."))
+    manifest = read_manifest(folder / MANIFEST, step)
+    ranks = range(manifest.world_size)
+    wanted = {MANIFEST, *map(list_name, ranks), *map(shard_name, ranks)}
+    if missing := wanted - sizes.keys():
+        raise MismatchError(expected(str(folder), f"the file {min(missing)}", "none"))
+    if extra := sizes.keys() - wanted:
+        raise MismatchError(
+            expected(str(folder), f"the files of {len(ranks)} ranks", f"{min(extra)!r} as well")
+        )
+    lists = tuple(
+        read_list(folder / list_name(rank), manifest.lists[rank], manifest, rank) for rank in ranks
+    )
+    for rank, found in enumerate(lists):
+        check_size(folder / shard_name(rank), found.file.nbytes, sizes[shard_name(rank)])
+    return Stored(folder, manifest, lists, _tensors(folder, lists))
+
+
+def _files(folder: Path) -> Iterator[tuple[str, int]]:
+    """Names and sizes; a link or a folder is refused."""
+    if folder.is_symlink():
+        raise InputError(expected(str(folder), "a folder", "a symbolic link"))
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not entry.is_file(follow_symlinks=False):
+                    found = "a symbolic link" if entry.is_symlink() else "something else"
+                    raise InputError(expected(entry.path, "a plain file", found))
+                yield entry.name, entry.stat(follow_symlinks=False).st_size
+    except OSError as error:
+        raise InputError(
+            expected(str(folder), "a readable folder", f"'{error.strerror}'")
+        ) from None
+
+
+def _tensors(folder: Path, lists: Iterable[RankList]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for found in lists:
+        for piece in found.pieces:
+            where = f"{folder / list_name(found.rank)}: {piece.tensor}"
+            dtype_of(piece.dtype, where)
+            check_region(where, piece.shape, piece.offsets, piece.sizes)
+            tensor = tensors.setdefault(piece.tensor, StoredTensor(piece.dtype, piece.shape))
+            if (tensor.dtype, tensor.shape) != (piece.dtype, piece.shape):
+                wanted = f"{tensor.dtype} {tensor.shape} as on other ranks"
+                raise MismatchError(expected(where, wanted, f"{piece.dtype} {piece.shape}"))
+            tensor.pieces.append((found.rank, piece))
+    for name, tensor in tensors.items():
+        _check_cover(f"{folder}: {name}", tensor)
+    return tensors
+
+
+def _check_cover(where: str, tensor: StoredTensor) -> None:
+    regions = [piece.region for _, piece in tensor.pieces]
+    elements = math.prod(tensor.shape)
+    if not elements:
+        if len(regions) != 1:
+            raise InputError(expected(where, "a tensor without elements once", f"{len(regions)}"))
+        return
+    covered = sum(math.prod(region.sizes) for region in regions)
+    if any(0 in region.sizes for region in regions):
+        raise InputError(expected(where, "parts that have elements", "one without"))
+    if covered != elements or not tiles(tensor.shape, regions):
+        raise MismatchError(
+            expected(
+                where,
+                f"every one of {elements} elements exactly once",
+                f"parts of {covered} elements in all" if covered != elements else "an overlap",
+                "All ranks have to list what they hold.",
+            )
+        )
+
 
 FEW = 3  # names that a message lists
 
 
-class Restored(NamedTuple):
-    """What a checkpoint says besides its tensors.
-
-    ``world_size`` is that of the run that saved it; ``scalars`` are those of this rank there, or
-    of rank ``rank % world_size`` where there were fewer, ``every`` those of all.
-    """
-
-    step: int
-    facts: dict[str, str]
-    scalars: dict[str, Any]
-    world_size: int
-    every: tuple[dict[str, Any], ...]
-
-
-Wanted = Sequence[Held] | Callable[[Stored], Sequence[Held]]
+Wanted = Sequence[TensorPart] | Callable[[Stored], Sequence[TensorPart]]
 
 
 class Copy(NamedTuple):
     """A rectangle that is read from a stored part into a part that is held."""
 
-    piece: Piece
-    held: Held
+    piece: StoredPart
+    held: TensorPart
     area: Shared
 
 
 def read_checkpoint(
     folder: Path | str,
     wanted: Wanted,
-    comm: Group | None,
+    comm: Comm | None,
     *,
     step: int | None = None,
     allow_smaller_dtype: bool = False,
     skip: tuple[str, ...] = (),
-) -> Restored:
-    """Fill ``wanted`` in place from ``step``, by default the newest. Called by all ranks.
+) -> Stored:
+    """Fill ``wanted`` in place from ``step``, by default the newest, and return what the checkpoint
+    says besides. Called by all ranks.
 
     The world size and the cut may be any. Together the ranks want every tensor of the checkpoint
     but those whose names start with one of ``skip``. A wider dtype than the stored one is exact; a
@@ -99,8 +220,10 @@ def read_checkpoint(
     if comm is not None:
         chosen = int(total(comm, "step of rank 0", {0: chosen} if rank == 0 else {}, 1)[0])
 
-    def verify() -> tuple[Stored, set[str], list[Held]]:
+    def verify() -> tuple[Stored, set[str], list[TensorPart]]:
         stored = open_stored(step_folder(folder, chosen), chosen)
+        # Every rank hashes its share of the files; that together they are whole is known once all
+        # agree.
         stored.check_shards(range(rank, stored.manifest.world_size, size))
         parts = wanted(stored) if callable(wanted) else wanted
         return stored, {part.name for part in parts}, checked(parts)
@@ -116,8 +239,7 @@ def read_checkpoint(
 
     copies = together(comm, "plan", plan, failure)
     together(comm, "read", lambda: _fill_all(stored, copies, global_rank(comm, rank)), failure)
-    every = tuple(found.scalars for found in stored.lists)
-    return Restored(chosen, stored.manifest.facts, every[rank % len(every)], len(every), every)
+    return stored
 
 
 def read_full(
@@ -134,7 +256,7 @@ def read_full(
     return tensors
 
 
-def read_parts(folder: Path | str, parts: Sequence[Held], step: int | None = None) -> None:
+def read_parts(folder: Path | str, parts: Sequence[TensorPart], step: int | None = None) -> None:
     """Fill ``parts`` of tensors of a checkpoint, whatever else it has, in one process.
 
     Every byte is verified first; MismatchError for what the checkpoint lacks.
@@ -162,7 +284,7 @@ def _chosen(folder: Path, step: int | None, rank: int) -> int:
 
 
 def _unread(
-    stored: Stored, names: Collection[str], comm: Group | None, skip: tuple[str, ...]
+    stored: Stored, names: Collection[str], comm: Comm | None, skip: tuple[str, ...]
 ) -> list[str]:
     """Tensors of the checkpoint that no rank wants."""
     known = list(stored.tensors)
@@ -193,7 +315,9 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:FEW]) + more
 
 
-def copies_of(stored: Stored, parts: Iterable[Held], allow_smaller: bool) -> dict[int, list[Copy]]:
+def copies_of(
+    stored: Stored, parts: Iterable[TensorPart], allow_smaller: bool
+) -> dict[int, list[Copy]]:
     """What is read from each rank's file; refuses shapes and dtypes that do not fit."""
     copies: dict[int, list[Copy]] = defaultdict(list)
     for part in parts:
@@ -204,6 +328,7 @@ def copies_of(stored: Stored, parts: Iterable[Held], allow_smaller: bool) -> dic
             raise MismatchError(expected(where, wanted, f"{found.shape}"))
         saved = dtype_of(found.dtype, where)
         check_readable(where, saved, part.tensor.dtype, allow_smaller)
+        # By file and not by tensor: each file is opened once, and mapped as far as it is copied.
         for rank, piece in found.pieces:
             areas = shared(found.shape, piece.region, part.region)
             copies[rank].extend(Copy(piece, part, area) for area in areas)

@@ -1,19 +1,27 @@
-"""Where a part lies in its tensor: rectangles, row-major ranges, and what two of them share.
+"""What a rank holds of a tensor and where it lies: rectangles, row-major ranges, what two share.
 
 As in ``core/block.py`` a region with one offset on a tensor of another rank is a range of its
 row-major elements. Ranges are taken apart into rectangles (at most 2N - 1 in N dimensions), so
 that every question about two regions is one about rectangles.
 """
 
+# A checkpoint is read under any cut, so every question is about two regions of one tensor, and
+# those may be rectangles (rows, columns) or ranges of elements (flat cuts). Ranges become at most
+# 2N - 1 rectangles, so only rectangles are ever compared. A list in a checkpoint is input like any
+# other: one made to be slow, with thousands of tiny parts, must not be, so coverage is counted by
+# corners and no two parts are compared.
+
 from __future__ import annotations
 
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from shardwright.core.errors import InputError, expected
+import torch
+
+from shardwright.core.errors import InputError, MismatchError, expected
 
 MAX_DIMS = 12  # a tensor cut in all of them has 2**12 corners per part
 MAX_ELEMENTS = 2**62
@@ -28,7 +36,7 @@ class Box(NamedTuple):
     sizes: Ints
 
 
-class Part(NamedTuple):
+class BoxAt(NamedTuple):
     """A rectangle of a region that begins ``start`` elements into what the holder has of it."""
 
     box: Box
@@ -39,8 +47,8 @@ class Shared(NamedTuple):
     """A rectangle that two regions have in common, and the part of each in which it lies."""
 
     box: Box
-    first: Part
-    second: Part
+    first: BoxAt
+    second: BoxAt
 
 
 def is_range(shape: Ints, offsets: Ints) -> bool:
@@ -67,6 +75,7 @@ def as_range(shape: Ints, offsets: Ints, sizes: Ints) -> tuple[int, int] | None:
         return 0, 0
     if is_range(shape, offsets):
         return offsets[0], offsets[0] + sizes[0]
+    # One range if everything behind the first dimension that has more than one element is whole.
     cut = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
     if sizes[cut + 1 :] != shape[cut + 1 :]:
         return None
@@ -85,13 +94,13 @@ def blocks_of(shape: Ints, offsets: Ints, sizes: Ints, block: int) -> tuple[Ints
     return (-(-math.prod(shape) // block),), Box((first,), (end - first,))
 
 
-def parts(shape: Ints, offsets: Ints, sizes: Ints) -> list[Part]:
+def parts(shape: Ints, offsets: Ints, sizes: Ints) -> list[BoxAt]:
     """The region as rectangles, in the order of its elements."""
     if not is_range(shape, offsets):
-        return [Part(Box(offsets, sizes), 0)]
+        return [BoxAt(Box(offsets, sizes), 0)]
     found, start = [], 0
     for box in boxes_of_range(shape, offsets[0], offsets[0] + sizes[0]):
-        found.append(Part(box, start))
+        found.append(BoxAt(box, start))
         start += math.prod(box.sizes)
     return found
 
@@ -103,6 +112,8 @@ def boxes_of_range(shape: Ints, start: int, stop: int) -> Iterator[Box]:
     if not shape:
         yield Box((), ())
         return
+    # A range is the end of a row, whole rows, and the beginning of a row; the two ends are ranges
+    # of one dimension less.
     row = math.prod(shape[1:])
     first, last = start // row, (stop - 1) // row
     if first == last and stop - start < row:
@@ -171,3 +182,166 @@ def _add_corners(corners: Counter[Ints], ends: list[tuple[int, int]], count: int
     for which in itertools.product((0, 1), repeat=len(ends)):
         point = tuple(end[side] for end, side in zip(ends, which, strict=True))
         corners[point] += -count if sum(which) % 2 else count
+
+
+# torch's name and safetensors' code
+CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in CODES}
+
+
+def dtype_name(dtype: torch.dtype, where: str) -> str:
+    """torch's name of a dtype that can be stored."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise InputError(expected(where, f"a dtype of {', '.join(DTYPES)}", name))
+    return name
+
+
+def dtype_of(name: str, where: str) -> torch.dtype:
+    """The dtype that a manifest names."""
+    if name not in DTYPES:
+        raise InputError(expected(where, f"a dtype of {', '.join(DTYPES)}", f"'{name}'"))
+    return DTYPES[name]
+
+
+def check_readable(
+    where: str, saved: torch.dtype, wanted: torch.dtype, allow_smaller: bool
+) -> None:
+    """Raise MismatchError unless ``wanted`` holds every value of ``saved``.
+
+    A smaller floating-point dtype rounds and has to be asked for; an integer is never narrowed.
+    """
+    floating = saved.is_floating_point and wanted.is_floating_point
+    if _is_exact(saved, wanted) or (floating and allow_smaller):
+        return
+    remedy = "Pass allow_smaller_dtype=True to round." if floating else ""
+    raise MismatchError(
+        expected(where, f"a dtype that holds every value of {_name(saved)}", _name(wanted), remedy)
+    )
+
+
+def _is_exact(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    if saved == wanted:
+        return True
+    if saved.is_floating_point and wanted.is_floating_point:
+        small, large = torch.finfo(saved), torch.finfo(wanted)
+        return (
+            large.eps <= small.eps
+            and large.max >= small.max
+            and large.tiny * large.eps <= small.tiny * small.eps  # the smallest subnormal
+        )
+    if torch.bool in (saved, wanted) or saved.is_floating_point or wanted.is_floating_point:
+        return False
+    return (
+        torch.iinfo(wanted).min <= torch.iinfo(saved).min
+        and torch.iinfo(wanted).max >= torch.iinfo(saved).max
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class TensorPart(NamedTuple):
+    """This rank's part of a tensor of ``shape``.
+
+    ``offsets`` and ``sizes`` are a rectangle, or with one offset on a tensor of another rank a
+    range of its row-major elements. ``tensor`` has prod(sizes) elements, is of shape ``sizes`` or
+    contiguous, on any device; its dtype is the tensor's.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    tensor: torch.Tensor
+
+    @property
+    def region(self) -> Box:
+        """Where the part lies."""
+        return Box(self.offsets, self.sizes)
+
+
+def whole(name: str, tensor: torch.Tensor) -> TensorPart:
+    """A tensor that is held in full."""
+    shape = tuple(tensor.shape)
+    return TensorPart(name, shape, (0,) * len(shape), shape, tensor)
+
+
+def checked(held: Sequence[TensorPart]) -> list[TensorPart]:
+    """The parts that have elements; a tensor without any is kept once, as a whole.
+
+    Raises InputError for a part outside its tensor, with another number of elements, of a dtype
+    that cannot be stored, or listed twice.
+    """
+    kept: dict[tuple[str, Box], TensorPart] = {}
+    looks: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for part in map(_plain, held):
+        _check(part)
+        look = (part.shape, part.tensor.dtype)
+        if looks.setdefault(part.name, look) != look:
+            raise InputError(
+                expected(part.name, f"one shape and dtype, {looks[part.name]}", f"{look}")
+            )
+        if 0 in part.shape:
+            empty = (0,) * len(part.shape)
+            whole_part = part._replace(
+                offsets=empty, sizes=part.shape, tensor=part.tensor.detach().reshape(part.shape)
+            )
+            kept.setdefault((part.name, whole_part.region), whole_part)
+        elif 0 not in part.sizes:
+            if (part.name, part.region) in kept:
+                found = f"offsets {part.offsets}, sizes {part.sizes} twice"
+                raise InputError(expected(part.name, "each part once per rank", found))
+            kept[part.name, part.region] = part
+    return list(kept.values())
+
+
+def _plain(part: TensorPart) -> TensorPart:
+    shape, offsets, sizes = (tuple(map(int, numbers)) for numbers in part[1:4])
+    return TensorPart(part.name, shape, offsets, sizes, part.tensor)
+
+
+def _check(part: TensorPart) -> None:
+    name, tensor = part.name, part.tensor
+    if not name or not name.isprintable():
+        raise InputError(expected("tensor", "a name of printable characters", repr(name)))
+    check_region(name, part.shape, part.offsets, part.sizes)
+    dtype_name(tensor.dtype, name)
+    if tensor.device.type == "meta" or tensor.layout != torch.strided:
+        found = f"one on {tensor.device}, {tensor.layout}"
+        raise InputError(expected(name, "a dense tensor with data", found))
+    if tensor.numel() != math.prod(part.sizes):
+        wanted = f"a tensor of {math.prod(part.sizes)} elements"
+        raise InputError(expected(name, wanted, f"one of {tensor.numel()}"))
+    if not tensor.is_contiguous() and tuple(tensor.shape) != part.sizes:
+        raise InputError(
+            expected(name, f"a contiguous tensor or one of shape {part.sizes}", "a strided one")
+        )
+
+
+def window(tensor: torch.Tensor, part: BoxAt, box: Box) -> torch.Tensor:
+    """A view of ``box``, which lies in ``part``, in the tensor that holds the part's region."""
+    tensor = tensor.detach()
+    sizes = part.box.sizes
+    if part.start or tensor.shape != sizes:
+        tensor = tensor.view(-1).narrow(0, part.start, math.prod(sizes)).view(sizes)
+    for dim, (offset, origin) in enumerate(zip(box.offsets, part.box.offsets, strict=True)):
+        tensor = tensor.narrow(dim, offset - origin, box.sizes[dim])
+    return tensor

@@ -1,5 +1,11 @@
 """Write a checkpoint: all ranks into a temporary folder, which one rename then makes real."""
 
+# Either the checkpoint is there in full or every rank raises and the earlier ones are whole: a
+# save is written under a temporary name and synced, its documents are read back as a reader would,
+# and then it is renamed, once. A save is cut into parts at its collectives, so that files are
+# written by a thread while training goes on; between two parts no rank may be ahead of another, or
+# collectives of the step and of the save would meet.
+
 from __future__ import annotations
 
 import contextlib
@@ -11,14 +17,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from shardwright.core.document import encode_document
 from shardwright.core.errors import InputError, RunError, ShardwrightError, expected
 from shardwright.runtime.checkpoint.agreement import (
-    Group,
     global_rank,
     rank_and_size,
     reason,
@@ -26,7 +31,20 @@ from shardwright.runtime.checkpoint.agreement import (
     together_numbered,
     total,
 )
+from shardwright.runtime.checkpoint.files import (
+    MANIFEST,
+    MAX_STEP,
+    RANK_SCHEMA,
+    RankList,
+    digest_of,
+    list_name,
+    piece_of,
+    sealed,
+    shard_name,
+    write_shard,
+)
 from shardwright.runtime.checkpoint.folders import (
+    Newest,
     give_name,
     new_number,
     retain,
@@ -35,53 +53,14 @@ from shardwright.runtime.checkpoint.folders import (
     sync,
     temporary_folder,
 )
-from shardwright.runtime.checkpoint.held import Held, checked
-from shardwright.runtime.checkpoint.locks import Newest
-from shardwright.runtime.checkpoint.manifest import (
-    MANIFEST,
-    MAX_STEP,
-    RANK_SCHEMA,
-    RankList,
-    digest_of,
-    list_name,
-    sealed,
-    shard_name,
-)
-from shardwright.runtime.checkpoint.shard import piece_of, write_shard
-from shardwright.runtime.checkpoint.stored import open_stored
+from shardwright.runtime.checkpoint.read import open_stored
+from shardwright.runtime.checkpoint.region import TensorPart, checked
+
+if TYPE_CHECKING:
+    from shardwright.runtime.comm import Comm
 
 
-def write_checkpoint(
-    folder: Path | str,
-    step: int,
-    held: Sequence[Held],
-    comm: Group | None,
-    *,
-    facts: Mapping[str, str],
-    scalars: Mapping[str, Any],
-    keep: int | None = None,
-    newest: Newest | None = None,
-) -> Path:
-    """Save what all ranks hold as ``folder/step-N`` and return that path. Called by all ranks.
-
-    ``facts`` are the same on every rank (plan fingerprint, versions), ``scalars`` are this rank's
-    plain values. A part that several ranks list is written by one. ``keep`` removes all but the
-    newest so many checkpoints once this one is committed; ``newest`` of rank 0 then keeps it from
-    the ``keep`` of other runs. Without ``comm`` this process is all.
-
-    Either the checkpoint is there in full, or every rank raises: InputError for a step that
-    exists or parts that cannot be stored, MismatchError for parts that leave gaps or overlap or
-    facts that differ, RunError naming the rank that could not write and why. Then nothing was
-    saved, earlier checkpoints are whole, and what is held is as it was. Any number of processes
-    may save into one folder at once.
-    """
-    parts = save_in_parts(
-        folder, step, held, comm, facts=facts, scalars=scalars, keep=keep, newest=newest
-    )
-    return run_through(parts)
-
-
-class Work:
+class SaveWork:
     """A part of a save that needs no other rank: whoever drives the save runs it, in any thread."""
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -91,7 +70,7 @@ class Work:
         self.seconds = 0.0
 
     def run(self) -> None:
-        """Do it; what it raises is kept for ``settle``."""
+        """Do it; what it raises is kept for ``check``."""
         began = time.perf_counter()
         try:
             self._act()
@@ -100,13 +79,13 @@ class Work:
         self.seconds = time.perf_counter() - began
         self.done.set()
 
-    def settle(self) -> None:
+    def check(self) -> None:
         """Raise what it raised."""
         if self._error is not None:
             raise self._error
 
 
-def run_through(parts: Generator[Work, None, Path]) -> Path:
+def run_through(parts: Generator[SaveWork, None, Path]) -> Path:
     """Save at once."""
     while True:
         try:
@@ -118,19 +97,29 @@ def run_through(parts: Generator[Work, None, Path]) -> Path:
 def save_in_parts(
     folder: Path | str,
     step: int,
-    held: Sequence[Held],
-    comm: Group | None,
+    held: Sequence[TensorPart],
+    comm: Comm | None,
     *,
     facts: Mapping[str, str],
     scalars: Mapping[str, Any],
     keep: int | None = None,
     newest: Newest | None = None,
     copied: bool = False,
-) -> Generator[Work, None, Path]:
-    """``write_checkpoint`` in parts: every ``Work`` is run before the next part is asked for.
+) -> Generator[SaveWork, None, Path]:
+    """Save what all ranks hold as ``folder/step-N``, whose path is returned, in parts: every
+    ``SaveWork`` is run before the next part is asked for, by all ranks together.
 
-    All ranks ask for a part together. ``copied``: what is held may change once the first part is
-    there, for what this rank writes was copied to host memory.
+    ``facts`` are the same on every rank (plan fingerprint, versions), ``scalars`` are this rank's
+    plain values. A part that several ranks list is written by one. ``keep`` removes all but the
+    newest so many checkpoints once this one is committed; ``newest`` of rank 0 then keeps it from
+    the ``keep`` of other runs. Without ``comm`` this process is all. ``copied``: what is held may
+    change once the first part is there, for what this rank writes was copied to host memory.
+
+    Either the checkpoint is there in full, or every rank raises: InputError for a step that
+    exists or parts that cannot be stored, MismatchError for parts that leave gaps or overlap or
+    facts that differ, RunError naming the rank that could not write and why. Then nothing was
+    saved, earlier checkpoints are whole, and what is held is as it was. Any number of processes
+    may save into one folder at once.
     """
     rank, size = rank_and_size(comm)
     folder = Path(folder)
@@ -148,7 +137,7 @@ def save_in_parts(
     with contextlib.ExitStack() as until_saved:
         number = new_number()
 
-        def prepare() -> tuple[list[Held], dict[str, Any]]:
+        def prepare() -> tuple[list[TensorPart], dict[str, Any]]:
             _check_call(step, facts, keep)
             own = checked(held), plain(scalars)
             if rank == 0:
@@ -168,16 +157,16 @@ def save_in_parts(
         if copied:
             mine = together(comm, "copy", lambda: [_on_host(part) for part in mine], failure)
         del own
-        write = Work(lambda: write_rank(temporary, step, rank, size, mine, values))
+        write = SaveWork(lambda: write_rank(temporary, step, rank, size, mine, values))
         yield write
-        together(comm, "write", write.settle, failure)
-        end = Work(commit_by_first)
+        together(comm, "write", write.check, failure)
+        end = SaveWork(commit_by_first)
         yield end
-        together(comm, "commit", end.settle, failure)
+        together(comm, "commit", end.check, failure)
     return final
 
 
-def _on_host(part: Held) -> Held:
+def _on_host(part: TensorPart) -> TensorPart:
     own = torch.empty(part.tensor.shape, dtype=part.tensor.dtype)
     return part._replace(tensor=own.copy_(part.tensor.detach()))
 
@@ -187,7 +176,7 @@ def write_rank(
     step: int,
     rank: int,
     world_size: int,
-    held: Sequence[Held],
+    held: Sequence[TensorPart],
     scalars: dict[str, Any],
 ) -> None:
     """Write one rank's tensors and list, which the disk has on return."""
@@ -277,8 +266,10 @@ class Claim(NamedTuple):
     nbytes: int
 
 
-def claim(held: Held) -> Claim:
+def claim(held: TensorPart) -> Claim:
     """What the other ranks get to know about a part."""
+    # A hash travels and not the description: names are long, and the parts of all ranks are known
+    # to all ranks. Two parts with one hash would be one, at a chance of 2^-64 a pair.
     text = repr(piece_of(held)).encode()
     number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
     return Claim(number, held.tensor.numel() * held.tensor.element_size())
@@ -296,6 +287,7 @@ def writers(claims: Sequence[Sequence[Claim]]) -> list[set[int]]:
             holders[part].append(rank)
     load = [0] * len(claims)
     chosen: list[set[int]] = [set() for _ in claims]
+    # Parts with one holder first: where they go is fixed, and those with a choice even it out.
     for part in sorted(holders, key=lambda c: (len(holders[c]) > 1, -c.nbytes, c.part)):
         rank = min(holders[part], key=lambda r: (load[r], r))
         load[rank] += part.nbytes
@@ -303,7 +295,7 @@ def writers(claims: Sequence[Sequence[Claim]]) -> list[set[int]]:
     return chosen
 
 
-def without_copies(held: Sequence[Held], comm: Group | None) -> list[Held]:
+def without_copies(held: Sequence[TensorPart], comm: Comm | None) -> list[TensorPart]:
     """Of what this rank holds, the parts that it has to write. Called by all ranks."""
     rank, size = rank_and_size(comm)
     if comm is None or size == 1:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from shardwright.core.block import Block
 from shardwright.core.errors import InputError, RunError, ShardwrightError, expected
 from shardwright.runtime.checkpoint.agreement import reason, together, together_numbered
-from shardwright.runtime.checkpoint.shard import open_shard
+from shardwright.runtime.checkpoint.files import open_shard
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.fills import ELEMENTWISE, FILLS, Fill
 from shardwright.runtime.torch_private import set_version

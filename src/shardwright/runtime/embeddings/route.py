@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwright.core.block import Block, GroupKey
+from shardwright.core.block import Block, GroupKey, counted_dim
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import DENSE, ON_DISK
 from shardwright.core.optimizers import BY_ROW
@@ -178,11 +178,11 @@ def make_route(tables: Sequence[Table], blocks: Iterable[Block], world_size: int
 
 
 def _key(table: Table, width: int) -> GroupKey:
-    return GroupKey.of(
+    return GroupKey(
         width,
         table.optimizer,
         table.dtype,
-        table.dim,
+        counted_dim(table.dim, width, table.optimizer),
         on_disk=table.cache is not None,
         by_rows=table.by_rows,
         dedup=table.dedup and not table.replicated,

@@ -12,7 +12,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwright.core.errors import UnsupportedError, expected
-from shardwright.core.thread_rank import thread_rank
 from shardwright.runtime.embeddings import wire
 from shardwright.runtime.embeddings.asking import Sent
 from shardwright.runtime.embeddings.bags import Pool, versions_of
@@ -20,6 +19,7 @@ from shardwright.runtime.embeddings.guide import Request
 from shardwright.runtime.embeddings.replicas import Learnt
 from shardwright.runtime.embeddings.update import Looked
 from shardwright.runtime.guard import Guard
+from shardwright.tracker.announce import thread_rank
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -14,7 +14,7 @@ import torch
 
 from shardwright.core.arrange import Slot
 from shardwright.core.errors import InputError, expected
-from shardwright.core.layout import Piece, Segment, UnitLayout
+from shardwright.core.layout import Segment, ShardPiece, UnitLayout
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.torch_private import storage_of
 from shardwright.runtime.units.host_memory import IN_ORDER, copy_stream, shard_room
@@ -233,7 +233,7 @@ class Buffers:
             begin = self.chunked[0].segment.shard_offset
             self.chunk_bytes = self.shard[begin : begin + self.comm.kept * row]
 
-    def _beside(self) -> list[tuple[torch.Tensor, Piece, torch.Tensor]]:
+    def _beside(self) -> list[tuple[torch.Tensor, ShardPiece, torch.Tensor]]:
         """What is kept of other ranks' parts apart from the whole parameters: each, where it lies
         in its tensor, and that in whole."""
         found = []

@@ -17,7 +17,7 @@ from shardwright.core.arrange import Slot
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.layout import Segment
 from shardwright.core.placement import BlockShard, Shard, describe
-from shardwright.runtime.checkpoint.region import Box, Part, blocks_of, parts
+from shardwright.runtime.checkpoint.region import Box, BoxAt, blocks_of, parts
 from shardwright.runtime.comm import Comm, CutTwice
 from shardwright.runtime.patience import patience
 from shardwright.runtime.torch_private import tensor_spec
@@ -181,10 +181,10 @@ class Cut:
             end += sizes[axis] if sizes else 0
         return True
 
-    def boxes(self) -> Iterator[Part]:
+    def boxes(self) -> Iterator[BoxAt]:
         """This rank's part as rectangles; every rank has all of a tensor without elements."""
         if not self.shape.numel():
-            yield Part(Box((0,) * len(self.shape), tuple(self.shape)), 0)
+            yield BoxAt(Box((0,) * len(self.shape), tuple(self.shape)), 0)
             return
         for part in parts(tuple(self.shape), self.offsets, self.sizes):
             if 0 not in part.box.sizes:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from shardwright.core.errors import InputError, expected
-from shardwright.runtime.checkpoint.held import window
+from shardwright.runtime.checkpoint.region import window
 from shardwright.runtime.torch_private import (
     C_DATA,
     C_GRAD,

@@ -32,10 +32,8 @@ from shardwright.job.job import parse_job
 from shardwright.job.model_of_job import model_of
 from shardwright.job.plan import Plan, TablePlan
 from shardwright.planner.planner import plan as make_plan
-from shardwright.torchrec.adapter.job import Request, document
-from shardwright.torchrec.adapter.limits import check_averages
-from shardwright.torchrec.adapter.machine import default_topology
-from shardwright.torchrec.adapter.tables import Constraints, Sharders, TorchRecTable
+from shardwright.torchrec.adapter.job import PlanRequest, default_topology, document
+from shardwright.torchrec.adapter.tables import Constraints, Sharders, TorchRecTable, check_averages
 
 WHERE = "model"
 
@@ -97,7 +95,7 @@ class ShardwrightPlanner(ShardingPlanner):
                 found = type(part).__name__
                 raise UnsupportedError(expected(name, "nothing: our own search", found, remedy))
         self._debug = debug
-        self._request = Request(
+        self._request = PlanRequest(
             topology or default_topology(),
             batch_size or BATCH_SIZE,
             constraints,

@@ -18,13 +18,13 @@ from typing import TextIO
 
 import msgspec
 
-from shardwright.core.cluster import SCHEMA, Calibration, Constant, Figure
+from shardwright.core.cluster import SCHEMA, Calibration, Constant, SourcedFigure
 from shardwright.core.document import read_document
 from shardwright.core.errors import EXIT_BUG, EXIT_RUN_FAILED, InputError, expected
 from shardwright.cost.network import CROSSINGS, Collective
 from shardwright.cost.presets import LOCAL, PRESETS
+from shardwright.launcher.ending import RunOutcome
 from shardwright.launcher.launch import Launch, launch
-from shardwright.launcher.outcome import Outcome
 from shardwright.train.calibrate.cases import (
     BUFFERS,
     FLOAT,
@@ -50,7 +50,7 @@ TIMEOUT, SETUP_TIMEOUT = 60.0, 180.0
 
 def calibrate(
     world_size: int, stream: TextIO, *, quick: bool = False
-) -> tuple[Outcome, Calibration | None, Path | None]:
+) -> tuple[RunOutcome, Calibration | None, Path | None]:
     """Measure with ``world_size`` ranks on this machine; messages and progress go to ``stream``.
 
     Gives how they ended, what they found if they finished, and where their logs are if not. About
@@ -165,7 +165,7 @@ def calibration(ranks: Sequence[Samples], date: str) -> Calibration:
     for name, (more, what) in WIDER.items():
         base = found["rowwise_adagrad_passes"].value
         source = f"assumed: row-wise Adagrad as measured, and read and write {what}"
-        found[name] = Figure(base + more, LOCAL[name].unit, source, date)
+        found[name] = SourcedFigure(base + more, LOCAL[name].unit, source, date)
     constants = {
         name: found.get(name) or _carried(constant, preset)
         for name, constant in PRESETS[preset].constants.items()
@@ -182,30 +182,30 @@ def calibration(ranks: Sequence[Samples], date: str) -> Calibration:
     )
 
 
-def _measured(formula: Formula, times: Times, unit: str, date: str) -> Figure:
+def _measured(formula: Formula, times: Times, unit: str, date: str) -> SourcedFigure:
     values = [formula.value(seconds) for seconds in times.rounds(formula.cases)]
     value = formula.value(times.medians())
     source = f"measured: {formula.source}"
-    return Figure(value, unit, source, date, len(values), round(spread(values, value), 4))
+    return SourcedFigure(value, unit, source, date, len(values), round(spread(values, value), 4))
 
 
-def _carried(constant: Constant, preset: str) -> Figure:
+def _carried(constant: Constant, preset: str) -> SourcedFigure:
     source = f"carried over from preset '{preset}': {constant.source}"
-    return Figure(constant.value, constant.unit, source, constant.date)
+    return SourcedFigure(constant.value, constant.unit, source, constant.date)
 
 
-def _capacity(name: str, samples: Samples, date: str) -> Figure:
+def _capacity(name: str, samples: Samples, date: str) -> SourcedFigure:
     """A rank's share of what the system says there is, less a margin."""
     total = samples.memory[name]
     if name == "hbm_cap":
         share = f"{DEVICE_SHARE * 100:.0f} %"
         source = f"{share} of the {total:,} B of one accelerator; the margin is assumed"
-        return Figure(int(total * DEVICE_SHARE), "B", source, date, 1)
+        return SourcedFigure(int(total * DEVICE_SHARE), "B", source, date, 1)
     source = (
         f"{HOST_SHARE * 100:.0f} % of the host's {total:,} B, shared by the ranks; "
         "the margin is assumed"
     )
-    return Figure(int(total * HOST_SHARE / samples.world_size), "B", source, date, 1)
+    return SourcedFigure(int(total * HOST_SHARE / samples.world_size), "B", source, date, 1)
 
 
 def _formulas(first: Samples, times: Times) -> Iterator[tuple[str, Formula]]:

@@ -24,7 +24,7 @@ from torch import nn
 from shardwright.core.block import Block, GroupKey
 from shardwright.core.cluster import Device
 from shardwright.cost.network import CROSSINGS, Collective
-from shardwright.data.criteo import CriteoLog
+from shardwright.data.logs import CriteoLog
 from shardwright.data.reading import ClickReader
 from shardwright.data.synthetic import ClickModel
 from shardwright.runtime.comm import Comm, Pending

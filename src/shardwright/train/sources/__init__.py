@@ -50,7 +50,7 @@ class Source(Protocol):
 
 def source_of(job: Job) -> Source:
     """The source for the kind of model; tables alone have none."""
-    if job.model.kind == "tables":
+    if not job.model.traits.has_step:
         raise InputError(
             expected(
                 "model.kind",
@@ -60,14 +60,14 @@ def source_of(job: Job) -> Source:
                 "'python' a module of your own; a loop of your own has sw.shard_embeddings.",
             )
         )
-    if job.model.kind == "python":
+    if job.model.traits.is_function:
         from shardwright.train.sources.python import OwnModule
 
         return OwnModule(job)
     from shardwright.train.sources.clicks import Clicks
     from shardwright.train.sources.text import Language
 
-    return Clicks(job) if job.model.kind == "dlrm" else Language(job)
+    return Clicks(job) if job.model.traits.reads_clicks else Language(job)
 
 
 def task_of(job: Job) -> Task:

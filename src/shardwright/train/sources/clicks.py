@@ -17,14 +17,30 @@ from shardwright.core.batch import MADE_UP_ZIPF
 from shardwright.core.errors import InputError, expected
 from shardwright.core.measurement import Quality
 from shardwright.data import quality as figures
-from shardwright.data.cache import SCHEMA, CachedReader, CachedRows, cached_evaluation, write_cache
-from shardwright.data.columns import ColumnLog, Feature
-from shardwright.data.criteo import CriteoLog
-from shardwright.data.days import PARTS, Days, Part, Stretch, bounds, day_files, stretches_of
-from shardwright.data.dealing import Dealt
-from shardwright.data.reading import ClickBatch, ClickLog, ClickReader, evaluation_batches
+from shardwright.data.cache import SCHEMA, CachedRows, cached_evaluation, write_cache
+from shardwright.data.logs import (
+    PARTS,
+    BagColumn,
+    ColumnLog,
+    CriteoLog,
+    Days,
+    LogSlice,
+    Part,
+    bounds,
+    day_files,
+    slices_of,
+)
+from shardwright.data.reading import (
+    ClickBatch,
+    ClickLog,
+    ClickReader,
+    DealtRows,
+    evaluation_batches,
+    numbered_batches,
+)
 from shardwright.data.synthetic import LABEL, ClickModel, dense_names
-from shardwright.job.job import DataSection, Job, data_files
+from shardwright.job.data import DataSection
+from shardwright.job.job import Job, data_files
 from shardwright.job.model_of_job import reads_bags, tables_of_bags
 from shardwright.train.sources.made_up import DIGEST, make_up, read_facts
 
@@ -46,7 +62,7 @@ class Clicks:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._reader: ClickReader | CachedReader | None = None
+        self._reader: ClickReader | None = None
         self.scored: tuple[torch.Tensor, torch.Tensor] | None = None  # logits and labels, if asked
 
     def check(self) -> None:
@@ -118,15 +134,16 @@ class Clicks:
                 setattr(part, name, buffer.to(device))
         return model
 
-    def batches(self, rank: int, world_size: int, dealt: Sequence[Dealt] = ()) -> Iterator[Batch]:
+    def batches(
+        self, rank: int, world_size: int, dealt: Sequence[DealtRows] = ()
+    ) -> Iterator[Batch]:
         """Dense features [B, D], ids [B, F] or bags by feature, labels [B]."""
         place = (self.job.batch.size, rank, world_size)
         if folder := cache_of(self.job, "train"):
-            self._reader = CachedReader(CachedRows(folder), *place, dealt=dealt)
-        else:
-            log, skip = rows_of(self.job, "train"), self.job.data.skip_bad_rows
-            assert log is not None
-            self._reader = ClickReader(log, *place, skip_bad_rows=skip, dealt=dealt)
+            return map(_arrays, numbered_batches(CachedRows(folder).at, *place, dealt=dealt))
+        log, skip = rows_of(self.job, "train"), self.job.data.skip_bad_rows
+        assert log is not None
+        self._reader = ClickReader(log, *place, skip_bad_rows=skip, dealt=dealt)
         return map(_arrays, self._reader)
 
     def inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -180,7 +197,7 @@ class Clicks:
 
     @property
     def bad_rows(self) -> int:
-        """Of the training file."""
+        """Of the training file; those of a cache were left out when it was written."""
         return self._reader.bad_rows if self._reader else 0
 
 
@@ -190,7 +207,7 @@ def log_of(job: Job, path: str) -> ClickLog:
         return CriteoLog(path, [table.rows for table in job.tables])
     hashed = job.data.ids == "modulo"
     features = [
-        Feature(name, table.rows, table.weighted, hashed)
+        BagColumn(name, table.rows, table.weighted, hashed)
         for table in job.tables
         for name in table.feature_names
     ]
@@ -265,13 +282,13 @@ def rows_of(job: Job, part: Part) -> ClickLog | None:
     files, data = data_files(job), job.data
     if data.days is UNSET and not is_folder(job):
         path = {"train": files.train, "test": files.test}.get(part)
-        stretches = (Stretch(log_of(job, path)),) if path else ()
-        if not stretches or not data.drop_negatives:
-            return stretches[0].log if stretches else None
+        slices = (LogSlice(log_of(job, path)),) if path else ()
+        if not slices or not data.drop_negatives:
+            return slices[0].log if slices else None
     else:
         days = None if data.days is UNSET else data.days
-        stretches = stretches_of(Path(files.train), days, partial(log_of, job))[part]
-    return Days(stretches, data.drop_negatives or 0.0, data.seed)
+        slices = slices_of(Path(files.train), days, partial(log_of, job))[part]
+    return Days(slices, data.drop_negatives or 0.0, data.seed)
 
 
 def cache_of(job: Job, part: Part) -> Path | None:
@@ -333,7 +350,7 @@ def model_of_clicks(job: Job) -> ClickModel:
         for name, length in zip(table.feature_names, table.pooling_factors, strict=True)
     ]
     names, rows, lengths = zip(*columns, strict=True)
-    return ClickModel.named(names, rows, lengths, job.model.dense_features, **law)
+    return ClickModel(**law).named(names, rows, lengths, job.model.dense_features)
 
 
 def as_log(job: Job) -> DataSection:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from shardwright.core.errors import InputError, ShardwrightError, expected
 from shardwright.core.measurement import Quality
-from shardwright.data.dealing import Dealt
+from shardwright.data.reading import DealtRows
 from shardwright.estimate.own_model import (
     Batch,
     Built,
@@ -131,7 +131,9 @@ class OwnTask:
                 part._buffers[name] = None if buffer is None else buffer.to(device)
         return self.built.module
 
-    def batches(self, rank: int, world_size: int, dealt: Sequence[Dealt] = ()) -> Iterator[Batch]:
+    def batches(
+        self, rank: int, world_size: int, dealt: Sequence[DealtRows] = ()
+    ) -> Iterator[Batch]:
         """Of the data's own function, or the same inputs in every step, others on every rank.
 
         A function with a parameter ``start`` begins after so many samples of all ranks; of another
@@ -177,7 +179,7 @@ class OwnTask:
         return np.empty((0, 3))
 
     def _given(
-        self, name: str, rank: int, world_size: int, dealt: Sequence[Dealt]
+        self, name: str, rank: int, world_size: int, dealt: Sequence[DealtRows]
     ) -> Iterator[Batch]:
         """What the data's function gives, checked."""
         where = f"data.python '{name}'"

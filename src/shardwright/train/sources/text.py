@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from shardwright.core.errors import InputError, expected
 from shardwright.core.llama import LlamaShape
 from shardwright.core.measurement import Quality
-from shardwright.data.dealing import Dealt
+from shardwright.data.reading import DealtRows
 from shardwright.data.tokens import (
     VOCAB,
     Text,
-    TextReader,
     TokenBatch,
     held_out_batches,
+    training_batches,
     write_text,
 )
 from shardwright.job.job import Job, data_files
@@ -100,12 +100,13 @@ class Language:
         llama.set_positions(device)
         return llama
 
-    def batches(self, rank: int, world_size: int, dealt: Sequence[Dealt] = ()) -> Iterator[Batch]:
+    def batches(
+        self, rank: int, world_size: int, dealt: Sequence[DealtRows] = ()
+    ) -> Iterator[Batch]:
         """Inputs and targets [B, T]."""
         job = self.job
-        ranks = (rank, world_size)
-        reader = TextReader(self._text(), job.batch.size, *ranks, job.data.seed, dealt)
-        return map(_arrays, reader)
+        place = (job.batch.size, rank, world_size)
+        return map(_arrays, training_batches(self._text(), *place, job.data.seed, dealt))
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Mean over all tokens, in nats."""

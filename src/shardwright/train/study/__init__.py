@@ -26,9 +26,9 @@ from shardwright.job.job import DataSection, Job, run_in
 from shardwright.job.plan import Plan, read_plan, sealed
 from shardwright.job.study import StudySection, kind_names
 from shardwright.job.tables import check_constraints, free_tables, with_kinds
+from shardwright.launcher.ending import RunOutcome, decode_outcome
 from shardwright.launcher.folder import measurement_file, outcome_file, plan_file
 from shardwright.launcher.launch import hold
-from shardwright.launcher.outcome import Outcome, decode_outcome
 from shardwright.planner.problem import batch_of
 from shardwright.train.session import run, scores_of
 from shardwright.train.sources import source_of
@@ -57,7 +57,7 @@ def study_file(folder: Path) -> Path:
 def variants_of(job: Job) -> list[Variant]:
     """The job with every kind of its study; InputError for a kind that its tables cannot have."""
     section = _section(job)
-    if job.model.kind != "dlrm":
+    if not job.model.traits.reads_clicks:
         wanted = "'dlrm', which learns from clicks"
         raise InputError(expected("model.kind", wanted, f"'{job.model.kind}'"))
     if not _compared(job):
@@ -78,7 +78,9 @@ def variants_of(job: Job) -> list[Variant]:
     return found
 
 
-def study(job: Job, folder: Path, stream: TextIO, done: Done, given: Path | None = None) -> Outcome:
+def study(
+    job: Job, folder: Path, stream: TextIO, done: Done, given: Path | None = None
+) -> RunOutcome:
     """Train every kind of the job's study with every seed under ``folder``, and call ``done`` with
     what was found after each; words and progress go to ``stream``. The outcome is that of the last
     run, or of the one that did not end well, after which nothing more is done.
@@ -112,7 +114,7 @@ class _Going:
         self.plans: dict[str, Plan] = {}
         self.last: Measurement | None = None
 
-    def go(self) -> Outcome:
+    def go(self) -> RunOutcome:
         """All seeds, of each all kinds."""
         self.data = self._data()
         self.lookups = self._lookups()
@@ -158,7 +160,7 @@ class _Going:
             variant.job, train=train, data=self.data, checkpoint=checkpoint
         )
 
-    def _finished(self, job: Job, folder: Path) -> Outcome | None:
+    def _finished(self, job: Job, folder: Path) -> RunOutcome | None:
         """How the run of ``job`` ended that is there already, if it ended well."""
         if self._planned(job, folder) is None or not measurement_file(folder).exists():
             return None
@@ -177,7 +179,7 @@ class _Going:
                 return found
         return None
 
-    def _trained(self, job: Job, folder: Path, variant: Variant) -> Outcome:
+    def _trained(self, job: Job, folder: Path, variant: Variant) -> RunOutcome:
         made = before = self._planned(job, folder)
         if made is None:
             if variant.name not in self.plans:

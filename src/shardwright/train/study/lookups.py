@@ -84,7 +84,7 @@ def _ids(
     """Batches [B, F] of ids that no two rounds share."""
     tables = next(iter(kinds.values()))
     names, lengths = [table.name for table in tables], [1.0] * len(tables)
-    law = ClickModel.named(names, [table.rows for table in tables], lengths, 1, zipf=zipf)
+    law = ClickModel(zipf=zipf).named(names, [table.rows for table in tables], lengths, 1)
     for number in itertools.count():
         found = law.rows(number * batch, (number + 1) * batch).batch.ids
         assert isinstance(found, dict)

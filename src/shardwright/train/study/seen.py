@@ -13,7 +13,7 @@ from shardwright.core.measurement import Quality
 from shardwright.core.model import TableSpec
 from shardwright.core.study import Part
 from shardwright.data.cache import CachedRows, cached_evaluation
-from shardwright.data.days import Part as PartOfLog
+from shardwright.data.logs import Part as PartOfLog
 from shardwright.data.reading import ClickBatch, evaluation_batches
 from shardwright.job.job import Job
 from shardwright.train.sources.clicks import cache_of, chances, quality_of, rows_of

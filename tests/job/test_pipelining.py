@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
-from shardwright.core.pipelining import (
+from shardwright.job.pipelining import (
     SCHEDULES,
     Pass,
+    _highest,
     chunk_count,
     order,
     representative,
     stage_of,
 )
-from shardwright.core.pipelining.flight import _highest
 
 
 def in_flight(

@@ -15,6 +15,11 @@ from shardwright.core.cluster import Tier
 Measure = Literal["seconds", "hbm_bytes", "ddr_bytes", "ssd_bytes"]
 
 
+def unit_of(measure: Measure) -> str:
+    """Seconds or bytes."""
+    return "s" if measure == "seconds" else "B"
+
+
 class RankStatistics(msgspec.Struct, frozen=True):
     """One rank: what it fills of each memory, what its step takes, and what passes through it.
 
@@ -103,7 +108,7 @@ class Unevenness(msgspec.Struct, frozen=True):
     highest_distance: float
 
 
-class Spread(msgspec.Struct, frozen=True):
+class RankSpread(msgspec.Struct, frozen=True):
     """The largest and the smallest of ``of`` with the ranks that have it, and what lies between."""
 
     of: Measure
@@ -161,7 +166,7 @@ class LedgerLine(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class Ledger(msgspec.Struct, frozen=True):
+class MemoryLedger(msgspec.Struct, frozen=True):
     """Where every byte of one memory goes on its fullest rank: the lines sum to ``capacity``."""
 
     tier: Tier
@@ -188,7 +193,7 @@ class Bottleneck(msgspec.Struct, frozen=True):
     tables: tuple[TableShare, ...]
 
 
-class Waiting(msgspec.Struct, frozen=True):
+class RankWaiting(msgspec.Struct, frozen=True):
     """What the ranks wait for: the slowest rank, and the part in which it loses most to the mean.
 
     ``longest`` is the rank that waits longest; ``part`` is empty where none waits.
@@ -229,12 +234,12 @@ class Statistics(msgspec.Struct, frozen=True):
     tables: tuple[TableStatistics, ...]
     kernels: tuple[KernelStatistics, ...]
     unevenness: tuple[Unevenness, ...]
-    spreads: tuple[Spread, ...]
+    spreads: tuple[RankSpread, ...]
     parts: tuple[PartMaximum, ...]
     sum_of_maxima: float
     excess: float
     critical_path: CriticalPath
     peak_tiers: tuple[PeakTier, ...]
-    ledgers: tuple[Ledger, ...]
+    ledgers: tuple[MemoryLedger, ...]
     bottlenecks: tuple[Bottleneck, ...]
-    waiting: Waiting
+    waiting: RankWaiting

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
-from shardwright.core.pipelining import order, stage_of
+from shardwright.job.pipelining import order, stage_of
 
 KIND = {
     "F": "forward",

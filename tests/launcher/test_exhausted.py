@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from shardwright.core.errors import InputError
-from shardwright.core.exhausted import (
+from shardwright.launcher.exhausted import (
     _BeforeTorch,
     how_exhausted,
     out_of_memory,

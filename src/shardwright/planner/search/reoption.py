@@ -1,0 +1,348 @@
+"""Moves that give an item another option: weighed many at once, and the best of them made.
+
+A way is an item and an option. Its exact cost asks for a placement of every block, so ways are
+sorted out first by what they cost at least.
+"""
+
+# What all ranks cost is a sum of convex functions of their seconds and bytes (see state.py). That
+# carries this whole file: a change of a rank by x costs at least x times the slope there, so
+# ``hopeful`` needs two sums over the ranks for a way that would take a placement to weigh, and of
+# thousands of ways a handful is left. Bounds here must never be above the cost that ``weigh``
+# finds: a test holds them against it, for a way that is wrongly dropped would be missed silently.
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwright.planner.search.moves import EPSILON, Move, relocation
+from shardwright.planner.search.placing import Lots, at_least, deal, spread
+from shardwright.planner.search.space import Floats, Ints, ItemOption, OptionRows
+from shardwright.planner.search.state import MANY_RANKS, MAX_RATIO, SearchState
+
+
+class Slopes(NamedTuple):
+    """What another second costs on all ranks before one [ranks + 1], and another byte of each tier
+    that is exceeded anywhere."""
+
+    seconds: Floats
+    storage: tuple[tuple[int, Floats], ...]
+
+    def of(self, option: ItemOption) -> float:
+        """What an option's seconds on all ranks cost at these slopes, and, where it has one block
+        on all of them, that."""
+        found = option.everywhere * float(self.seconds[-1])
+        return found + self.of_stretches(option) if option.is_uniform else found
+
+    def of_stretches(self, option: ItemOption) -> float:
+        """What the only block of an option that is uniform costs at these slopes."""
+        found = 0.0
+        for ranks, seconds, storage in option.stretches:
+            found += seconds * _within(self.seconds, ranks)
+            for tier, sums in self.storage:
+                found += storage[tier] * _within(sums, ranks)
+        return found
+
+
+def _within(sums: Floats, ranks: slice) -> float:
+    """What the values of some ranks sum to."""
+    return float(sums[ranks.stop] - sums[ranks.start])
+
+
+def hopeful(state: SearchState, ways: Sequence[Way], below: float) -> list[tuple[float, Way]]:
+    """The ways after which all ranks may cost less than ``below``, and what they cost then at
+    least, the least first; those of an item follow one another.
+
+    What ranks cost is convex: a block on all of them changes it by its seconds and bytes times
+    the slopes there, or by more, and one elsewhere by what it adds to the least busy rank.
+    """
+    if not ways:
+        return []
+    items = [item for item, _ in itertools.groupby(item for item, _ in ways)]
+    place = {item: index for index, item in enumerate(items)}
+    owner = np.array([place[item] for item, _ in ways])
+    held = [state.space.items[item].options[state.options[item]] for item in items]
+    cases = [(state.load, state.memory)]  # as they are, and without each item that is not uniform
+    case = [0] * len(items)
+    for index, (item, option) in enumerate(zip(items, held, strict=True)):
+        if not option.is_uniform:
+            case[index] = len(cases)
+            cases.append(state.bare(item))
+    costs_of, slopes_of = _slopes(state, cases)
+    totals, slopes = costs_of[case], [slopes_of[own] for own in case]
+    least = np.array([load.min() for load, _ in cases])[case]
+    for index, option in enumerate(held):
+        if option.is_uniform:
+            totals[index] -= slopes[index].of(option)
+            least[index] -= option.largest
+    rows = state.space.rows
+    numbers = rows.numbers(ways)
+    last = np.array([own.seconds[-1] for own in slopes])
+    costs = totals[owner] + rows.everywhere[numbers] * last[owner]
+    for index in np.flatnonzero(rows.is_uniform[numbers]).tolist():
+        item, number = ways[index]
+        chosen = state.space.items[item].options[number]
+        costs[index] += slopes[place[item]].of_stretches(chosen)
+    costs += _joined(state, rows, numbers, np.maximum(least, 0.0)[owner])
+    kept = np.flatnonzero(costs < below).tolist()
+    return sorted((float(costs[index]), ways[index]) for index in kept)
+
+
+def _slopes(
+    state: SearchState, ranks: Sequence[tuple[Floats, Floats]]
+) -> tuple[Floats, list[Slopes]]:
+    """What all ranks cost in several cases of their load and memory [cases], and what another
+    second costs, and another byte."""
+    load = np.array([own for own, _ in ranks])
+    cost = state.time_cost(load)
+    ratio = load / state.target
+    slope = np.zeros(load.shape)
+    can = (ratio > 0) & (ratio < MAX_RATIO)
+    np.divide(cost * (state.power / state.target), ratio, out=slope, where=can)
+    seconds = _summed(slope)
+    storage: list[list[tuple[int, Floats]]] = [[] for _ in ranks]
+    for tier, scale in state.space.scarce_tiers:
+        if state.memory[:, tier].max() > state.limits[tier]:  # else no case has too much
+            memory = np.array([own[:, tier] for _, own in ranks])
+            cost += np.maximum(memory * scale - 1.0, 0.0) * state.penalty
+            over = memory > state.limits[tier]
+            sums = _summed(over * (state.penalty * scale))
+            for case in np.flatnonzero(over.any(axis=1)).tolist():
+                storage[case].append((tier, sums[case]))
+    slopes = [Slopes(own, tuple(more)) for own, more in zip(seconds, storage, strict=True)]
+    return cost.sum(axis=1), slopes
+
+
+def _summed(values: Floats) -> Floats:
+    """The sums [cases, ranks + 1] of all values [cases, ranks] before each place, and of all."""
+    sums = np.zeros((len(values), values.shape[1] + 1))
+    np.cumsum(values, axis=1, out=sums[:, 1:])
+    return sums
+
+
+def _joined(state: SearchState, rows: OptionRows, numbers: Ints, busy: Floats) -> Floats:
+    """What the blocks of each option add at least to ranks of which the least busy one takes
+    ``busy`` [options] seconds; 0 where they are not alike, or lie on all ranks."""
+    before = busy + rows.everywhere[numbers]
+    added = state.time_cost(before + rows.seconds[numbers]) - state.time_cost(before)
+    wide = np.flatnonzero(rows.wide[numbers])
+    if len(wide):
+        blocks = rows.blocks[rows.wide[numbers[wide]]]
+        there = before[wide, None]
+        added[wide] = (state.time_cost(there + blocks) - state.time_cost(there)).sum(axis=1)
+    return added * rows.counts[numbers]
+
+
+FOLLOWED = 40  # cheapest changes of option that are tried with a relocation after them
+MAX_FOLLOWED_ITEMS = 400
+MAX_WORK, WORK_SLACK = 1.5, 0.5  # times an option's cheapest work, and of the target
+AT_ONCE = 2**15  # ranks, each as often as there are ways that are weighed together
+Way = tuple[int, int]  # an item, and an option of it
+Ways = list[Way]
+
+
+def reoption_best(state: SearchState, items: list[int]) -> bool:
+    """Give the item that gains most from it another option, placed anew; False if none gains."""
+    best = float(state.rank_costs().sum()) * (1 - EPSILON)
+    fits = state.fits
+    ways = [(item, option) for item in items for option in _affordable(state, item, fits)]
+    found = None
+    hopes = hopeful(state, ways, best)
+    many = max(AT_ONCE // state.space.ranks, 1)
+    for start in range(0, len(hopes), many):
+        some = [way for least, way in hopes[start : start + many] if least < best]
+        if not some:
+            break
+        costs = weigh(state, some, best)[1].sum(axis=1)
+        if costs.min() < best:
+            best, found = float(costs.min()), some[int(costs.argmin())]
+    if found is None:
+        return False
+    item, option = found
+    state.take(item)
+    slots = spread(state, item, option)
+    assert slots is not None
+    state.put(item, option, slots)
+    return True
+
+
+def _affordable(state: SearchState, item: int, fits: bool) -> list[int]:
+    """Options whose work is not far above the cheapest one's; all while something does not fit."""
+    options = state.space.items[item].options
+    if not fits:
+        return list(range(len(options)))
+    most = state.space.least_work[item] * MAX_WORK + WORK_SLACK * state.target
+    return [number for number, option in enumerate(options) if option.total_seconds <= most]
+
+
+def reoption_and_relocate(state: SearchState) -> bool:
+    """The best of the cheapest changes of option anywhere, each followed by moving a block of the
+    rank that is then worst: the pair helps where neither does alone. False if none gains."""
+    if len(state.space.items) > MAX_FOLLOWED_ITEMS:
+        return False
+    best = float(state.rank_costs().sum()) * (1 - EPSILON)
+    found: tuple[int, int, tuple[int, ...], Move] | None = None
+    trial = state.copy()
+    for least, (item, option) in sorted(promising(state, cheapest_changes(state), best)):
+        if least >= best:
+            break
+        trial.take(item)
+        slots = spread(trial, item, option)
+        if slots is not None:
+            trial.put(item, option, slots)
+            ranks = trial.rank_costs()
+            move = relocation(trial, int(ranks.argmax()), ranks, np.arange(len(ranks)))
+            if move is not None and move.change < 0:
+                after = _cost_after(trial, move)  # not costs + change: huge terms would cancel
+                if after < best:
+                    best, found = after, (item, option, slots, move)
+            trial.take(item)
+        trial.put(item, state.options[item], state.slots[item])
+    if found is None:
+        return False
+    item, option, slots, move = found
+    state.take(item)
+    state.put(item, option, slots)
+    move.apply(state)
+    return True
+
+
+def promising(state: SearchState, ways: Ways, best: float) -> Iterator[tuple[float, Way]]:
+    """Those after which the move of a block off the worst rank may cost less than ``best``, and
+    what all ranks cost then at least."""
+    for some in _batches(state, ways):
+        load, costs = weigh(state, some)
+        worst, total = costs.argmax(axis=1), costs.sum(axis=1)
+        least = np.full(len(some), np.inf)
+        for rank in sorted(set(worst.tolist())):
+            own = np.flatnonzero((worst == rank) & np.isfinite(total))
+            if len(own):
+                moved = _least_after_move(state, rank, [some[way] for way in own], load[own])
+                least[own] = total[own] - costs[own, rank] + moved
+        for index in np.flatnonzero(least < best).tolist():
+            yield float(least[index]), some[index]
+
+
+def _least_after_move(state: SearchState, rank: int, ways: Ways, load: Floats) -> Floats:
+    """What moving one block off a rank leaves there and adds elsewhere at least, where items have
+    other options and ranks that ``load`` [ways, ranks]: as if they held only what they do without
+    these items."""
+    there, blocks = state.singles(rank), [state.blocks(*way)[0] for way in ways]
+    many = (len(ways), len(there.items) + 1)
+    seconds, storage = np.empty(many), np.empty((*many, 3))
+    seconds[:, :-1], storage[:, :-1] = there.seconds, there.storage
+    seconds[:, -1] = [block.seconds[0] for block in blocks]
+    storage[:, -1] = [block.storage[0] for block in blocks]
+    memory = np.array([state.bare(item)[1] for item, _ in ways])
+    joined = state.cost(load[:, None] + seconds[..., None], memory[:, None] + storage[:, :, None])
+    joined -= state.cost(load, memory)[:, None]
+    joined[..., rank] = np.inf
+    left = state.time_cost(load[:, rank, None] - seconds)
+    least: Floats = (left + joined.min(axis=2)).min(axis=1)
+    return least
+
+
+def _batches(state: SearchState, ways: Ways) -> Iterator[Ways]:
+    """As many at a time as are weighed in one go."""
+    many = max(AT_ONCE // state.space.ranks, 1)
+    return (ways[start : start + many] for start in range(0, len(ways), many))
+
+
+def _cost_after(state: SearchState, move: Move) -> float:
+    """What all ranks would cost after moving one block; the state stays as it is."""
+    ((item, number, slot),) = move.blocks
+    before = state.slots[item][number]
+    state.move(item, number, slot)
+    after = float(state.rank_costs().sum())
+    state.move(item, number, before)
+    return after
+
+
+def cheapest_changes(state: SearchState) -> Ways:
+    """Items and options that add least work in all."""
+    changes = [
+        (option.total_seconds - options[state.options[item]].total_seconds, item, number)
+        for item, options in enumerate(entry.options for entry in state.space.items)
+        for number, option in enumerate(options)
+        if number != state.options[item] >= 0
+    ]
+    return [(item, number) for _, item, number in sorted(changes)[:FOLLOWED]]
+
+
+def weigh(
+    state: SearchState, ways: Sequence[Way], below: float = float("inf")
+) -> tuple[Floats, Floats]:
+    """What each rank takes, and costs, with one item after the other given another option [ways,
+    ranks]; costs are without end where the rules leave no place, or all ranks would not cost less
+    than ``below``."""
+    ranks = state.space.ranks
+    found_load, found_costs = np.zeros((len(ways), ranks)), np.full((len(ways), ranks), np.inf)
+    if ranks >= MANY_RANKS:
+        for index, (item, option) in enumerate(ways):
+            found_load[index], found_costs[index] = _weigh_alone(state, item, option)
+        return found_load, found_costs
+    bare = {item: state.bare(item) for item in dict.fromkeys(item for item, _ in ways)}
+    alike: dict[int, list[int]] = {}
+    for index, (item, option) in enumerate(ways):
+        blocks = state.blocks(item, option)
+        if blocks[0] is blocks[-1]:
+            alike.setdefault(blocks[0].width, []).append(index)
+            continue
+        found_load[index], found_costs[index] = _weigh_alone(state, item, option)
+    for width, own in alike.items():
+        some = np.array(own)
+        lots = _lots(state, [ways[index] for index in own], width, bare)
+        if below < float("inf"):
+            kept = np.flatnonzero(at_least(lots, state.cost) < below)
+            some, lots = some[kept], lots.at(kept)
+        if len(some):
+            counts, opened, _ = deal(lots, state.cost)
+            many = counts[..., None].astype(np.float64)
+            load = lots.load + many * lots.seconds[:, None]
+            memory = lots.memory + many[..., None] * lots.storage[:, None]
+            found_load[some] = load.reshape(len(some), ranks)
+            costs = state.cost(load, memory).reshape(len(some), ranks)
+            found_costs[some[opened]] = costs[opened]
+    return found_load, found_costs
+
+
+def _weigh_alone(state: SearchState, item: int, option: int) -> tuple[Any, Any]:
+    """``weigh`` of an option whose blocks are not alike, or that lies on few of many ranks."""
+    old = state.options[item], state.slots[item]
+    load: Any = 0.0
+    costs: Any = np.inf
+    with state.without(item):
+        slots = spread(state, item, option)
+        if slots is not None:
+            state.options[item], state.slots[item] = option, slots
+            state.add(item, 1)
+            load, costs = state.load, state.rank_costs()
+    state.options[item], state.slots[item] = old
+    return load, costs
+
+
+def _lots(
+    state: SearchState,
+    ways: Sequence[Way],
+    width: int,
+    bare: Mapping[int, tuple[Floats, Floats]],
+) -> Lots:
+    """The blocks of options, and the ``bare`` ranks without the item that has them."""
+    options = [state.space.items[item].options[option] for item, option in ways]
+    blocks = [option.blocks[0] for option in options]
+    everywhere = np.array([option.everywhere for option in options])[:, None]
+    load = np.array([bare[item][0] for item, _ in ways])
+    closed = np.zeros((len(ways), state.space.ranks // width), bool)
+    if state.space.constrained:
+        closed = np.array([state.closed(item, width) for item, _ in ways])
+    return Lots(
+        np.array([len(option.widths) for option in options]),
+        np.array([block.seconds for block in blocks]),
+        np.array([block.storage for block in blocks]),
+        (load + everywhere).reshape(len(ways), -1, width),
+        np.array([bare[item][1] for item, _ in ways]).reshape(len(ways), -1, width, 3),
+        closed,
+    )
