@@ -1,5 +1,12 @@
 """Recordings of a llama's stages: the part of a rank, with few of its layers, run once."""
 
+# Layers of a llama are known to be alike, so unlike a user's module it is not searched for parts
+# that repeat: a stretch of layers with the same experts and the same place in a checkpointing
+# policy is recorded as its first, one between and its last, and unfolded. A recording is kept by
+# everything it depends on but how often layers repeat: depth costs nothing, and all stages in the
+# middle of a pipeline share one. A rank's share of each layer is ``LocalShape``'s; data ranks cut
+# by bytes, which the machine does later.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -97,6 +104,7 @@ def _recorded(request: StageRequest, treated: tuple[int, ...]) -> Recording:
         units = _units(model)
         blocks = list(model.layers.values())
         loss: Callable[..., torch.Tensor] = model.loss
+        # A chunked loss computes its gradients itself, in its forward: nothing of it is compiled.
         if request.treatment.compiled_loss and local.loss != "chunked":
             from shardwright.trace.compiled import compiled_loss  # seconds of imports
 

@@ -4,6 +4,12 @@ A job names it as ``package.module:function``. It gets the job's ``arguments``, 
 ``sequence`` where it takes them. Whoever estimates and whoever trains reads it here.
 """
 
+# The estimate and the run must read a function alike, or a plan would be made for another model
+# than the one that is trained: so both call it here, by the same arguments. A user's code may raise
+# whatever it likes, SystemExit included, and print: what it raises is one line that names the
+# function, what it prints goes to stderr, for stdout is a command's data. Of a task the call of its
+# model is found by running its loss with a stand-in that raises when it is called.
+
 from __future__ import annotations
 
 import importlib

@@ -170,6 +170,8 @@ def cut_experts(
                 shape = (experts // routing.degree, *whole.shape[1:])
                 share = nn.Parameter(whole.new_empty(shape), requires_grad=whole.requires_grad)
                 setattr(inside, name, share)
+        # Its class and not its ``forward``: hooks of a unit run inside of a call, so that
+        # parameters are gathered after the tokens have come, as a runtime does it.
         part.__class__ = _divided(type(part))
         vars(part)["_elsewhere"] = (routing, experts, where)  # alike in all parts that are alike
     return paths

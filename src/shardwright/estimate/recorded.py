@@ -216,6 +216,9 @@ def _without_sampling() -> Iterator[None]:
 
 
 def _traced(request: ModuleRequest, built: Built, mode: FakeTensorMode) -> RecordedStage:
+    # The order matters: names and dtypes are those of the module as it was built; then tensors
+    # become fake ones of the mode, and only fake ones are cut, for real parts would take their
+    # memory.
     module = built.module
     routed = Routed(module, request.routed)
     check_module(module, built.where, routed.tables)
@@ -321,6 +324,8 @@ def _run(
     def run(shortened: Shortened) -> Recording:
         routed.asked.clear()
         blocks, places = shortened.blocks, shortened.places
+        # A stage's blocks that repeat no other are units apart, which the composer does not count
+        # as blocks; the checkpointing policy counts places among all of them.
         if subject.call and shortened.apart:  # all blocks of a stage, in order
             units = {part for name, parts in shortened.units.items() if name for part in parts}
             blocks = [part for part in subject.module.modules() if part in units - set(experts)]

@@ -5,6 +5,11 @@ A recording that the cache has needs no torch. It is kept under ``$SHARDWRIGHT_C
 batch, how a step is run, the version of torch, and the files of this package that record.
 """
 
+# A wrong entry of the cache would be a wrong plan that nobody could explain, so an entry is named
+# by a digest of all that the recording depends on, the sources that record included, and has a
+# digest of its own content: a file that was cut off or edited is as if it were not there. What a
+# function of the user's own returns is never kept, for its code is not among the sources.
+
 from __future__ import annotations
 
 import hashlib

@@ -6,6 +6,10 @@ kernels of the CPU, the job's checkpointing, batch and optimizer. ``torchrun ...
 shardwright.estimate.rehearsal DIR`` is one of those ranks.
 """
 
+# What is measured has to be what was estimated: units, the cut of parameters and the checkpointed
+# blocks are read from the estimate's own recording and ``sharding``, not decided again. The first
+# step makes what stays (states of an optimizer, buffers of a runtime) and is not followed.
+
 from __future__ import annotations
 
 import os

@@ -1,5 +1,11 @@
 """Embeddings of a user's own module as tables, while a step of it is recorded."""
 
+# Whether an embedding can be a table shows only while the module runs: it must be looked up once,
+# and be trained by the step. So those that look possible are replaced, and the first that is used
+# otherwise raises NoTableError, which names it; it goes back and the step is recorded anew. Rows of
+# a table are in no unit, so a step that walks over ``parameters()`` (a norm in the loss, a tied
+# head) would silently miss them: ``_Unread`` makes that an error, too.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator

@@ -5,6 +5,13 @@ The blocks of a module's stage are run with a stream that comes from the stage b
 other stages run is not looked at.
 """
 
+# A stage is recorded by running the whole module with few of its blocks: what comes before them
+# runs unseen, and the first block is handed a fresh leaf in place of the stream, as a stage
+# receives it from another rank. Two things must stay true. The recorder is told "unseen" exactly as
+# long as other stages' code runs, or their activations count here. And nothing but the stream may
+# reach the stage with a gradient: a real stage gets one tensor, so a module whose later blocks use
+# an earlier result (``skipped``) is refused instead of estimated without that exchange.
+
 from __future__ import annotations
 
 import re
@@ -278,6 +285,7 @@ def _behind(found: Recording) -> Recording:
     pieces: list[Piece] = []
     for piece in found.pieces:
         ours = not piece.unit and piece.point in OF_UNITS
+        # A unit without parameters has nothing to gather: its touches belong to the piece before.
         if ours and empty:
             before = pieces.pop()
             touches, work = before.touches + piece.touches, before.work + piece.work

@@ -2,6 +2,13 @@
 the machine of the runtime that the job names.
 """
 
+# Ranks are sorted into classes that do the same: a stage of the pipeline, a load of the experts.
+# One of each is run on the symbolic heap, so a cluster of thousands costs as much as one of two.
+# Of a pipeline only as many microbatches are run as change the peak (``representative``), while
+# what stays for all of them, their inputs and results, is counted by their real number.
+# ``sharding`` and ``machine_of`` are the one place where keys of [memory] become a runtime: a
+# rehearsal reads them as well, so that what is measured is cut as what was estimated.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -146,6 +153,7 @@ class _Estimate:
         for each in stages:
             self.assumptions.extend(each.recording.notes)
             self.operators.append(each.recording.operators)
+        # Of every microbatch, though few are run: such buffers are there from the first to the last.
         received = sum(each.received + each.recording.result for each in stages)
         return RankStep(
             [Chunk(each.recording, each.received, each.named) for each in stages],

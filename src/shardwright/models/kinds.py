@@ -4,6 +4,11 @@ The tables themselves are somewhere else: on this rank, sharded over many, or in
 Formulas, sizes and starting values are those of ``core/kinds.py``.
 """
 
+# A table of another kind is a few smaller tables and some dense parameters. Here ids of the table
+# become ids of those (``asked``), and their rows become its rows (the call); in between anybody may
+# look the parts up: this rank, or an exchange. So a plan knows full tables alone. Hashes are
+# arithmetic on integers, which wraps around alike on every device.
+
 from __future__ import annotations
 
 import itertools

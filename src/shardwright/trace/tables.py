@@ -5,6 +5,12 @@ given as it is, so that their lookups may begin with its forward.
 What the exchange itself takes is not the module's; a plan decides it, so it is not recorded.
 """
 
+# A stand-in gives rows of the right size and has a gradient that goes nowhere: what a plan decides
+# (who has which rows, what an exchange takes) stays out of the recording, so that one recording
+# serves every placement. Its marks say where in the step ids are asked for, rows come and their
+# gradients leave. ``Reached`` compares by identity, not by value: only what is handed on untouched
+# is known when the module's forward begins.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -229,6 +235,8 @@ class Reached:
         def hook(_: nn.Module, arguments: Any, keywords: Any) -> None:
             given = [self._place(value) for value in arguments]
             named = {key: self._place(value) for key, value in keywords.items()}
+            # A part that is called twice has no one place; a later call takes back what the first
+            # one said.
             once = path not in self._seen
             self._seen.add(path)
             self.found.pop(path, None)

@@ -5,6 +5,13 @@ Ranks talk through the store where they met, before there is a process group, so
 is one line within seconds.
 """
 
+# Nothing collective is done before ranks have compared themselves, for a group of ranks with
+# different plans hangs or computes nonsense instead of failing. They talk through the store where
+# they met: each writes one key and waits for those of all others, so a rank that is missing is
+# named after the patience of a run. Which folders are one folder no path tells (hosts mount alike
+# and share nothing, or share by another name): rank 0 puts a file of a random name into its own,
+# and who sees that file shares the folder.
+
 from __future__ import annotations
 
 import contextlib

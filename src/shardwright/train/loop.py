@@ -2,6 +2,11 @@
 ``Run`` lasts: saved, stopped by signals, resumed.
 """
 
+# A step is measured from the end of the one before, so loading its batch belongs to it; what is
+# done in ``between`` (saving, scoring) belongs to none. The meter finds phases by hooks: a loop
+# says only where a step ends. ``comm.step`` is set for messages of collectives alone, and taken
+# back when the loop is over, or errors after it would name a step.
+
 from __future__ import annotations
 
 import os

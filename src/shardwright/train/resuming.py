@@ -1,5 +1,11 @@
 """Where a run begins: at the start of its data, or where a checkpoint ended."""
 
+# A run that goes on must see every row once: a row that is dealt twice or left out shows nowhere
+# but in the quality. So a checkpoint says how rows were dealt, as counts by number of ranks and
+# batch, and what was read is dealt on from there, also among another number of ranks. Bad rows
+# count as taken. Losses are kept as bytes of float64: the curve of a resumed run is equal bit by
+# bit to that of one that was not interrupted.
+
 from __future__ import annotations
 
 import base64
@@ -144,6 +150,9 @@ def lasting(
     """Batches until the run is saved, although a worker that loads them was lost: other ranks are
     in the step that this one has no batch for, and cannot save before it is over. Those after it
     are made ``again``, as for a run that is resumed."""
+    # A loader's worker that is killed raises in the step that needs its batch. That step cannot be
+    # left out, for the other ranks are in it: its batch is made here, then all of them save and
+    # stop.
     for number in count():
         try:
             batch = next(batches)

@@ -1,5 +1,10 @@
 """One run from a job to its comparison: data, plan, launch, merge, compare."""
 
+# Everything that can be refused is refused before the folder is held or a rank started: data, the
+# writers' packages, files that would be written over. Results of an earlier run are removed first,
+# so that a run which dies early is not told by another one's figures. Restarts go on from the
+# newest checkpoint, and only after a failure of the run: bad input would fail again.
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

@@ -3,6 +3,13 @@
 Runs under torchrun and never imports the planner.
 """
 
+# The order of setting up is part of the result. The seed is set before the model is made, so that
+# it is one on all ranks; only then does each rank draw its own numbers, anew after every start,
+# unless the checkpoint has the generators' states. Making batches may draw too, which must not
+# shift what the model draws: states from before are put back. What may fail on one rank alone
+# (memory, the record) is done ``together``: all ranks raise the first one's error, and nobody waits
+# for a dead peer.
+
 from __future__ import annotations
 
 import io
@@ -127,7 +134,9 @@ class Training:
                 steps.run(batches, profiler)
         if saves:
             saves.finish(train.steps)
-        # all are there before held-out rows are read, of which one may be bad
+        # all are there before held-out rows are read, of which one may be bad Written twice: a bad
+        # held-out row must not cost the record of what was trained, and profiles of the evaluation
+        # come only with it.
         leave = partial(self._leave_record, steps, measured, profiler)
         together(self.guard.comm, "record", leave, partial(_unforeseen, "the record"))
         try:

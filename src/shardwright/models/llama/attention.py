@@ -78,6 +78,8 @@ class _RingAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         everyone = gathered(_joined(key.contiguous(), value.contiguous()), degree)
         merged, sums = _kernel(query, value)
+        # Partial results are merged in fp32, which is what peaks: two results, their difference and
+        # a product of it are there at once.
         merged, sums = merged.float(), sums[..., None]
         for _ in range(1, min(degree, DISTINCT_STEPS)):
             part, part_sums = _kernel(query, value)

@@ -268,6 +268,8 @@ def _as_it_is(grad: torch.Tensor) -> torch.Tensor:
 
 def _gather(x: torch.Tensor, dim: int, degree: int) -> torch.Tensor:
     """The buffer that arrives; where pieces are not rows, a second one in which they lie right."""
+    # Pieces arrive one after another. Where only dimensions of size 1 lie before ``dim`` that is
+    # their order already.
     flat = gathered(x.contiguous(), degree)
     dim %= x.dim()
     if all(size == 1 for size in x.shape[:dim]):

@@ -184,6 +184,8 @@ class Bench:
     def _sample(self, work: Callable[[], object], repeats: int) -> float:
         """Seconds of one run: the median where runs can be timed one by one, for a run that another
         process interrupts is the exception; else the mean of runs that follow one another."""
+        # A barrier before each sample: a collective's time is from the last rank's arrival, and a
+        # rank that runs ahead would measure the others' delay.
         self._tick()
         self.agreed(0.0)
         self._synchronize()
