@@ -153,7 +153,7 @@ class _Estimate:
         for each in stages:
             self.assumptions.extend(each.recording.notes)
             self.operators.append(each.recording.operators)
-        # Of every microbatch, though few are run: such buffers are there from the first to the last.
+        # Of every microbatch, though few are run: such buffers are there from first to last.
         received = sum(each.received + each.recording.result for each in stages)
         return RankStep(
             [Chunk(each.recording, each.received, each.named) for each in stages],
