@@ -36,7 +36,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardwright as sw
 from shardwright.models.transformer import next_token_loss
 from shardwright.runtime.units.buffers import VIEW_BYTES
-from shardwright.runtime.units.dstorage import DStorage, storages_in
+from shardwright.runtime.units.dstorage import DStorage, units_in
+from shardwright.runtime.units.unit import Unit
 
 ROOT = Path(__file__).resolve().parent.parent
 BUCKETS = 20
@@ -103,7 +104,7 @@ def view_bytes(count: int = 20000) -> dict[str, float]:
     return {"native": used / count, "python": python / count, "counted": VIEW_BYTES}
 
 
-def bucketed(size: str, mesh: DeviceMesh) -> tuple[nn.Module, list[DStorage]]:
+def bucketed(size: str, mesh: DeviceMesh) -> tuple[nn.Module, list[Unit]]:
     """A model whose parameters lie in ``BUCKETS`` buckets, or a few less."""
     model = model_of(size)
     numels = [p.numel() for p in model.parameters()][::-1]
@@ -113,7 +114,7 @@ def bucketed(size: str, mesh: DeviceMesh) -> tuple[nn.Module, list[DStorage]]:
     sw.fully_shard_flat(
         model, mesh, shard_strategy="flat", zero=1, prefetch=1, bucket_size=elements
     )
-    return model, list(storages_in(model))
+    return model, list(units_in(model))
 
 
 def _count(numels: list[int], elements: int) -> int:
@@ -125,10 +126,10 @@ def _count(numels: list[int], elements: int) -> int:
     return buckets
 
 
-def make_anew(units: list[DStorage]) -> None:
+def make_anew(units: list[Unit]) -> None:
     """Let every collective of every bucket slice its buffer for all ranks first."""
 
-    def before(unit: DStorage, name: str, buffer: torch.Tensor, take: Callable[[], None]) -> None:
+    def before(unit: Unit, name: str, buffer: torch.Tensor, take: Callable[[], None]) -> None:
         launch = getattr(unit, name)
 
         def sliced() -> None:
@@ -140,7 +141,7 @@ def make_anew(units: list[DStorage]) -> None:
 
     for unit in units:
         send = unit.gradients.segments[0].send
-        before(unit, "start_gather", unit.byte_storage, lambda: None)
+        before(unit, "start_gather", DStorage(unit).byte_storage, lambda: None)
         before(unit, "start_reduce", send.tensor, send.take)
 
 
@@ -151,7 +152,7 @@ def launches(rank: int, out: str) -> None:
     mesh = _join("fake", 0, RANKS, 0)
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(BUCKETS)))
     sw.fully_shard_flat(model, mesh, shard_strategy="flat", zero=1, bucket_size=256)
-    units = list(storages_in(model))
+    units = list(units_in(model))
     clocks: dict[str, list[float]] = {"gather": [], "reduce": []}
     for _ in range(60):
         model(torch.ones(2, 16)).sum().backward()
@@ -207,7 +208,7 @@ def steps(rank: int, port: int, size: str, rounds: int, out: str) -> None:
                 "cpu_percent": 100 * sum(cpu) / sum(wall),
             }
         units = runs["kept"][1]
-        views = [unit.views() for unit in units]
+        views = [DStorage(unit).views() for unit in units]
         figures["buckets"] = len(units)
         figures["views"] = sum(v.entries for v in views)
         figures["bytes_of_cache"] = sum(v.nbytes for v in views)

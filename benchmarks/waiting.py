@@ -20,7 +20,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from shardwright.core.profile import ProfiledStage, by_phase
+from shardwright.core.measurement import ProfiledStage, by_phase
 from shardwright.data.synthetic import ClickModel
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import Job, parse_job

@@ -106,7 +106,7 @@ CLAIMS = {
     'with `kind = "columns"`': (
         "data/test_columns.py::test_columns_are_found_by_name_and_bags_have_any_length"
     ),
-    "packed into bytes for inference": "train/test_serving.py::test_a_run_is_packed_by_a_command",
+    "packed into bytes for inference": "models/test_packing.py::test_a_run_is_packed_by_a_command",
     "every step from rows and dim to bytes and seconds per rank": (
         "planner/test_explain.py::test_every_step_of_every_explanation_evaluates_to_its_value"
     ),
@@ -153,8 +153,6 @@ COMMANDS = {
     "shardwright fit": "cli/test_fit.py::test_the_report_answers_in_sentences",
     "shardwright demo": "test_tour.py::test_the_first_page_shows_what_commands_print",
     "shardwright explain": "cli/test_explain.py::test_a_table_is_derived_from_its_rows",
-    "shardwright study": "faults/test_stopped_study.py::"
-    "test_a_study_that_was_stopped_goes_on_and_keeps_what_it_found",
     "shardwright compare": "cli/test_run_folders.py::test_a_run_as_predicted_compares_with_0",
     "shardwright report": "cli/test_run_folders.py::test_a_report_on_a_run_shows_what_was_measured",
     "shardwright diff": "cli/test_run_folders.py::test_equal_plans_do_not_differ",
@@ -162,7 +160,6 @@ COMMANDS = {
     "test_the_exponent_of_made_up_ids_is_found_and_can_be_put_into_the_job",
     "shardwright reshard": "distributed/test_resharding.py::"
     "test_a_checkpoint_of_two_ranks_is_that_of_three_under_other_types",
-    "shardwright pack": "train/test_serving.py::test_a_run_is_packed_by_a_command",
     "shardwright doctor": (
         "cli/test_doctor.py::test_doctor_shows_versions_and_whether_training_works"
     ),

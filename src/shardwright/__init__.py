@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from shardwright.runtime.sharded_module import ShardedModule
     from shardwright.runtime.state import full_state_dict
     from shardwright.runtime.units.buffers import shard_buffer
+    from shardwright.runtime.units.cutting import MixedPrecision
     from shardwright.runtime.units.dstorage import DStorage, get_dstorage
     from shardwright.runtime.units.parameter import ParamInfo
-    from shardwright.runtime.units.precision import MixedPrecision
     from shardwright.runtime.units.shard_tensor import ShardTensor
     from shardwright.runtime.units.unit import State
     from shardwright.tracker.memory import MemoryTracker
@@ -70,7 +70,7 @@ _HOMES = {
     "Measurement": "core.measurement",
     "MemoryTracker": "tracker.memory",
     "MismatchError": "core.errors",
-    "MixedPrecision": "runtime.units.precision",
+    "MixedPrecision": "runtime.units.cutting",
     "Muon": "runtime.muon",
     "NoPlanError": "core.errors",
     "Owned": "core.placement",

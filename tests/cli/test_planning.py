@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.cli.planning import Listener, progress_line
+from shardwright.cli.planning import SearchListener, progress_line
 from shardwright.cli.train import _planned_before
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import parse_job
@@ -24,7 +24,7 @@ def test_a_long_search_is_heard_less_and_less_often(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("shardwright.cli.planning.FIRST", 2.0)
     clock = itertools.count(0.0)
     stream = io.StringIO()
-    watch = Watch(hear=Listener(stream), clock=lambda: next(clock) / 10)
+    watch = Watch(hear=SearchListener(stream), clock=lambda: next(clock) / 10)
     for _ in range(100):
         watch.over()
     watch.found(0.0288, 0.02)
@@ -48,7 +48,7 @@ def _ctrl_c_interrupts() -> Iterator[None]:
 def test_ctrl_c_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Listener(io.StringIO()) as listener:
+        with SearchListener(io.StringIO()) as listener:
             signal.raise_signal(signal.SIGINT)
         assert not listener.interrupted
     finally:
@@ -58,7 +58,7 @@ def test_ctrl_c_that_is_ignored_stays_so() -> None:
 @pytest.mark.usefixtures("_ctrl_c_interrupts")
 def test_ctrl_c_keeps_the_best_plan_and_gives_up_where_there_is_none() -> None:
     watch = Watch()
-    with Listener(io.StringIO()) as listener:
+    with SearchListener(io.StringIO()) as listener:
         watch.hear = listener
         watch.over()
         signal.raise_signal(signal.SIGINT)
@@ -72,7 +72,7 @@ def test_ctrl_c_keeps_the_best_plan_and_gives_up_where_there_is_none() -> None:
 
 @pytest.mark.usefixtures("_ctrl_c_interrupts")
 def test_ctrl_c_gives_up_at_once_while_the_model_is_recorded() -> None:
-    with pytest.raises(KeyboardInterrupt), Listener(io.StringIO()):
+    with pytest.raises(KeyboardInterrupt), SearchListener(io.StringIO()):
         signal.raise_signal(signal.SIGINT)
 
 
@@ -92,7 +92,7 @@ def test_a_long_recording_is_heard_until_the_search_begins(
 ) -> None:
     monkeypatch.setattr("shardwright.cli.planning.FIRST", 0.0)
     stream = Heard()
-    with Listener(stream) as listener:
+    with SearchListener(stream) as listener:
         assert stream.said.wait(60)
         Watch(hear=listener, clock=lambda: 0.0).over()
     first = stream.getvalue().splitlines()[0]

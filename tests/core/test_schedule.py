@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recordings import BUSY, chain, layers, unit
 
 from shardwright.core.recording import Unfolded, Work
-from shardwright.core.schedule import Action, Merged, Modes, Prefetch, UnitFlow, training_step
+from shardwright.core.schedule import Action, Merged, Modes, PlannedFlow, Prefetch, training_step
 
 Members = tuple[str, ...]
 
@@ -393,7 +393,7 @@ def _said(actions: Iterable[Action]) -> list[str]:
     return [f"{action.verb} {action.target}" for action in actions]
 
 
-def _forward(flow: UnitFlow, units: str) -> list[str]:
+def _forward(flow: PlannedFlow, units: str) -> list[str]:
     flow.begin()
     return [
         said for unit in units for said in _said([*flow.enter(unit, "forward"), *flow.leave(unit)])
@@ -401,7 +401,7 @@ def _forward(flow: UnitFlow, units: str) -> list[str]:
 
 
 def test_a_flow_that_knows_no_order_expects_what_the_last_pass_asked_for() -> None:
-    flow = UnitFlow("", AHEAD)
+    flow = PlannedFlow("", AHEAD)
     assert _forward(flow, "aba") == [
         "gather a",
         "free a",
@@ -421,7 +421,7 @@ def test_a_flow_that_knows_no_order_expects_what_the_last_pass_asked_for() -> No
 
 
 def test_a_pass_that_strays_from_the_last_has_nothing_gathered_ahead_from_there_on() -> None:
-    flow = UnitFlow("abc", AHEAD)
+    flow = PlannedFlow("abc", AHEAD)
     assert _said(flow.enter("a", "forward")) == ["gather a", "gather b"]
     assert _said(flow.enter("c", "forward")) == ["gather c"]
     assert _said(flow.enter("b", "forward")) == []
@@ -430,7 +430,7 @@ def test_a_pass_that_strays_from_the_last_has_nothing_gathered_ahead_from_there_
 
 
 def test_a_unit_that_is_entered_again_at_once_is_one_visit() -> None:
-    flow = UnitFlow("abc", AHEAD, "ccbbaa")
+    flow = PlannedFlow("abc", AHEAD, "ccbbaa")
     flow.begin_backward()
     found = [flow.enter(unit, "backward") for unit in "ccbbaa"]
     assert [_said(each) for each in found] == [
@@ -444,11 +444,11 @@ def test_a_unit_that_is_entered_again_at_once_is_one_visit() -> None:
 
 
 def test_who_chooses_what_is_gathered_ahead_gets_the_unit_alone() -> None:
-    assert _said(UnitFlow("abc", AHEAD).enter("a", "forward", ahead=False)) == ["gather a"]
+    assert _said(PlannedFlow("abc", AHEAD).enter("a", "forward", ahead=False)) == ["gather a"]
 
 
 def test_a_gradient_that_is_held_back_leaves_the_reduce_under_way_alone() -> None:
-    flow = UnitFlow("abc", AHEAD)
+    flow = PlannedFlow("abc", AHEAD)
     assert _said(flow.reduce("c")) == ["free c", "reduce c"]
     assert _said(flow.reduce("b", holds=True)) == ["free b", "hold b"]
     assert _said(flow.reduce("a")) == ["collect c", "free a", "reduce a"]
@@ -456,13 +456,13 @@ def test_a_gradient_that_is_held_back_leaves_the_reduce_under_way_alone() -> Non
 
 
 def test_a_backward_without_gradients_of_a_unit_frees_it_and_reduces_nothing() -> None:
-    flow = UnitFlow("abc", AHEAD)
+    flow = PlannedFlow("abc", AHEAD)
     assert _said(flow.reduce("c", sums=False)) == ["free c"]
     assert _said(flow.reduce("b", frees=False)) == ["reduce b"]
 
 
 def test_a_unit_is_done_with_its_last_gradient_before_the_next_one_comes() -> None:
-    flow = UnitFlow("abc", AHEAD)
+    flow = PlannedFlow("abc", AHEAD)
     flow.reduce("c")
     assert _said(flow.touch("b")) == []
     assert _said(flow.touch("c")) == ["collect c"]
@@ -470,7 +470,7 @@ def test_a_unit_is_done_with_its_last_gradient_before_the_next_one_comes() -> No
 
 
 def test_what_was_gathered_ahead_and_not_needed_goes_when_the_backward_is_over() -> None:
-    flow = UnitFlow("abc", AHEAD)
+    flow = PlannedFlow("abc", AHEAD)
     assert flow.begin_backward()
     flow.enter("c", "backward")
     flow.touch("c")
@@ -481,7 +481,7 @@ def test_what_was_gathered_ahead_and_not_needed_goes_when_the_backward_is_over()
 
 
 def test_after_a_backward_that_failed_nothing_is_under_way() -> None:
-    flow = UnitFlow("abc", AHEAD)
+    flow = PlannedFlow("abc", AHEAD)
     flow.begin_backward()
     flow.touch("b")
     flow.reduce("c")

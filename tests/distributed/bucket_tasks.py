@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from shardwright.core.placement import Replicate
-from shardwright.runtime.units.dstorage import DStorage, storages_in
-from shardwright.runtime.units.unit import State
+from shardwright.runtime.units.dstorage import DStorage, units_in
+from shardwright.runtime.units.unit import State, Unit
 
 SIZE = 60  # elements of a bucket, about a layer
 RATES = {"matrices": 0.05, "vectors": 0.02}
@@ -121,8 +121,8 @@ def apart(model: nn.Module, true: dict[str, torch.Tensor]) -> float:
     return max((found[name] - true[name]).abs().max().item() for name in true)
 
 
-def counted(model: nn.Module) -> tuple[list[DStorage], Calls]:
-    units, calls = list(storages_in(model)), Calls()
+def counted(model: nn.Module) -> tuple[list[Unit], Calls]:
+    units, calls = list(units_in(model)), Calls()
     for peers in (units[0].comm, units[0].comm._twins):
         if peers is not None:
             peers.probe = calls
@@ -140,7 +140,7 @@ def train(mesh: DeviceMesh, way: str, size: int, *, holds: bool, flat: bool) -> 
         model.zero_grad()
         for number in range(BACKWARDS):
             waits = holds and number < BACKWARDS - 1
-            with units[0].no_sync() if waits else contextlib.nullcontext():
+            with DStorage(units[0]).no_sync() if waits else contextlib.nullcontext():
                 x = inputs(mesh.get_local_rank(), step * BACKWARDS + number)
                 loss_of(model, x).backward()
         for optimizer in optimizers:
@@ -192,7 +192,7 @@ def order(mesh: DeviceMesh, way: str) -> Any:
     """What happens in a step, and the parameters of every bucket."""
     model = net()
     sw.fully_shard_flat(model, mesh, bucket_size=SIZE, **WAYS[way])
-    units, log = list(storages_in(model)), _Log()
+    units, log = list(units_in(model)), _Log()
     optimizer = torch.optim.SGD(sw.optimizer_parameters(model), lr=0.1)
 
     def follow(name: str) -> Any:
@@ -251,7 +251,7 @@ def copies(mesh: DeviceMesh) -> Any:
     plain.to(torch.float64)
     x = inputs(0).double()
     equal = torch.equal(model(x), plain(x))
-    views = [unit.views() for unit in storages_in(model)]
+    views = [DStorage(unit).views() for unit in units_in(model)]
     outside = [name for seen in views for name in seen.outside]
     return kept, moved, equal, {v.invalidations for v in views}, outside
 
@@ -299,7 +299,7 @@ def in_another_dtype(mesh: DeviceMesh) -> Any:
     model = net().bfloat16()
     sw.Buckets(model, mesh, grad_reduce_in_fp32=True, **CONFIGS["both"])
     loss_of(model, inputs(mesh.get_local_rank()).bfloat16()).backward()
-    reduced = {views.reduced for unit in storages_in(model) for views in unit.buffers.segments}
+    reduced = {views.reduced for unit in units_in(model) for views in unit.buffers.segments}
     return reduced, {p.grad.dtype for p in model.parameters() if p.grad is not None}
 
 

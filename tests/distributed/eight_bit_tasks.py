@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard as TorchShard
 import shardwright as sw
 from shardwright.core.placement import BlockShard, Owned, Placement, Replicate, Shard
 from shardwright.runtime.torch_private import local_of
-from shardwright.runtime.units.dstorage import storages_in
+from shardwright.runtime.units.dstorage import units_in
 
 STEPS = 3
 SHAPES = {  # of each block; sizes that neither blocks nor ranks divide, large ones and small ones
@@ -125,7 +125,7 @@ def train(model: nn.Module, optimizer: Any, steps: range, *, accumulate: bool = 
         optimizer.zero_grad()
         for part in (10, 20) if accumulate else (0,):
             model(step + part).backward()
-        units = list(storages_in(model))
+        units = list(units_in(model))
         before = [unit.comm.sequence for unit in units]
         optimizer.step()
         sent += sum(u.comm.sequence - b for u, b in zip(units, before, strict=True))

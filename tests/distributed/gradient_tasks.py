@@ -20,9 +20,9 @@ from shardwright.core.placement import BlockShard, Owned, Placement, Replicate, 
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.torch_private import local_of
 from shardwright.runtime.units.cut import part_of
-from shardwright.runtime.units.dstorage import DStorage, storages_in
-from shardwright.runtime.units.precision import MixedPrecision
-from shardwright.runtime.units.unit import State
+from shardwright.runtime.units.cutting import MixedPrecision
+from shardwright.runtime.units.dstorage import DStorage, units_in
+from shardwright.runtime.units.unit import State, Unit
 from shardwright.tracker.memory import MemoryTracker
 
 STRATEGIES = ("flat", "per_param", "param_boundary", "mixture")
@@ -94,7 +94,7 @@ def inputs(rank: int, step: int = 0, width: int = 3) -> torch.Tensor:
 
 def shard(
     model: Net, mesh: DeviceMesh, strategy: str, *, merged: bool = False, **options: Any
-) -> list[DStorage]:
+) -> list[Unit]:
     """Every block a unit, or all of them one, and the root another."""
     if strategy == "mixture":
         options["shard_placement_fn"] = mixture
@@ -103,11 +103,11 @@ def shard(
     for modules in [list(model.blocks)] if merged else [[block] for block in model.blocks]:
         fully_shard_flat(modules, mesh, **options)
     fully_shard_flat(model, mesh, **options)
-    return list(storages_in(model))
+    return list(units_in(model))
 
 
 def errors(
-    units: list[DStorage], model: nn.Module, true: dict[str, torch.Tensor]
+    units: list[Unit], model: nn.Module, true: dict[str, torch.Tensor]
 ) -> dict[str, tuple[float, bool]]:
     """Of every local gradient the largest difference from the true one, and whether bits agree."""
     named = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
@@ -214,7 +214,7 @@ def raw_gradients(
         steps = 1 if accumulation == "one backward" else 3
         for step in range(steps):
             held = accumulation.startswith("no_sync") and step < steps - 1
-            with units[0].no_sync() if held else contextlib.nullcontext():
+            with DStorage(units[0]).no_sync() if held else contextlib.nullcontext():
                 loss_of(model, inputs(rank, step)).backward()
         assert all(unit.state is State.SHARDED or unit.keeps_whole for unit in units), case
         label = ", ".join((accumulation, dtypes, reshard, shape, f"prefetch {prefetch}"))

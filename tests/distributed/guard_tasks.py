@@ -22,7 +22,7 @@ from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
-from shardwright.runtime.units.dstorage import storages_in
+from shardwright.runtime.units.dstorage import DStorage, units_in
 from shardwright.train.sources import task_of
 
 BAD_STEP = 3  # from 1 on; the steps before it are good ones
@@ -45,7 +45,7 @@ def spoil(module: nn.Module, value: float, *place: int) -> Callable[[], None]:
 
 def kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """A copy of everything a step changes on this rank."""
-    found = [storage.byte_storage for storage in storages_in(model)]
+    found = [DStorage(storage).byte_storage for storage in units_in(model)]
     for module in model.modules():
         if isinstance(module, ShardedTables):
             for store in (*module.stores, *module.replicas.stores):

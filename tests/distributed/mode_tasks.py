@@ -25,10 +25,10 @@ from shardwright.core.placement import Replicate
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.torch_private import C_GRAD
 from shardwright.runtime.units import buffers, gradients
-from shardwright.runtime.units.dstorage import DStorage, storages_in
+from shardwright.runtime.units.cutting import MixedPrecision
+from shardwright.runtime.units.dstorage import DStorage, units_in
 from shardwright.runtime.units.host_memory import CopyStream
-from shardwright.runtime.units.precision import MixedPrecision
-from shardwright.runtime.units.unit import State
+from shardwright.runtime.units.unit import State, Unit
 
 CUT = {"shard_strategy": "flat"}
 OFFLOADED = {"cpu_offload": True}
@@ -75,13 +75,13 @@ class Calls(Probe):
             self.nbytes[what] += nbytes
 
 
-def sharded(mesh: DeviceMesh, **options: Any) -> tuple[Net, list[DStorage], Calls]:
+def sharded(mesh: DeviceMesh, **options: Any) -> tuple[Net, list[Unit], Calls]:
     """A net of a unit a block and the root's, and who counts their collectives."""
     model, calls = net(), Calls()
     for block in model.blocks:
         sw.fully_shard_flat(block, mesh, **options)
     sw.fully_shard_flat(model, mesh, **options)
-    units = list(storages_in(model))
+    units = list(units_in(model))
     for unit in units:
         for peers in (unit.comm, unit.comm.shards, unit.comm._twins):
             if peers is not None:
@@ -105,9 +105,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def held(
-    model: nn.Module, units: list[DStorage], optimizer: torch.optim.Optimizer
-) -> dict[str, int]:
+def held(model: nn.Module, units: list[Unit], optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of this rank by role: what a step leaves, before the gradients go."""
     states = [local(v) for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
     given = [p for group in optimizer.param_groups for p in group["params"]]
@@ -118,7 +116,7 @@ def held(
     }
 
 
-def whole_gradients(units: list[DStorage]) -> int:
+def whole_gradients(units: list[Unit]) -> int:
     """Bytes of gradients that nothing has summed yet."""
     found = 0
     for unit in units:
@@ -161,7 +159,7 @@ def train(
         optimizer.zero_grad()
         for number in range(BACKWARDS):
             waits = holds and number < BACKWARDS - 1
-            with units[0].no_sync() if waits else contextlib.nullcontext():
+            with DStorage(units[0]).no_sync() if waits else contextlib.nullcontext():
                 loss_of(model, inputs(rank, step * BACKWARDS + number)).backward()
             between.append(whole_gradients(units))
         optimizer.step()
@@ -216,7 +214,7 @@ def shares_are_views(mesh: DeviceMesh) -> list[bool]:
     model(inputs(0)).sum().backward()
     found = []
     for unit in units:
-        storage = unit.byte_storage.untyped_storage().data_ptr()
+        storage = DStorage(unit).byte_storage.untyped_storage().data_ptr()
         parts = [*unit.buffers.locals, *(p.detach() for p in unit.buffers.parameters)]
         found.append(all(part.untyped_storage().data_ptr() == storage for part in parts))
         found.append(unit.buffers.whole.nbytes == 0)
@@ -366,7 +364,7 @@ def written_on_grid(mesh: DeviceMesh, cut: str) -> tuple[float, float]:
     other, x = net(seed=6), inputs(0)
     with contextlib.ExitStack() as stack, torch.no_grad():
         for unit in units:
-            stack.enter_context(unit.unsharded(write=True))
+            stack.enter_context(DStorage(unit).unsharded(write=True))
         for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
     first = (model(x) - other(x)).abs().max().item()
@@ -451,7 +449,7 @@ def copies_of_a_step(mesh: DeviceMesh, way: str) -> tuple[list[str], list[str]]:
         for layer in model:
             sw.fully_shard_flat(layer, mesh, prefetch=1, **how[way], **OFFLOADED)
         sw.fully_shard_flat(model, mesh, prefetch=1, **OFFLOADED)
-        for unit in storages_in(model):
+        for unit in units_in(model):
             for peers in (unit.comm, unit.comm.shards):
                 peers.probe = LabelsNoted(log)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.state import full_state_dict
+from shardwright.runtime.units.cutting import MixedPrecision
 from shardwright.runtime.units.dstorage import DStorage
-from shardwright.runtime.units.precision import MixedPrecision
+from shardwright.runtime.units.unit import Unit
 
 
-def worst(units: list[DStorage], model: nn.Module, true: dict[str, torch.Tensor]) -> float:
+def worst(units: list[Unit], model: nn.Module, true: dict[str, torch.Tensor]) -> float:
     return max(error for error, _ in errors(units, model, true).values())
 
 
@@ -38,7 +39,7 @@ def true_gradients(reference: nn.Module, size: int) -> dict[str, torch.Tensor]:
     }
 
 
-def step_error(model: Net, units: list[DStorage], mesh: DeviceMesh, reference: Net) -> float:
+def step_error(model: Net, units: list[Unit], mesh: DeviceMesh, reference: Net) -> float:
     """The largest gradient error of one step."""
     dtype = next(reference.parameters()).dtype
     for parameter in model.parameters():
@@ -47,11 +48,11 @@ def step_error(model: Net, units: list[DStorage], mesh: DeviceMesh, reference: N
     return worst(units, model, true_gradients(reference, mesh.size()))
 
 
-def inside(units: list[DStorage]) -> bool:
+def inside(units: list[Unit]) -> bool:
     """Whether every local view lies in its unit's byte storage."""
     return all(
-        unit.get_local_view(fqn).untyped_storage()._cdata
-        == unit.byte_storage.untyped_storage()._cdata
+        DStorage(unit).get_local_view(fqn).untyped_storage()._cdata
+        == DStorage(unit).byte_storage.untyped_storage()._cdata
         for unit in units
         for fqn in unit.param_infos
     )
@@ -116,9 +117,9 @@ def moved(mesh: DeviceMesh, strategy: str, what: str) -> Any:
                 parameter.data.mul_(0.5)
         case "written whole":
             for unit in units:
-                with unit.unsharded(write=True), torch.no_grad():
+                with DStorage(unit).unsharded(write=True), torch.no_grad():
                     for fqn in unit.param_infos:
-                        unit.get_unsharded_view(fqn).mul_(0.5)
+                        DStorage(unit).get_unsharded_view(fqn).mul_(0.5)
             for parameter in reference.parameters():
                 parameter.data.mul_(0.5)
         case "double then half the steps":
@@ -185,13 +186,13 @@ def from_meta(mesh: DeviceMesh, strategy: str, how: str) -> Any:
             module.reset_parameters()
     elif how == "written whole":
         source = dict(net().named_parameters())
-        assert all(unit.byte_storage.device.type == "cpu" for unit in units)
+        assert all(DStorage(unit).byte_storage.device.type == "cpu" for unit in units)
         named = {id(p): n for n, p in model.named_parameters()}
         names = {(i, m.fqn): named[id(m.parameter)] for i, u in enumerate(units) for m in u.members}
         for index, unit in enumerate(units):
-            with unit.unsharded(write=True), torch.no_grad():
+            with DStorage(unit).unsharded(write=True), torch.no_grad():
                 for fqn in unit.param_infos:
-                    unit.get_unsharded_view(fqn).copy_(source[names[index, fqn]])
+                    DStorage(unit).get_unsharded_view(fqn).copy_(source[names[index, fqn]])
     reference = net()
     error = step_error(model, units, mesh, reference)
     values = full_state_dict(model)
@@ -231,10 +232,10 @@ def written_in_half(mesh: DeviceMesh, strategy: str) -> tuple[bool, bool]:
     model, reference = net(), net()
     units = shard(model, mesh, strategy, precision=MixedPrecision(torch.bfloat16, torch.float32))
     for unit in units:
-        with unit.unsharded(write=True), torch.no_grad():
+        with DStorage(unit).unsharded(write=True), torch.no_grad():
             for fqn in unit.param_infos:
                 if fqn.endswith("up.bias"):
-                    unit.get_unsharded_view(fqn)[1] = 7.0
+                    DStorage(unit).get_unsharded_view(fqn)[1] = 7.0
     values = full_state_dict(model)
     kept = changed = True
     for name, parameter in reference.named_parameters():

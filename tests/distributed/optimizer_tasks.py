@@ -26,6 +26,7 @@ from shardwright.runtime.optimizer import optimizer_parameters
 from shardwright.runtime.optimizer_dict import load_optimizer_state_dict, optimizer_state_dict
 from shardwright.runtime.state import full_state_dict
 from shardwright.runtime.torch_private import local_of
+from shardwright.runtime.units.dstorage import DStorage
 
 STEPS = 3
 Groups = list[dict[str, Any]]
@@ -244,7 +245,7 @@ def accumulated(mesh: DeviceMesh, strategy: str) -> float:
     for _ in range(2):
         optimizer.zero_grad()
         other.zero_grad()
-        with units[0].no_sync():
+        with DStorage(units[0]).no_sync():
             loss_of(model, inputs(rank, 0)).backward()
         for step in (1, 2):
             loss_of(model, inputs(rank, step)).backward()
@@ -387,7 +388,7 @@ def flat_tensor(mesh: DeviceMesh) -> Any:
     (flat,) = optimizer_parameters(model, per_unit=False)
     local = local_of(flat)
     same = all(
-        unit.byte_storage.untyped_storage()._cdata == local.untyped_storage()._cdata
+        unit.buffers.shard.untyped_storage()._cdata == local.untyped_storage()._cdata
         for unit in units
     )
     after = [whole(p.grad) for p in model.parameters()]

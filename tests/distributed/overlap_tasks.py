@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardwright as sw
 from shardwright.core.errors import InputError, PeerError, RunError
-from shardwright.core.profile import Meeting
+from shardwright.core.measurement import Meeting
 from shardwright.job.plan import Plan
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard

@@ -27,7 +27,7 @@ from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter, exact_events
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.state import full_state_dict
-from shardwright.runtime.units.dstorage import storages_in
+from shardwright.runtime.units.dstorage import units_in
 from shardwright.tracker.memory import MemoryTracker
 from shardwright.train.sources import task_of
 from shardwright.train.sources.python import OwnTask, really
@@ -70,7 +70,7 @@ def bytes_of_applying(mesh: DeviceMesh) -> tuple[int, int, int]:
     with MemoryTracker() as seen:
         model = apply(model, made, mesh)
     most = max(sum(kinds.values()) for kinds in seen.peaks.values())
-    return most, sum(unit.buffers.shard.nbytes for unit in storages_in(model)), whole
+    return most, sum(unit.buffers.shard.nbytes for unit in units_in(model)), whole
 
 
 def exact_bytes(mesh: DeviceMesh, name: str) -> tuple[dict[str, int], dict[str, int]]:
@@ -90,7 +90,7 @@ def exact_bytes(mesh: DeviceMesh, name: str) -> tuple[dict[str, int], dict[str, 
     for event in exact_events(mesh.get_local_rank(), model, optimizer):
         measured[event.kind] = measured.get(event.kind, 0) + event.bytes
     true = {"weight": 0, "gradient": 0, "padding": 0}
-    for unit in storages_in(model):
+    for unit in units_in(model):
         for segment in unit.layout.segments:
             held = [segment.piece(slot, mesh.get_local_rank()).numel for slot in segment.slots]
             share, size = segment.share_bytes, segment.share_bytes // max(segment.share, 1)

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 import shardwright as sw
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.units.dstorage import storages_in
+from shardwright.runtime.units.dstorage import DStorage, units_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-fsdp2.md"
 GUIDE = PAGE.with_name("runtime.md")
@@ -170,9 +170,9 @@ def shard(model: Model, mesh: DeviceMesh, strategy: str | None) -> None:
 
 def left(names: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     model = names["model"]
-    units = list(storages_in(model))
+    units = list(units_in(model))
     for unit in units:
-        unit.reset()
+        DStorage(unit).reset()
     state = sw.full_state_dict(model) if units else model.state_dict()
     for name, value in state.items():
         name = name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
@@ -289,7 +289,7 @@ def refuse(mesh: DeviceMesh, line: int, strategies: Sequence[str]) -> dict[str, 
             found[strategy] = "nothing"
         except (sw.ShardwrightError, RuntimeError) as error:
             found[strategy] = f"{type(error).__name__}: {error}"
-        for unit in storages_in(names["model"]):
-            unit.reset()
+        for unit in units_in(names["model"]):
+            DStorage(unit).reset()
         Comm(mesh).forget()
     return found

@@ -18,8 +18,8 @@ from shardwright.estimate.unplanned import recorded_model
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.models.llama import Llama
 from shardwright.runtime.fully_shard import fully_shard_flat
-from shardwright.runtime.model_parts import storages_in
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
+from shardwright.runtime.units.dstorage import DStorage, units_in
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.memory import MemoryTracker
 
@@ -91,6 +91,6 @@ class _Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
     ) -> Any:
-        for storage in storages_in(self.submod):
-            storage.set_requires_gradient_sync(last_backward)
+        for storage in units_in(self.submod):
+            DStorage(storage).set_requires_gradient_sync(last_backward)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)

@@ -22,7 +22,7 @@ from shardwright.core.placement import Owned, Replicate, Shard
 from shardwright.runtime.clip import clip_grad_norm_
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.units.cut import part_of
-from shardwright.runtime.units.dstorage import get_dstorage, storages_in
+from shardwright.runtime.units.dstorage import DStorage, get_dstorage, units_in
 from shardwright.runtime.units.unit import State
 
 ROWS = 4
@@ -97,7 +97,7 @@ def differences(model: nn.Module, true: dict[str, torch.Tensor]) -> dict[str, fl
 
 def resting(model: nn.Module) -> bool:
     """Whether every unit shows its shards."""
-    return all(unit.state is State.SHARDED for unit in storages_in(model) if not unit.keeps_whole)
+    return all(unit.state is State.SHARDED for unit in units_in(model) if not unit.keeps_whole)
 
 
 def said(call: Callable[[], object]) -> str:
@@ -295,14 +295,14 @@ def backward_twice_retain(mesh: DeviceMesh) -> Any:
 
 def no_sync_accumulate(mesh: DeviceMesh) -> Any:
     model, reference = nested(mlp(), mesh), mlp()
-    storages = list(storages_in(model))
+    storages = list(units_in(model))
     rank, size = mesh.get_local_rank(), mesh.size()
     for storage in storages:
-        storage.set_requires_gradient_sync(False)
+        DStorage(storage).set_requires_gradient_sync(False)
     squared(model, inputs(rank)).backward()
     nothing = all(p.grad is None for p in model.parameters())
     for storage in storages:
-        storage.set_requires_gradient_sync(True)
+        DStorage(storage).set_requires_gradient_sync(True)
     squared(model, inputs(rank + 7)).backward()
     true = mean_gradients(reference, size, squared)
     for name, g in mean_gradients(reference, size, squared, lambda r: inputs(r + 7)).items():
@@ -371,10 +371,10 @@ def meta_init(mesh: DeviceMesh) -> Any:
     reference.load_state_dict(values)
     squared(model, inputs(rank)).backward()
     within = all(
-        unit.byte_storage.data_ptr()
-        <= unit.get_local_view(fqn).data_ptr()
-        < unit.byte_storage.data_ptr() + unit.byte_storage.numel()
-        for unit in storages_in(model)
+        DStorage(unit).byte_storage.data_ptr()
+        <= DStorage(unit).get_local_view(fqn).data_ptr()
+        < DStorage(unit).byte_storage.data_ptr() + DStorage(unit).byte_storage.numel()
+        for unit in units_in(model)
         for fqn, info in unit.param_infos.items()
         if info.local_shape.numel()
     )
@@ -404,8 +404,8 @@ def gradient_divide_factor(mesh: DeviceMesh, on_root_only: bool) -> Any:
     fully_shard_flat(model[0], mesh)
     fully_shard_flat(model[1], mesh)
     root = fully_shard_flat(model, mesh)
-    for storage in [root] if on_root_only else storages_in(model):
-        storage.set_gradient_divide_factor(3.0)
+    for storage in [root] if on_root_only else units_in(model):
+        DStorage(storage).set_gradient_divide_factor(3.0)
     size = mesh.size()
     squared(model, inputs(mesh.get_local_rank())).backward()
     true = mean_gradients(reference, size, squared)

@@ -9,8 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.document import read_document
-from shardwright.core.measurement import RECORD_SCHEMA, Record
-from shardwright.core.profile import RankProfile
+from shardwright.core.measurement import RECORD_SCHEMA, RankProfile, Record
 from shardwright.job.plan import read_plan
 from shardwright.launcher.folder import record_file
 from shardwright.launcher.heartbeat import Heartbeat

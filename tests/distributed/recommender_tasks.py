@@ -32,7 +32,7 @@ from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.saving import load_checkpoint, save_checkpoint
 from shardwright.runtime.state import full_state_dict
-from shardwright.runtime.units.dstorage import storages_in
+from shardwright.runtime.units.dstorage import units_in
 from shardwright.tracker.memory import MemoryTracker
 from shardwright.train.sources import task_of
 from shardwright.train.sources.python import OwnTask
@@ -199,8 +199,8 @@ def accumulated(
         try:
             for batch in steps:
                 for number in range(parts):
-                    for storage in storages_in(model):
-                        storage.set_requires_gradient_sync(not holds or number == parts - 1)
+                    for storage in units_in(model):
+                        storage.take_settings(not holds or number == parts - 1)
                     part = tree_map(lambda rows, at=number, of=parts: rows.chunk(of)[at], batch)
                     (task.loss(model, part) / parts).backward()
                 if guard is not None:

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.torch_private import C_GRAD
-from shardwright.runtime.units.dstorage import DStorage, storages_in
-from shardwright.runtime.units.unit import State
+from shardwright.runtime.units.dstorage import DStorage, units_in
+from shardwright.runtime.units.unit import State, Unit
 
 Loss = Callable[[Net, torch.Tensor], torch.Tensor]
 
@@ -33,7 +33,7 @@ def true_gradients(size: int, loss: Loss = loss_of, times: int = 1) -> dict[str,
     return {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
 
 
-def resting(units: list[DStorage]) -> bool:
+def resting(units: list[Unit]) -> bool:
     """Whether every unit has its shard only, and no more memory than that."""
     return all(
         unit.keeps_whole
@@ -118,7 +118,7 @@ def recomputed(mesh: DeviceMesh, what: str, half: int | None) -> list[tuple[floa
         for block in model.blocks:
             fully_shard_flat(block, mesh, **options)
         fully_shard_flat(root, mesh, **options)
-        units = list(storages_in(root))
+        units = list(units_in(root))
         for _ in range(3):
             for parameter in root.parameters():
                 parameter.grad = None
@@ -221,7 +221,7 @@ def odd_forwards(mesh: DeviceMesh, what: str, half: int | None) -> list[tuple[fl
         else:
             model = net()
             shard(model, mesh, strategy, prefetch=prefetch, reshard_after_forward=reshard)
-        units = list(storages_in(root if what in INSIDE else model))
+        units = list(units_in(root if what in INSIDE else model))
         for _ in range(2):
             model.zero_grad()
             (root(inputs(rank)) if what in INSIDE else loss(model, inputs(rank))).backward()
@@ -281,7 +281,7 @@ def odd_backwards(mesh: DeviceMesh, what: str, half: int | None) -> list[tuple[f
             assert torch.allclose(x.grad, y.grad, atol=1e-6)
         elif what == "no_sync, then another order":
             model.zero_grad()
-            with units[0].no_sync():
+            with DStorage(units[0]).no_sync():
                 loss.backward()
             true_twice = true_gradients(size, times=2)
             loss_of(model, inputs(rank)).backward()
@@ -361,7 +361,7 @@ def exceptions(
             if block is not trap:
                 fully_shard_flat(block, mesh, shard_strategy=strategy, **options)
         fully_shard_flat(model, mesh, shard_strategy=strategy, **options)
-        units = list(storages_in(model))
+        units = list(units_in(model))
         held = list(model.parameters())
         loss_of(model, inputs(rank)).backward()
         for _ in range(2):
@@ -471,7 +471,7 @@ def exposed(mesh: DeviceMesh, kind: str) -> list[Any]:
     found = []
     for strategy in ("flat", "per_param", "param_boundary"):
         module = Exposing(kind)
-        unit = fully_shard_flat(module, mesh, shard_strategy=strategy)
+        unit = fully_shard_flat(module, mesh, shard_strategy=strategy).unit
         returned = list(tensors_in(module(inputs(rank))))
         assert unit.state is State.SHARDED
         same = all(torch.equal(a, b) for a, b in zip(returned, wanted, strict=True))

@@ -26,7 +26,7 @@ DISAGREE = {
 KERNELS = {
     "fused_uvm": "Plan it with one of these as its compute_kernels.",
     "fused_uvm_caching": "Plan it with one of these as its compute_kernels.",
-    "quant": "One process looks rows of bytes up: shardwright.train.serving.",
+    "quant": "One process looks rows of bytes up: examples/packing.py.",
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pool import Pool
 
-from shardwright.runtime.units.precision import MixedPrecision
+from shardwright.runtime.units.cutting import MixedPrecision
 
 BF16 = 2.0**-6  # a few roundings of 8 bits, where bf16 is summed over more than two ranks
 

@@ -13,14 +13,13 @@ import pytest
 from pool import Pool
 from profile_tasks import DELAY, STEPS, offsets, trained, with_a_straggler
 
-from shardwright.core.measurement import Record
-from shardwright.core.profile import by_phase, stages_of, waiting
+from shardwright.core.measurement import Record, by_phase
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import parse_job
 from shardwright.job.plan import Plan, write_plan
 from shardwright.launcher.folder import trace_file
 from shardwright.train.compare import compare
-from shardwright.train.records import merge
+from shardwright.train.records import merge, stages_of, waiting
 from shardwright.train.sources import source_of
 
 Straggled = Callable[[int], tuple[Path, list[Any]]]

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.runtime.fully_shard import fully_shard_flat
-from shardwright.runtime.units.precision import MixedPrecision
+from shardwright.runtime.units.cutting import MixedPrecision
 from shardwright.tracker.memory import MemoryTracker
 
 WORDS, WIDTH, BLOCKS, BATCH, LENGTH = 53, 24, 2, 2, 10

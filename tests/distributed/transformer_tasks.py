@@ -23,7 +23,7 @@ from shardwright.runtime.meter import Meter
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.state import full_state_dict
-from shardwright.runtime.units.dstorage import storages_in, traffic
+from shardwright.runtime.units.dstorage import traffic, units_in
 from shardwright.train.sources import task_of
 
 
@@ -98,7 +98,7 @@ def moved_by_units(mesh: DeviceMesh, made: Plan) -> dict[str, tuple[int, int]]:
     model = apply(task.model(torch.device("cpu")), made, mesh)
     return {
         unit.name: tuple(traffic(unit, unit.flow.reshards(unit.key)))  # type: ignore[misc]
-        for unit in storages_in(model)
+        for unit in units_in(model)
     }
 
 

@@ -28,10 +28,10 @@ from shardwright.runtime.comm import Comm
 from shardwright.runtime.fully_shard import check_offload, fully_shard_flat
 from shardwright.runtime.state import full_state_dict
 from shardwright.runtime.units.buffers import shard_buffer
-from shardwright.runtime.units.dstorage import DStorage, get_dstorage, storages_in
+from shardwright.runtime.units.cutting import MixedPrecision
+from shardwright.runtime.units.dstorage import DStorage, get_dstorage, units_in
 from shardwright.runtime.units.gradients import SegmentGradient
-from shardwright.runtime.units.precision import MixedPrecision
-from shardwright.runtime.units.unit import State
+from shardwright.runtime.units.unit import State, Unit
 
 STRATEGIES = ("flat", "per_param", "param_boundary", "mixture")
 
@@ -82,7 +82,7 @@ def states(mesh: DeviceMesh, strategy: str) -> Any:
 def _look(module: nn.Module, storage: DStorage) -> Any:
     kinds = {type(p.data).__name__ for p in module.parameters()}
     dims = {p.dim() for p in module.parameters()}
-    return storage.state.value, kinds, dims, storage.buffers.whole.storage.nbytes()
+    return storage.state.value, kinds, dims, storage.unit.buffers.whole.storage.nbytes()
 
 
 def views(mesh: DeviceMesh, strategy: str) -> Any:
@@ -132,7 +132,7 @@ def nothing_new_in_a_step(mesh: DeviceMesh, strategy: str) -> Any:
     return seen[0] == seen[1] == seen[2] == seen[3], shared
 
 
-def _whole_views(unit: DStorage) -> list[torch.Tensor]:
+def _whole_views(unit: Unit) -> list[torch.Tensor]:
     rows = zip(unit.buffers.segments, unit.layout.segments, strict=True)
     cut = [views.refill for views, segment in rows if segment.cut != "replicated"]
     return [view for view in cut if view.numel()]
@@ -143,7 +143,7 @@ def _share_storage(buffer: torch.Tensor, parts: list[torch.Tensor]) -> bool:
     return all(part.untyped_storage()._cdata == address for part in parts)
 
 
-def _cached(unit: DStorage) -> Any:
+def _cached(unit: Unit) -> Any:
     shown = [(id(m.parameter), m.parameter.data_ptr()) for m in unit.members if unit.members]
     gradients = unit.gradients.segments
     kept = [*unit.buffers.locals, *unit.buffers.parameters]
@@ -160,15 +160,16 @@ def _sent(gradient: SegmentGradient) -> list[torch.Tensor]:
 def dropped_on_its_way(mesh: DeviceMesh) -> list[int]:
     """Bytes of what is sent when a reduction that is dropped is waited for, and afterwards."""
     model = nn.Linear(4, 3)
-    unit = fully_shard_flat(model, mesh, register_hooks=False)
-    unit.unshard()
+    storage = fully_shard_flat(model, mesh, register_hooks=False)
+    storage.unshard()
+    unit = storage.unit
     model(torch.ones(2, 4)).sum().backward()
     unit.start_reduce()
     ((gradient, _, _, _, pending),) = unit.gradients.under_way
     assert pending is not None
     seen = []
     pending.then(lambda: seen.append(gradient.send.storage.nbytes()))
-    unit.reset()
+    storage.reset()
     return [*seen, gradient.send.storage.nbytes()]
 
 
@@ -368,7 +369,7 @@ def gradients_of(mesh: DeviceMesh, kind: str) -> list[float]:
     found = []
     for strategy in STRATEGIES:
         module = make()
-        unit = fully_shard_flat(module, mesh, **options(strategy))
+        unit = fully_shard_flat(module, mesh, **options(strategy)).unit
         for _ in range(3):
             module.zero_grad()
             loss(module, rank).backward()
@@ -416,7 +417,7 @@ def traced_order(mesh: DeviceMesh) -> Any:
             fully_shard_flat(layer, mesh, prefetch=prefetch)
         fully_shard_flat(model, mesh, prefetch=prefetch)
         notes = Notes()
-        for number, unit in enumerate(storages_in(model)):
+        for number, unit in enumerate(units_in(model)):
             unit.comm.probe = notes
             unit.name = f"u{number}"
         for _ in range(3):

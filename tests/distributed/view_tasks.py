@@ -45,18 +45,18 @@ def kept(mesh: DeviceMesh, way: str) -> Any:
     strategy, options = WAYS[way]
     model = net(mixed=True)
     units = shard(model, mesh, strategy, **options)
-    said = [[unit.views() for unit in units]]
+    said = [[DStorage(unit).views() for unit in units]]
     optimizer = torch.optim.SGD(optimizer_parameters(model), lr=0.1)
     for step in range(3):
         loss_of(model, inputs(mesh.get_local_rank(), step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        said.append([unit.views() for unit in units])
+        said.append([DStorage(unit).views() for unit in units])
     made = _Made()
     with torch.no_grad(), made:
         for unit in units:
-            unit.unshard()
-            unit.reshard()
+            DStorage(unit).unshard()
+            DStorage(unit).reshard()
     sane = all(v.entries and v.nbytes == v.entries * VIEW_BYTES for row in said for v in row)
     return said, made.found, sane
 
@@ -98,6 +98,6 @@ def _move(model: Net, what: str) -> None:
 
 def displaced(mesh: DeviceMesh) -> CachedViews:
     """What ``views()`` says of a view that is none of its buffer's, made by force."""
-    storage: DStorage = fully_shard_flat(net(), mesh, shard_strategy="flat")
-    storage.buffers.locals[0] = storage.buffers.locals[0].clone()
-    return CachedViews.of(storage.buffers.cached(), 0)
+    buffers = fully_shard_flat(net(), mesh, shard_strategy="flat").unit.buffers
+    buffers.locals[0] = buffers.locals[0].clone()
+    return CachedViews.of(buffers.cached(), 0)

@@ -17,7 +17,7 @@ from shardwright.job.job import Job, parse_job
 from shardwright.job.model_of_job import model_of, tables_of
 from shardwright.models.dlrm import DLRM
 from shardwright.models.transformer import Transformer, next_token_loss
-from shardwright.trace.module import Subject, record
+from shardwright.trace.module import TracedModule, record
 from shardwright.trace.recorder import Recorder
 from shardwright.trace.tables import RoutedRows
 from shardwright.trace.treatment import Treatment
@@ -317,7 +317,7 @@ def _whole(job: Job) -> Recording:
         )
         with ON_CPU.applied(model, [], []) as applied:
             return record(
-                Subject(
+                TracedModule(
                     model,
                     (tokens,),
                     {"embed": [model.embed], **blocks, "head": [model.head]},

@@ -25,7 +25,7 @@ from shardwright.job.job import Job, degrees_of, memory_of, parse_job
 from shardwright.models.llama import Llama
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.optimizer import optimizer_parameters
-from shardwright.runtime.units.precision import MixedPrecision
+from shardwright.runtime.units.cutting import MixedPrecision
 from shardwright.trace.checkpointing import apply_checkpointing
 from shardwright.tracker.memory import MemoryTracker
 from shardwright.tracker.private import fsdp2_holds_all_reduced

@@ -18,11 +18,11 @@ def install(rank: int, what: str, folder: Path) -> None:
     from torch import nn
 
     from shardwright.runtime.embeddings.tables import ShardedTables
-    from shardwright.runtime.units.dstorage import storages_in
+    from shardwright.runtime.units.dstorage import DStorage, units_in
     from shardwright.train.sources.clicks import Clicks
 
     def weights(model: nn.Module) -> list[torch.Tensor]:
-        found = [unit.byte_storage for unit in storages_in(model)]
+        found = [DStorage(unit).byte_storage for unit in units_in(model)]
         for module in model.modules():
             if isinstance(module, ShardedTables):
                 for store in (*module.stores, *module.replicas.stores):

@@ -12,10 +12,7 @@ from typing import Any
 import msgspec
 
 from shardwright.core.document import encode_document
-from shardwright.core.kinds import EmbeddingsSection
 from shardwright.core.measurement import SCHEMA, Curve, Measurement, Quality
-from shardwright.core.study import SCHEMA as STUDY_SCHEMA
-from shardwright.core.study import KindStudy, Lookup, Study, Trial
 from shardwright.core.timeline import PEAK, Event, encode
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import Job, parse_job
@@ -29,7 +26,6 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "plan": Plan,
     "measurement": Measurement,
     "outcome": RunOutcome,
-    "study": Study,
 }
 TYPES = ("data_parallel", "table_wise", "row_wise", "column_wise")
 FINGERPRINT = "0" * 64  # in the files: a plan's own depends on the version
@@ -96,30 +92,6 @@ def outcome() -> RunOutcome:
     )
 
 
-def study() -> Study:
-    """Two kinds, of which one is trained."""
-    quality = Quality(100, 0.75, 0.5, 0.875)
-    trial = Trial(0, {"all": quality, "often": quality, "rarely": quality})
-    lookup = Lookup(parameters=80, nbytes=320, flops=8, seconds=0.25, calls=3)
-    qr = EmbeddingsSection(kind="qr", collisions=10)
-    return Study(
-        schema=STUDY_SCHEMA,
-        model="dlrm",
-        world_size=2,
-        batch=16,
-        steps=8,
-        seeds=(0,),
-        kinds=(
-            KindStudy("full", EmbeddingsSection(kind="full"), 40, 160, lookup, (trial,)),
-            KindStudy("qr", qr, 8, 32, lookup),
-        ),
-        rows=1000,
-        seen=(3.5, 1.25),
-        versions={"shardwright": "0", "torch": "0"},
-        machine={"cpu": "x"},
-    )
-
-
 REAL = re.compile(r'^(\s*(?:"[^"]*": )?)(-?\d+(?:\.\d+)?e-?\d+|-?\d+\.\d+)(,?)$', re.MULTILINE)
 
 
@@ -146,7 +118,6 @@ def values() -> dict[str, Any]:
         "plan": plan(job()),
         "measurement": measurement(),
         "outcome": outcome(),
-        "study": study(),
     }
 
 

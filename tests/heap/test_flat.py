@@ -9,9 +9,8 @@ import pytest
 
 from shardwright.core.tensor import TensorSpec
 from shardwright.heap.flat import FlatUnits
-from shardwright.heap.ledger import Ledger
+from shardwright.heap.ledger import STAYING, Ledger
 from shardwright.heap.machine import Sharding
-from shardwright.heap.pieces import STAYING
 
 NAMES = ("", "first", "last")  # the root's own parameters come first
 BACKWARDS = ("", "last", "first")

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from shardwright.core.tensor import TensorSpec
-from shardwright.heap.fsdp2 import FSDP2
-from shardwright.heap.fsdp2_sizes import cut_dim, local_chunk
-from shardwright.heap.ledger import Ledger
+from shardwright.heap.fsdp2 import FSDP2, cut_dim, local_chunk
+from shardwright.heap.ledger import STAYING, Ledger
 from shardwright.heap.machine import Sharding
-from shardwright.heap.pieces import STAYING
 
 ROWS, COLUMNS = 10, 6
 NAMES = ("first", "middle", "last")

@@ -16,8 +16,8 @@ from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.optimizers import DENSE, OPTIMIZERS, Optimizer, optimizer_named
 from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import StorageChange
-from shardwright.heap.optimizers import (
-    Kept,
+from shardwright.heap.rank_step import (
+    StateTensor,
     peak_bytes,
     state_bytes,
     states,
@@ -160,8 +160,8 @@ def test_muons_step_takes_what_its_part_or_adamws_takes_whichever_is_more() -> N
 
 def test_step_counters_live_on_the_host_unless_the_step_is_fused() -> None:
     spec = TensorSpec("w", (4,))
-    assert Kept("step", 4, "host") in states(optimizer_named("adamw"), spec)
-    assert Kept("step", 4, "device") in states(optimizer_named("adamw", "fused"), spec)
+    assert StateTensor("step", 4, "host") in states(optimizer_named("adamw"), spec)
+    assert StateTensor("step", 4, "device") in states(optimizer_named("adamw", "fused"), spec)
 
 
 def test_adamw_with_bf16_states_keeps_four_bytes_per_parameter() -> None:

@@ -16,7 +16,7 @@ from shardwright.heap.flat import FlatUnits
 from shardwright.heap.ledger import Ledger
 from shardwright.heap.machine import Sharding
 from shardwright.heap.rank_step import Chunk, RankStep
-from shardwright.heap.traffic import Asked, Replicas, Served, Traffic
+from shardwright.heap.traffic import Asked, ReplicatedTables, Served, Traffic
 
 Peaks = dict[Phase, dict[Kind, int]]
 
@@ -243,7 +243,7 @@ def test_the_exchange_with_tables_has_phases_of_its_own() -> None:
 
 def test_without_routed_tables_no_ids_are_exchanged() -> None:
     replicas = msgspec.structs.replace(
-        TRAFFIC, asked=(), served=(), replicas=(Replicas(IDS, IDS, WIDTH, IDS),)
+        TRAFFIC, asked=(), served=(), replicas=(ReplicatedTables(IDS, IDS, WIDTH, IDS),)
     )
     recorded = chain([unit("mlp", 50)], tables_after="mlp")
     peaks = _run(recorded, {"weight": SLICE}, tables=replicas)

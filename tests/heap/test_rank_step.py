@@ -16,9 +16,8 @@ from shardwright.core.tensor import TensorSpec
 from shardwright.heap.flat import FlatUnits
 from shardwright.heap.fsdp2 import FSDP2
 from shardwright.heap.ledger import Ledger
-from shardwright.heap.machine import Machine, Mark, Sharding
+from shardwright.heap.machine import Machine, Megatron, Repetition, Replicated, Sharding
 from shardwright.heap.rank_step import ONE_PASS, Chunk, RankStep
-from shardwright.heap.replicated import Megatron, Replicated
 from shardwright.job.pipelining import (
     SCHEDULES,
     Pass,
@@ -240,7 +239,7 @@ def test_a_repetition_is_skipped_only_while_some_of_what_it_counts_down_is_left(
         machine.leave("0")
         machine.finish()
     backward()
-    before = Mark(heap, machine)
+    before = Repetition(heap, machine)
     backward()
     assert before.skip(100) == 3
     assert [each.number for each in machine.depths()] == [1]

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from shardwright.core.tensor import TensorSpec
-from shardwright.heap.ledger import Ledger
-from shardwright.heap.machine import Sharding
-from shardwright.heap.pieces import STAYING
-from shardwright.heap.replicated import Megatron, Replicated
+from shardwright.heap.ledger import STAYING, Ledger
+from shardwright.heap.machine import Megatron, Replicated, Sharding
 
 SHAPES = [(50, 4), (30, 4), (30, 2), (10, 10), (7,)]
 NUMEL = sum(TensorSpec("", shape).numel for shape in SHAPES)

@@ -9,7 +9,7 @@ import pytest
 from shardwright.core.schedule import UPDATED_AT_ONCE
 from shardwright.heap import route
 from shardwright.heap.ledger import Ledger
-from shardwright.heap.traffic import Asked, Replicas, Served, Traffic
+from shardwright.heap.traffic import Asked, ReplicatedTables, Served, Traffic
 
 ID, FLOAT = 8, 4
 
@@ -26,7 +26,7 @@ WHOLE = _traffic(UNCUT)
 TWO_GROUPS = _traffic(
     UNCUT, Asked(20, 20, 20, 8), served=(Served(12, 12, 16, 9), Served(6, 6, 8, 6))
 )
-REPLICAS = Traffic("tables", (), (), (Replicas(10, 10, 16, 10),))
+REPLICAS = Traffic("tables", (), (), (ReplicatedTables(10, 10, 16, 10),))
 
 
 def _peak(act: Callable[[Ledger, Traffic], None], traffic: Traffic, *before: Any) -> int:
@@ -208,7 +208,7 @@ def test_several_groups_are_parted_before_they_are_updated() -> None:
 
 
 def test_a_riding_gradient_travels_once_to_every_rank() -> None:
-    riding = _traffic(UNCUT, replicas=(Replicas(10, 10, 16, 10),), ride_bytes=2 * 640)
+    riding = _traffic(UNCUT, replicas=(ReplicatedTables(10, 10, 16, 10),), ride_bytes=2 * 640)
     sent = 10 * 16 * FLOAT + 2 * 640
     received = 12 * 16 * FLOAT + 2 * 640
     assert _peak(route.return_gradients, riding) == 640 + 2 * sent + received
@@ -217,7 +217,7 @@ def test_a_riding_gradient_travels_once_to_every_rank() -> None:
 
 
 def test_an_adagrad_replica_squares_its_gradient() -> None:
-    replicas = (Replicas(10, 10, 16, 10, optimizer="rowwise_adagrad"),)
+    replicas = (ReplicatedTables(10, 10, 16, 10, optimizer="rowwise_adagrad"),)
     traffic = Traffic("tables", (), (), replicas)
     assert _peak(route.update, traffic) == 640 + 10 * FLOAT
 

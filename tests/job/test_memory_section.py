@@ -14,31 +14,34 @@ from shardwright.job.memory import (
     MemorySection,
     Offload,
     Runtime,
-    check_memory,
-    check_planned,
     float8_scaling,
 )
 from shardwright.job.model_of_job import step_dtypes
+
+
+def _checked(section: MemorySection, kind: str = "llama") -> None:
+    """Read a job with the section."""
+    parse_job({"model": {"kind": kind}, "memory": msgspec.to_builtins(section)})
 
 
 @pytest.mark.parametrize(
     "name", ["none", "full", "selective", "core_attention", "layers:2", "save:aten.mm"]
 )
 def test_checkpointing_goes_by_name(name: str) -> None:
-    check_memory(MemorySection(checkpointing=name), "job")
+    _checked(MemorySection(checkpointing=name))
 
 
 @pytest.mark.parametrize("name", ["some", "layers:", "layers:0", "layers:-1", "save:", "full "])
 def test_an_unknown_checkpointing_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(InputError) as caught:
-        check_memory(MemorySection(checkpointing=name), "job")
+        _checked(MemorySection(checkpointing=name))
     assert str(caught.value).startswith("job: memory.checkpointing: expected one of none, full, ")
     assert str(caught.value).endswith(f"got {name!r}.")
 
 
 def test_fsdp2_shares_everything() -> None:
     with pytest.raises(InputError) as caught:
-        check_memory(MemorySection(runtime="fsdp2", zero=1), "job")
+        _checked(MemorySection(runtime="fsdp2", zero=1))
     assert str(caught.value) == (
         "job: memory.zero: expected nothing beside runtime = 'fsdp2', got 1. Optimizer states "
         "alone are shared by memory.runtime = 'shardwright', or 'ddp' with "
@@ -48,16 +51,16 @@ def test_fsdp2_shares_everything() -> None:
 
 @pytest.mark.parametrize("runtime", ["fsdp2", "ddp", "megatron"])
 def test_zero_2_is_what_our_runtime_does(runtime: Runtime) -> None:
-    check_memory(MemorySection(zero=2), "job")
+    _checked(MemorySection(zero=2))
     with pytest.raises(InputError, match=r"got 2\. memory.runtime = 'shardwright' shares"):
-        check_memory(MemorySection(runtime=runtime, zero=2), "job")
+        _checked(MemorySection(runtime=runtime, zero=2))
 
 
 @pytest.mark.parametrize("zero", [1, 2])
 def test_parameters_that_stay_whole_are_not_freed(zero: Zero) -> None:
-    check_memory(MemorySection(zero=zero, reshard_after_forward=False), "job")
+    _checked(MemorySection(zero=zero, reshard_after_forward=False))
     with pytest.raises(InputError, match=f"false or nothing beside zero = {zero}, which keeps"):
-        check_memory(MemorySection(zero=zero, reshard_after_forward=True), "job")
+        _checked(MemorySection(zero=zero, reshard_after_forward=True))
 
 
 @pytest.mark.parametrize(
@@ -73,10 +76,10 @@ def test_a_runtime_has_on_the_host_what_it_can(runtime: Runtime, ways: tuple[Off
     for way in get_args(Offload):
         section = MemorySection(runtime=runtime, offload=way)
         if way in ways:
-            check_memory(section, "job")
+            _checked(section)
         else:
             with pytest.raises(InputError, match=r"memory\.offload: expected 'none' or '"):
-                check_memory(section, "job")
+                _checked(section)
 
 
 def test_what_is_left_to_a_plan_is_not_estimated_without_one() -> None:
@@ -134,17 +137,17 @@ def test_the_device_of_a_preset_is_known_without_its_constants() -> None:
 
 def test_settings_that_mean_nothing_beside_others_are_refused() -> None:
     section = MemorySection(fsdp2=Fsdp2Section(reduce_scatter_max_input_buffers=2))
-    check_memory(msgspec.structs.replace(section, runtime="fsdp2"), "job")
+    _checked(msgspec.structs.replace(section, runtime="fsdp2"))
     with pytest.raises(InputError, match=r"memory\.fsdp2: expected nothing beside runtime = 'ddp'"):
-        check_memory(msgspec.structs.replace(section, runtime="ddp"), "job")
-    check_memory(MemorySection(fp32_logits=True), "job")
+        _checked(msgspec.structs.replace(section, runtime="ddp"))
+    _checked(MemorySection(fp32_logits=True))
     with pytest.raises(InputError, match=r"memory\.fp32_logits: expected false or nothing beside"):
-        check_memory(MemorySection(fp32_logits=True, loss="chunked"), "job")
+        _checked(MemorySection(fp32_logits=True, loss="chunked"))
 
 
 def test_what_is_so_anyway_is_as_if_nobody_had_said_it() -> None:
     given = MemorySection(fp32_logits=False, fsdp2=Fsdp2Section())
     assert given.bare == MemorySection()
-    check_planned(given, "transformer", "job")
+    _checked(given, "transformer")
     with pytest.raises(InputError, match=r"memory\.fp32_logits"):
-        check_planned(MemorySection(fp32_logits=True), "transformer", "job")
+        _checked(MemorySection(fp32_logits=True), "transformer")

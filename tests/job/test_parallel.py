@@ -6,16 +6,17 @@ import pytest
 
 from shardwright.core.errors import InputError
 from shardwright.core.llama import LlamaShape
+from shardwright.job.job import parse_job
 from shardwright.job.parallel import (
     Degrees,
     ParallelSection,
-    check_parallel,
     degrees,
     expert_load,
     fixed_world,
     local_shape,
 )
 
+TABLE = {"name": "a", "rows": 10, "dim": 16}
 SHAPE = LlamaShape(
     layers=4,
     dim=64,
@@ -153,8 +154,10 @@ def test_degrees_that_do_not_multiply_are_named(
 def test_keys_that_say_nothing_are_refused(
     kind: str, section: dict[str, Any], message: str
 ) -> None:
+    model = {"model": {"kind": kind}} if kind != "tables" else {}
+    tables = {"tables": [TABLE]} if kind in ("dlrm", "tables") else {}
     with pytest.raises(InputError) as caught:
-        check_parallel(ParallelSection(**section), kind, "job")
+        parse_job({**model, **tables, "parallel": section})
     assert str(caught.value).startswith(message)
 
 

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwright.core.errors import InputError
 from shardwright.core.kinds import (
     LINEAR,
-    PACKED,
     EmbeddingsSection,
     dense_of,
     flops,
@@ -39,12 +38,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "dhe": {"kind": "dhe", "hashes": 32, "hidden": 16},
     "robe": {"kind": "robe", "block": 4},
 }
-SERVING: dict[str, dict[str, Any]] = {kind: {"kind": kind} for kind in PACKED}
 ROWS = (1000, 77, 50)
 
 
 def _tables(name: str, rows: tuple[int, ...] = ROWS, **more: Any) -> tuple[TableSpec, ...]:
-    keys = (SMALL | SERVING)[name] | more
+    keys = SMALL[name] | more
     own = [TableSpec(f"t{i}", n, 16, **keys) for i, n in enumerate(rows)]
     return settled(own, EmbeddingsSection())
 
@@ -88,7 +86,7 @@ def test_the_formula_of_operations_is_what_torch_counts(name: str) -> None:
     assert products.get_total_flops() + by_entry.count == 64 * flops(module.kinds.tables[0])
 
 
-@pytest.mark.parametrize("name", SMALL | SERVING)
+@pytest.mark.parametrize("name", SMALL)
 def test_a_full_table_made_of_another_kind_has_its_rows(name: str) -> None:
     module = Embeddings(_tables(name))
     full = module.materialised()
@@ -164,7 +162,7 @@ def test_no_two_ids_share_a_hash_for_every_factor_is_odd() -> None:
     assert (HashNetwork(table, "cpu").factors % 2 == 1).all()
 
 
-@pytest.mark.parametrize("name", SMALL | SERVING)
+@pytest.mark.parametrize("name", SMALL)
 def test_rows_without_gradients_are_those_with_them(name: str) -> None:
     module, ids = Embeddings(_tables(name)), _ids(batch=500)
     with torch.no_grad():
@@ -316,7 +314,7 @@ def _pool(rows: torch.Tensor, lengths: torch.Tensor, weights: Any, mode: str) ->
     return sums / lengths.clamp(min=1).unsqueeze(1) if mode == "mean" else sums
 
 
-@pytest.mark.parametrize("name", SMALL | SERVING)
+@pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("bad", [-1, 77, 2**62])
 def test_an_id_that_is_no_row_is_refused_or_handed_on_as_it_is(name: str, bad: int) -> None:
     module, ids = Embeddings(_tables(name)), _ids()

@@ -24,7 +24,7 @@ from shardwright.planner.problem import make_problem
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.steps import step_bound
 from shardwright.report.plan_sheets import hidden_line
-from shardwright.report.run_trace import run_trace
+from shardwright.report.traces import run_trace
 
 seconds = st.floats(0, 10)
 

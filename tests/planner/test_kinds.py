@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 from plans import plan
+from study.found import read_study, spread_of
 
 from shardwright.core.errors import InputError, NoPlanError
 from shardwright.core.kinds import KNOWN_AUC, SEEDS_VARY, kind_of, nbytes
-from shardwright.core.study import read_study, spread_of
 from shardwright.job.job import Job, parse_job
 from shardwright.job.plan import Plan
 from shardwright.planner.explain.basis import basis

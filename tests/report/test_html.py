@@ -8,8 +8,15 @@ import msgspec
 import pytest
 import samples
 
-from shardwright.core.measurement import ComparedNumber, Quality, Scores
-from shardwright.core.profile import Awaited, Kernel, PhaseTime, ProfiledStage
+from shardwright.core.measurement import (
+    Awaited,
+    ComparedNumber,
+    Kernel,
+    PhaseTime,
+    ProfiledStage,
+    Quality,
+    Scores,
+)
 from shardwright.job.model import ModelSection
 from shardwright.report.html import render
 

@@ -6,7 +6,7 @@ from typing import Any
 import footprints
 from footprints import footprint
 
-from shardwright.report.memory_timeline import chrome_trace
+from shardwright.report.traces import chrome_trace
 
 
 def events(phase: str) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.runtime.units.arrivals import Arrivals
+from shardwright.runtime.units.flow import Arrivals
 
 
 def backward(bucket: Arrivals, places: list[int], trains: int = 3) -> list[bool]:

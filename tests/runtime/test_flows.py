@@ -32,7 +32,7 @@ def test_one_reduce_of_a_group_is_under_way_whichever_flow_began_it(
 
     def look(*_: object) -> None:
         nonlocal most
-        most = max(most, sum(bool(each.gradients.under_way) for each in storages))
+        most = max(most, sum(bool(each.unit.gradients.under_way) for each in storages))
 
     x = torch.ones(2, 8, requires_grad=True)
     for layer in model:
@@ -40,5 +40,5 @@ def test_one_reduce_of_a_group_is_under_way_whichever_flow_began_it(
         x.register_hook(look)
     x.sum().backward()
     assert most == 1
-    assert not any(each.gradients.under_way for each in storages)
+    assert not any(each.unit.gradients.under_way for each in storages)
     assert all(p.grad is not None for p in model.parameters())

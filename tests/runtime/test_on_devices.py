@@ -22,7 +22,7 @@ from shardwright.runtime.deferred_init import Deferred
 from shardwright.runtime.embeddings.initial import blocks_of_whole
 from shardwright.runtime.embeddings.route import Table
 from shardwright.runtime.embeddings.shard import make_tables
-from shardwright.runtime.units.dstorage import storages_in
+from shardwright.runtime.units.dstorage import units_in
 from shardwright.tracker.memory import MemoryTracker
 
 STEPS = 3
@@ -197,7 +197,7 @@ def test_offloaded_shards_are_pinned_and_what_computes_is_not(
     model.head.register_forward_pre_hook(lambda module, _: seen.add(module.weight.device.type))
     passes(model, batches(device)[0])
     assert seen == {device}
-    shards = [unit.buffers.shard for unit in storages_in(model)]
+    shards = [unit.buffers.shard for unit in units_in(model)]
     assert all(shard.device.type == "cpu" for shard in shards)
     assert all(shard.is_pinned() for shard in shards) == (device == "cuda")
 

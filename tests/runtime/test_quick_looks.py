@@ -13,8 +13,8 @@ from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.torch_private import of_bits
 from shardwright.runtime.units.linked import OfStrays
+from shardwright.runtime.units.parameter import Structure
 from shardwright.runtime.units.regroup import Apart
-from shardwright.runtime.units.structure import Structure
 from shardwright.tracker.private import any_accumulated_hooks
 
 

@@ -46,8 +46,10 @@ Call = Callable[..., Answer]
 LITTLE_TEXT = bytes(range(256)) * 10
 
 
-def called(capsys: pytest.CaptureFixture[str], *words: object) -> Answer:
-    """What ``shardwright words ...`` leaves."""
+def called(
+    capsys: pytest.CaptureFixture[str], *words: object, main: Callable[..., int] = main
+) -> Answer:
+    """What ``shardwright words ...`` leaves, or another program."""
     capsys.readouterr()
     try:
         code = main([str(word) for word in words])

@@ -22,8 +22,8 @@ from shardwright.trace.lowering import (
     table,
     unknown_operators,
 )
-from shardwright.trace.lowering.losses import cross_entropy as fused_cross_entropy
-from shardwright.trace.lowering.norms import rms_norm as fused_rms_norm
+from shardwright.trace.lowering.functions import cross_entropy as fused_cross_entropy
+from shardwright.trace.lowering.functions import rms_norm as fused_rms_norm
 from shardwright.trace.recorder import Recorder
 
 MIB = 2**20

@@ -9,7 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.core.recording import Recording
 from shardwright.trace.checks import Untraceable
-from shardwright.trace.module import Subject, held_tensors, record, recorded_units, storage_bytes
+from shardwright.trace.module import (
+    TracedModule,
+    held_tensors,
+    record,
+    recorded_units,
+    storage_bytes,
+)
 
 WIDTH = 4
 
@@ -33,13 +39,13 @@ def recorded(**changes: object) -> Recording:
         module, x = Two(), torch.zeros(3, WIDTH)
         found = changes.pop("module", None)
         units = {"first": [module.first], "": [module]}
-        subject = Subject(module, (x,), units, loss=torch.Tensor.sum)
+        subject = TracedModule(module, (x,), units, loss=torch.Tensor.sum)
         if callable(found):
             found(module)
-        return record(Subject(**{**_fields(subject), **changes}))
+        return record(TracedModule(**{**_fields(subject), **changes}))
 
 
-def _fields(subject: Subject) -> dict[str, object]:
+def _fields(subject: TracedModule) -> dict[str, object]:
     return {name: getattr(subject, name) for name in subject.__slots__}
 
 
@@ -94,7 +100,7 @@ def test_a_tensor_that_the_loss_holds_is_an_input() -> None:
     with FakeTensorMode():
         targets = torch.zeros(3, WIDTH)
         module, x = nn.Linear(WIDTH, WIDTH), torch.zeros(3, WIDTH)
-        subject = Subject(
+        subject = TracedModule(
             module, (x,), {"": [module]}, loss=lambda result: (result - targets).square().mean()
         )
         assert record(subject).inputs == 2 * 4 * 3 * WIDTH
@@ -105,7 +111,7 @@ def test_inputs_may_be_given_by_name() -> None:
         module = Two()
         x, scale = torch.zeros(3, WIDTH), torch.zeros(3, WIDTH)
         found = record(
-            Subject(module, (x,), {"": [module]}, torch.Tensor.sum, keywords={"scale": scale})
+            TracedModule(module, (x,), {"": [module]}, torch.Tensor.sum, keywords={"scale": scale})
         )
     assert found.inputs == 2 * 4 * 3 * WIDTH
 
@@ -136,6 +142,6 @@ def test_a_module_that_fails_is_named_and_left_as_it_was() -> None:
     with FakeTensorMode():
         module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH + 1, WIDTH))
         with pytest.raises(Untraceable) as failed:
-            record(Subject(module, (torch.zeros(3, WIDTH),), {"": [module]}, torch.Tensor.sum))
+            record(TracedModule(module, (torch.zeros(3, WIDTH),), {"": [module]}, torch.Tensor.sum))
     assert failed.value.path == "1"
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())

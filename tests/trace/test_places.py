@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from shardwright.core.errors import InputError
 from shardwright.estimate.own_model import naming_errors
-from shardwright.trace.places import wrong_id
+from shardwright.trace.checks import wrong_id
 
 
 class Part(nn.Module):

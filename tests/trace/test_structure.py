@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwright.trace.structure import Stretch, containers
+from shardwright.trace.structure import PartRange, containers
 
 
 class Layer(nn.Module):
@@ -32,34 +32,34 @@ class Layer(nn.Module):
         self.inner = nn.Linear(width, width)
 
 
-def cut(parts: list[nn.Module]) -> list[Stretch]:
+def cut(parts: list[nn.Module]) -> list[PartRange]:
     found = containers(nn.Sequential(OrderedDict(layers=nn.ModuleList(parts))))
     return list(found[0].stretches) if found else []
 
 
 def test_layers_that_differ_in_their_number_alone_are_alike() -> None:
-    assert cut([Layer(k) for k in range(6)]) == [Stretch(0, 6, 1)]
+    assert cut([Layer(k) for k in range(6)]) == [PartRange(0, 6, 1)]
 
 
 def test_a_rate_that_goes_up_evenly_is_a_place_too() -> None:
     rates = torch.linspace(0, 0.3, 6).tolist()
-    assert cut([Layer(rate=rate) for rate in rates]) == [Stretch(0, 6, 1)]
+    assert cut([Layer(rate=rate) for rate in rates]) == [PartRange(0, 6, 1)]
 
 
 def test_kinds_that_alternate_are_alike_in_periods_from_two_of_each_on() -> None:
     """As sliding and full attention are, with numbers from 0 in a model of four layers."""
     kinds = [functional.gelu, functional.silu]
-    assert cut([Layer(k, act=kinds[k % 2]) for k in range(4)]) == [Stretch(0, 4, 2)]
+    assert cut([Layer(k, act=kinds[k % 2]) for k in range(4)]) == [PartRange(0, 4, 2)]
     first = [Layer(0, width=8), Layer(1), Layer(2)]
-    assert cut(first) == [Stretch(0, 1, 1), Stretch(1, 2, 1)]
+    assert cut(first) == [PartRange(0, 1, 1), PartRange(1, 2, 1)]
     assert cut([Layer(1), Layer(2)]) == []  # a dilation, say
 
 
 def test_a_number_that_changes_otherwise_is_how_a_layer_is_built() -> None:
-    assert cut([Layer(rate=0.1 * (k % 2)) for k in range(6)]) == [Stretch(0, 6, 2)]
+    assert cut([Layer(rate=0.1 * (k % 2)) for k in range(6)]) == [PartRange(0, 6, 2)]
     assert cut([Layer(rate=0.1 * (k // 3)) for k in range(6)]) == [
-        Stretch(0, 3, 1),
-        Stretch(3, 3, 1),
+        PartRange(0, 3, 1),
+        PartRange(3, 3, 1),
     ]
 
 
@@ -75,16 +75,16 @@ def test_a_number_that_changes_otherwise_is_how_a_layer_is_built() -> None:
     ],
 )
 def test_what_decides_a_forward_distinguishes_layers(other: Callable[[], nn.Module]) -> None:
-    assert cut([Layer(), Layer(), other(), other()]) == [Stretch(0, 2, 1), Stretch(2, 2, 1)]
+    assert cut([Layer(), Layer(), other(), other()]) == [PartRange(0, 2, 1), PartRange(2, 2, 1)]
 
 
 def test_functions_made_at_one_place_are_alike_if_they_hold_the_same() -> None:
     def scaled(by: float) -> Callable[[Tensor], Tensor]:
         return lambda x: x * by
 
-    assert cut([Layer(act=scaled(2.0)) for _ in range(4)]) == [Stretch(0, 4, 1)]
+    assert cut([Layer(act=scaled(2.0)) for _ in range(4)]) == [PartRange(0, 4, 1)]
     pairs = [Layer(act=scaled(by)) for by in (2.0, 2.0, 3.0, 3.0)]
-    assert cut(pairs) == [Stretch(0, 2, 1), Stretch(2, 2, 1)]
+    assert cut(pairs) == [PartRange(0, 2, 1), PartRange(2, 2, 1)]
 
 
 def test_the_outermost_parts_that_repeat_are_the_units() -> None:
@@ -110,7 +110,7 @@ def test_layers_that_share_parameters_are_like_none() -> None:
     for layer in shared:
         layer.inner.weight = shared[0].inner.weight
     assert cut([*shared]) == []
-    assert cut([*own, own[0]]) == [Stretch(0, 1, 1), Stretch(1, 2, 1), Stretch(3, 1, 1)]
+    assert cut([*own, own[0]]) == [PartRange(0, 1, 1), PartRange(1, 2, 1), PartRange(3, 1, 1)]
 
 
 def test_a_layer_tied_to_what_is_outside_is_no_unit() -> None:
@@ -123,9 +123,9 @@ def test_a_layer_tied_to_what_is_outside_is_no_unit() -> None:
 
 def test_parts_that_a_policy_picks_are_unlike_the_others() -> None:
     model = nn.ModuleList(Layer() for _ in range(9))
-    assert containers(model, every=2)[0].stretches == (Stretch(0, 9, 2),)
+    assert containers(model, every=2)[0].stretches == (PartRange(0, 9, 2),)
     two = nn.ModuleDict({"a": nn.ModuleList(Layer() for _ in range(3)), "b": model})
     assert [each.stretches[0] for each in containers(two, every=3)] == [
-        Stretch(0, 2, 1),
-        Stretch(0, 9, 3),
+        PartRange(0, 2, 1),
+        PartRange(0, 9, 3),
     ]

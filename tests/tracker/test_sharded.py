@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tracker_tasks import BATCH, LENGTH, Case, fake_world, sharded
 
 from shardwright.runtime.optimizer import optimizer_parameters
-from shardwright.runtime.units.dstorage import storages_in
+from shardwright.runtime.units.dstorage import DStorage, units_in
 from shardwright.tracker.announce import announce
 from shardwright.tracker.memory import MemoryTracker
 
@@ -31,8 +31,8 @@ def run(model: nn.Module) -> None:
 
 
 def synchronise(model: nn.Module, on: bool) -> None:
-    for unit in storages_in(model):
-        unit.set_requires_gradient_sync(on)
+    for unit in units_in(model):
+        DStorage(unit).set_requires_gradient_sync(on)
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(on)
 
@@ -51,7 +51,7 @@ def test_a_gradient_that_is_held_back_is_a_whole_one(mesh: DeviceMesh, runtime: 
     assert held["unreduced_gradient"] == pytest.approx(whole, rel=0.02)  # padding
     assert held["gradient"] == 0
     assert after["unreduced_gradient"] == after["communication"] == after["reduce_scatter"] == 0
-    units = list(storages_in(model))
+    units = list(units_in(model))
     notes = sum(unit.layout.note_bytes for unit in units)  # that came with the sums of ours
     assert after["gradient"] - notes == pytest.approx(whole / RANKS, rel=0.1)
 
@@ -64,7 +64,7 @@ def test_flat_parameters_of_an_optimizer_are_the_weights_and_have_the_gradients(
     with MemoryTracker(model, optimizer) as tracker:
         assert set(tracker.live) == {"weight", "buffer"}
         run(model)
-        units = list(storages_in(model))
+        units = list(units_in(model))
         assert tracker.live["gradient"] == sum(unit.layout.sent_bytes for unit in units)
         optimizer.step()
         steps = 4 * len(units)  # an optimizer's tensor each
@@ -88,7 +88,7 @@ def test_a_unit_is_gathered_freed_and_reduced_between_the_states_of_its_module(
     assert change("pre-forward", "gathered_weight") == pytest.approx(block, rel=0.05)
     assert change("post-forward", "gathered_weight") == pytest.approx(-block, rel=0.05)
     assert change("post-backward", "gathered_weight") == pytest.approx(-block, rel=0.05)
-    note = sum(u.layout.note_bytes for u in storages_in(model.blocks[0]))
+    note = sum(u.layout.note_bytes for u in units_in(model.blocks[0]))
     assert change("post-backward", "gradient") - note == pytest.approx(block / RANKS, rel=0.05)
     assert change("post-backward", "unreduced_gradient") <= 0
 

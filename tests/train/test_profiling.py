@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.core.profile import Meeting
+from shardwright.core.measurement import Meeting
 from shardwright.train.profiling import kernels_of, on_device
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from msgspec import UNSET
 
 from shardwright.cli import options as shared
-from shardwright.cli.planning import Listener
+from shardwright.cli.planning import SearchListener
 from shardwright.core.amount import Step
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
@@ -326,7 +326,7 @@ def _why_not(plan: Plan, options: argparse.Namespace) -> None:
             expected("--why-not", "a table or unit named by --tensor", "none", "Add --tensor NAME.")
         )
     _check_code(plan, options)  # a search takes what it cannot record for impossible
-    with Listener(sys.stderr) as listener:
+    with SearchListener(sys.stderr) as listener:
         again, watch = _again(plan, options), Watch(hear=listener)
         found = explain.why_not(plan, options.tensor, options.why_not, again, watch)
     if options.json:

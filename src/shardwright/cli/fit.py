@@ -7,7 +7,7 @@ import sys
 import time
 
 from shardwright.cli import options as shared
-from shardwright.cli.planning import Patience
+from shardwright.cli.planning import SearchPatience
 from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK
 from shardwright.core.footprint import Fit
 from shardwright.planner.search.watch import Watch
@@ -60,7 +60,7 @@ class _Progress:
         self._over = sys.stderr.isatty()
         self._shown = False
         self._estimated = ""
-        self._patience = Patience(
+        self._patience = SearchPatience(
             lambda seconds: self._show(f"first estimate; preparing for {seconds:.0f} s")
         )
 

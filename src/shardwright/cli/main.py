@@ -7,7 +7,7 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from shardwright import __version__
@@ -15,6 +15,7 @@ from shardwright.core.errors import (
     EXIT_BUG,
     EXIT_INPUT,
     EXIT_INTERRUPTED,
+    InputError,
     ShardwrightError,
     expected,
     likeliest,
@@ -32,16 +33,19 @@ COMMANDS = {
     "memory": "what every rank of a job takes, before it runs: by category, module and tensor",
     "fit": "the largest batch and sequence of a job that fit, and the fewest ranks",
     "train": "run a job or a plan under torchrun on this machine",
-    "study": "kinds of embeddings on the same data: quality, parameters and latency",
     "compare": "predicted against measured, of a finished run",
     "report": "one HTML file about a plan or a run",
     "inspect": "how often ids of a click log repeat, as tables of a job",
     "reshard": "a checkpoint cut anew for another plan: ranks, sharding types, units",
-    "pack": "tables that a run learned as rows of bytes, for inference",
     "diff": "two plans side by side",
     "calibrate": "measure this machine's memory, compute and links, for plans that rest on them",
     "doctor": "versions, backends, and what works here",
     "run": "one rank of a run, started by torchrun",
+}
+
+MOVED = {  # commands of earlier versions, and what in the repository does it now
+    "study": "PYTHONPATH=benchmarks python -m study JOB.toml",
+    "pack": "python examples/packing.py RUN_DIR",
 }
 
 EPILOG = """\
@@ -56,7 +60,9 @@ exit codes: 0 ok, 1 our bug, 2 bad input, 3 nothing fits, 4 outside tolerance or
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Options are written out, and what is wrong with them is one line."""
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)  # --rank and --ranks are two
 
@@ -68,9 +74,14 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit code."""
+    return exit_code(lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """What ``run`` returns; of what it raises one line on stderr and the code that goes with it."""
     try:
         with room_for_torch():
-            code = _run(list(sys.argv[1:] if arguments is None else arguments))
+            code = run()
         sys.stdout.flush()
     except ShardwrightError as error:
         print(f"shardwright: {_line(str(error))}", file=sys.stderr)
@@ -89,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: Sequence[str]) -> int:
-    parser = _Parser(
+    parser = Parser(
         prog="shardwright",
         description="Plans, explains and runs sharded PyTorch training.",
         epilog=EPILOG,
@@ -99,6 +110,9 @@ def _run(given: Sequence[str]) -> int:
     parser.add_argument("-V", "--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     wanted = next((word for word in given if not word.startswith("-")), "")
+    if wanted in MOVED:
+        remedy = f"In a checkout of the repository: {MOVED[wanted]}"
+        raise InputError(expected(f"'{wanted}'", "a command of the package", "none", remedy))
     for name, text in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text.capitalize() + ".")
         if name == wanted:  # only the command that runs is imported

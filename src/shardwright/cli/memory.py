@@ -58,10 +58,10 @@ def execute(options: argparse.Namespace) -> int:
     if options.timeline:
         inputs = (options.job, *named_files(job, options.job))
         check_output(options.timeline, PICTURES[options.timeline.suffix], inputs, "--timeline")
-    from shardwright.cli.planning import Listener
+    from shardwright.cli.planning import SearchListener
     from shardwright.estimate.footprint import footprint
 
-    with Listener(sys.stderr) as listener:
+    with SearchListener(sys.stderr) as listener:
         found = footprint(job, details=True, rank=options.rank or "", hear=listener)
     rank = _chosen(found, options.rank)
     if options.timeline:
@@ -163,7 +163,8 @@ def _check_timeline(path: Path | None) -> None:
 
 
 def _write_timeline(footprint: Footprint, rank: RankMemory, path: Path) -> None:
-    from shardwright.report.memory_timeline import chrome_trace, standalone, timeline_chart
+    from shardwright.report.memory_timeline import standalone, timeline_chart
+    from shardwright.report.traces import chrome_trace
 
     if not rank.timeline:
         raise InputError(

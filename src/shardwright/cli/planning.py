@@ -22,11 +22,11 @@ LONG = 10.0  # seconds after which a limit is worth a hint
 
 def planned(job: Job) -> Plan:
     """The best plan found for ``job``."""
-    with Listener(sys.stderr) as listener:
+    with SearchListener(sys.stderr) as listener:
         return plan(job, listener)
 
 
-class Patience:
+class SearchPatience:
     """Calls ``say`` with the seconds that have passed, less and less often, until it ends."""
 
     def __init__(self, say: Callable[[float], None]) -> None:
@@ -45,7 +45,7 @@ class Patience:
         self._ended.set()
 
 
-class Listener:
+class SearchListener:
     """Says how long a search is being prepared, then how it goes when it is called.
     The first Ctrl-C inside ends a search that has a plan, and interrupts anything else; the second
     interrupts any."""
@@ -55,10 +55,10 @@ class Listener:
         self.interrupted = False
         self._next = FIRST
         self._before: Any = None
-        self._patience: Patience | None = None
+        self._patience: SearchPatience | None = None
 
-    def __enter__(self) -> Listener:
-        self._patience = Patience(self._recording)
+    def __enter__(self) -> SearchListener:
+        self._patience = SearchPatience(self._recording)
         ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         if threading.current_thread() is threading.main_thread() and not ignored:
             self._before = signal.signal(signal.SIGINT, self._interrupt)

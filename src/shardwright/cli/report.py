@@ -70,7 +70,7 @@ def write_report(source: Path, output: Path) -> None:
 
 def write_trace(source: Path, output: Path) -> None:
     """What was planned and, of a run that was measured, what it took: one Chrome trace."""
-    from shardwright.report.run_trace import run_trace
+    from shardwright.report.traces import run_trace
 
     alone = source.is_file()
     plan_read, measured = (source if alone else plan_file(source)), measurement_file(source)

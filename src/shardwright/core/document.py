@@ -381,7 +381,6 @@ class FileKind(NamedTuple):
 
 
 PLAN = FileKind("plan", re.compile(rb'\{\s*"schema":\s*"shardwright\.plan/'))
-STUDY = FileKind("study", re.compile(rb'\{\s*"schema":\s*"shardwright\.study/'))
 CLUSTER = FileKind("cluster file", re.compile(rb'(#[^\n]*\n|\s)*schema = "shardwright\.cluster/'))
 REPORT = FileKind(
     "report",
@@ -389,9 +388,6 @@ REPORT = FileKind(
     (".html", ".htm"),
 )
 PICTURE = FileKind("timeline", re.compile(rb'<svg [^>]*aria-label="Live memory of a step: '))
-TABLES = FileKind(
-    "file of tables", re.compile(rb'.{8}\{"__metadata__":\{"shardwright\.tables/', re.DOTALL)
-)
 TRACE = FileKind("timeline", re.compile(rb'\{"traceEvents":'))
 
 

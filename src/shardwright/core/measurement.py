@@ -1,19 +1,11 @@
-"""What a run measured, what of it one rank leaves behind, and predicted beside measured.
-
-How well clicks were told while training is found from sums that add up over ranks: clicks and other
-rows by the logit that they were given, in ``BINS`` equal bins, and five totals. All figures but AUC
-are exact; for AUC pairs within one bin count half, which is wrong by half of them at most, and that
-is said with it.
-"""
+"""What a run measured, what of it one rank leaves behind, and predicted beside measured."""
 
 # Predicted and measured numbers are joined by (rank, phase, kind, name), so a measurement keeps
-# them in the form that a plan has. Figures of clicks come from sums that add up over ranks,
-# because rows of a rank are no sample of all, and a mean of AUCs is no AUC.
+# them in the form that a plan has: events in runs over ranks, which a report decodes once.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -22,13 +14,9 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.core.document import Shown, read_document, write_document
 from shardwright.core.errors import check_type
-from shardwright.core.profile import ProfiledStage, RankProfile
 from shardwright.core.timeline import Event, EventRun, check_runs
 
-BINS = 8192
-EDGE = 16.0  # logits beyond it, on either side, fall into the last bin
-TOTALS = ("rows", "clicks", "log_loss", "predicted", "right")  # behind both halves of the bins
-SIZE = 2 * BINS + len(TOTALS)
+MOST_KERNELS = 100  # lines of a profile that are kept; what is left is one line more
 
 
 class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,32 +35,6 @@ class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     calibration: float | None = None
 
 
-def scores_of(step: int, sums: Sequence[float]) -> Scores:
-    """The figures of ``sums`` [SIZE]: bins of other rows, bins of clicks, totals."""
-    others, clicked = sums[:BINS], sums[BINS : 2 * BINS]
-    rows, clicks, loss, predicted, right = sums[2 * BINS :]
-    share = clicks / rows
-    found = Scores(step, int(rows), loss / rows, right / rows, max(share, 1 - share))
-    if not 0 < clicks < rows:
-        return (
-            found if not clicks else msgspec.structs.replace(found, calibration=predicted / clicks)
-        )
-    pairs = clicks * (rows - clicks)
-    below = ordered = tied = 0.0
-    for other, click in zip(others, clicked, strict=True):
-        ordered += click * below
-        tied += click * other
-        below += other
-    base = -(share * math.log(share) + (1 - share) * math.log1p(-share))
-    return msgspec.structs.replace(
-        found,
-        auc=(ordered + tied / 2) / pairs,
-        auc_error=tied / 2 / pairs,
-        normalized_entropy=loss / rows / base,
-        calibration=predicted / clicks,
-    )
-
-
 def scores_text(found: Scores) -> str:
     """In a few words, for a line of progress."""
     parts = [f"log loss {found.log_loss:.4f}"]
@@ -88,6 +50,85 @@ def scores_text(found: Scores) -> str:
 RECORD_SCHEMA = "shardwright.record/1"
 SCHEMA = "shardwright.measurement/1"
 COMPARISON_SCHEMA = "shardwright.comparison/1"
+
+
+class Meeting(msgspec.Struct, frozen=True, array_like=True):
+    """Collective ``number`` of a ``group`` as one rank saw it: it ``arrived`` (the collective
+    could begin), and was held by it from ``began`` to ``ended``."""
+
+    group: str
+    number: int
+    kind: str
+    label: str
+    bytes: int
+    arrived: float
+    began: float
+    ended: float
+    phase: str = ""
+
+
+class RankProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank saw of ``steps`` steps of a stage: seconds of every call of each kernel, seconds
+    of the steps by phase, and its collectives. ``clock_error`` seconds is the most by which its
+    clock may be off that of rank 0."""
+
+    stage: str
+    rank: int
+    steps: int
+    kernels: dict[str, tuple[float, ...]]
+    phases: dict[str, float]
+    meetings: tuple[Meeting, ...]
+    clock_error: float = 0.0
+
+
+class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Calls of a kernel on all ranks and their seconds; ``share`` of those of all kernels."""
+
+    name: str
+    calls: int
+    seconds: float
+    mean: float
+    median: float
+    longest: float
+    share: float
+
+
+class PhaseTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank's seconds of a phase in a step, and those of them that it waited for a rank that came
+    later, and that it moved bytes."""
+
+    rank: int
+    phase: str
+    seconds: float
+    waiting: float
+    moving: float
+
+
+class Awaited(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The seconds in a step that the other ranks together waited for ``rank``, which came last."""
+
+    rank: int
+    seconds: float
+
+
+class ProfiledStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The profile of one stage, such as training: seconds by kernel, by rank and phase, and for
+    whom ranks waited. ``unmatched`` collectives were not seen by all of their ranks."""
+
+    name: str
+    steps: int
+    kernels: tuple[Kernel, ...]
+    phases: tuple[PhaseTime, ...]
+    awaited: tuple[Awaited, ...]
+    clock_error: float
+    unmatched: int = 0
+
+
+def by_phase(stage: ProfiledStage) -> dict[str, list[PhaseTime]]:
+    """The lines of each phase, on the ranks that have it."""
+    order = list(dict.fromkeys(line.phase for line in stage.phases))
+    lines = sorted(stage.phases, key=lambda line: order.index(line.phase))
+    return {phase: list(own) for phase, own in groupby(lines, key=lambda line: line.phase)}
 
 
 class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

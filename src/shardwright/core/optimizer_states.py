@@ -10,7 +10,7 @@ code per element, and for each block of elements the largest magnitude in it, it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -124,10 +124,18 @@ CHUNK_ELEMENTS = 2**16  # whose averages are fp32 at a time
 TAIL_ELEMENTS = 64  # kernels take so many at a time, whatever the width of their vectors
 
 
-def room_of(longest: int, block: int, *, cast: bool) -> dict[str, int]:
-    """Bytes of the buffers of an update whose longest quantized tensor has ``longest`` elements: of
-    a chunk the averages, of parameters that are ``cast`` to fp32 these and their gradients, what
-    finds the codes, and scales; and what is left of a tensor after whole vectors."""
+def room_of(tensors: Iterable[TensorSpec], block: int) -> dict[str, int]:
+    """Bytes of the buffers of an update, as long as the longest quantized tensor asks for: of a
+    chunk the averages, of parameters that are cast to fp32 these and their gradients, what finds
+    the codes, and scales; and what is left of a tensor after whole vectors."""
+    cast, longest = False, 0
+    for tensor in tensors:
+        quantized, most = is_large(tensor.numel), tensor.numel
+        if isinstance(tensor, ShardStretch):
+            quantized, most = tensor.quantized, tensor.longest
+        cast = cast or tensor.dtype != "fp32"
+        if quantized or tensor.dtype != "fp32":
+            longest = max(longest, most)
     size = element_bytes("fp32")
     elements = chunk_of(longest, block)
     averages = 2 + 2 * cast

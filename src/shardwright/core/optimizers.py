@@ -22,10 +22,8 @@ from shardwright.core.optimizer_states import (
     CODES,
     COUNTER,
     OptimizerState,
-    ShardStretch,
     columns,
     eight_bit,
-    is_large,
     room_of,
     rows,
     single,
@@ -306,15 +304,7 @@ def _adafactor_lists(optimizer: Optimizer, tensors: Sequence[TensorSpec], names:
 
 def _in_blocks(optimizer: Optimizer, tensors: Sequence[TensorSpec], names: Names) -> None:
     """Buffers of a chunk, which all tensors share."""
-    cast = any(tensor.dtype != "fp32" for tensor in tensors)
-    longest = 0
-    for tensor in tensors:
-        quantized, most = is_large(tensor.numel), tensor.numel
-        if isinstance(tensor, ShardStretch):
-            quantized, most = tensor.quantized, tensor.longest
-        if quantized or tensor.dtype != "fp32":
-            longest = max(longest, most)
-    for name, size in room_of(longest, optimizer.block, cast=cast).items():
+    for name, size in room_of(tensors, optimizer.block).items():
         names.bind(name, size)
 
 

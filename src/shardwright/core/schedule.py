@@ -181,50 +181,37 @@ class UnitFlow:
     """What is to be done with units as they are entered and left: the one place that says it.
 
     The runtime does it, the estimator does it on a symbolic heap, ``training_step`` writes it down.
-    ``forward`` and ``backward`` are the units in the order in which passes ask for them, backwards
-    in turn where it is left out; a flow that begins without any learns them from pass to pass. Who
-    has units of its own answers for them: ``is_sharded``, ``is_gathered``, ``reshards``, ``left``.
+    It knows what passes ask for, in which order, and what is under way. Which units there are, and
+    what of them is there, is answered by whoever has them: :class:`PlannedFlow` by a plan, the
+    runtime's flow by looking at its units. ``prefetch`` is how many are gathered ahead.
     """
 
-    def __init__(
-        self, forward: Iterable[str], modes: Modes, backward: Iterable[str] | None = None
-    ) -> None:
-        self.modes = modes
-        self.prefetch: int = modes.prefetch
-        known = [unit for unit in forward if self.is_sharded(unit)]
-        turned = known[::-1] if backward is None else filter(self.is_sharded, backward)
-        self.orders: dict[Direction, Order] = {"forward": Order(known), "backward": Order(turned)}
-        self.gathered: dict[str, None] = {}
-        self.current: set[str] = set()  # units that stay and are as they were updated
+    def __init__(self, prefetch: int, forward: Order, backward: Order) -> None:
+        self.prefetch = prefetch
+        self.orders: dict[Direction, Order] = {"forward": forward, "backward": backward}
         self.touched: dict[str, None] = {}  # units whose backward is under way
         self.pending: str | None = None  # the unit whose reduce is under way
         self.in_backward = False
 
-    def is_sharded(self, unit: str) -> bool:
-        """Whether it has to be gathered."""
-        return unit in self.modes.sharded_units
+    # ---- who has the units answers ---------------------------------------------------------------
 
     def is_gathered(self, unit: str) -> bool:
-        """Whether it is there, or on its way."""
-        return unit in self.gathered
+        """Whether nothing has to travel: it is there, or on its way, or whole on every rank."""
+        raise NotImplementedError
 
     def reshards(self, unit: str) -> bool:
         """Whether it goes after a forward that trains."""
-        return unit in self.modes.resharded_units
+        raise NotImplementedError
 
-    def stays(self, unit: str) -> bool:
-        """Whether it is whole between steps."""
-        return unit in self.modes.staying_units
+    def is_freed(self, unit: str) -> bool:
+        """Whether a backward frees it."""
+        raise NotImplementedError
 
     def left(self) -> Iterable[str]:
         """Units that are there after a backward and shall not stay."""
-        return [unit for unit in self.gathered if not self.stays(unit)]
+        raise NotImplementedError
 
-    def state(self) -> object:
-        """What it does next follows from it; a value that later passes do not change."""
-        orders = [(tuple(o.expected), tuple(o.seen)) for o in self.orders.values()]
-        there = tuple(self.gathered), frozenset(self.current)
-        return orders, there, tuple(self.touched), self.pending, self.in_backward
+    # ---- steps -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A forward begins, or the last one is over."""
@@ -233,26 +220,18 @@ class UnitFlow:
     def enter(self, unit: str, direction: Direction, *, ahead: bool = True) -> list[Action]:
         """A unit is needed: gather it, and with prefetch those that are needed after it, unless
         someone chose others to be gathered ``ahead``."""
-        if not self.is_sharded(unit) or unit in self.current:
-            return []
-        if self.stays(unit):
-            self.current.add(unit)
         after: Sequence[str] = ()
         if self.prefetch and ahead:
             after = self.orders[direction].visit(unit, self.prefetch)
-        found = []
-        for name in (unit, *after):
-            if not self.is_gathered(name):
-                self.gathered[name] = None
-                found.append(Action("gather", name, direction, direction))
-        return found
+        return [
+            Action("gather", name, direction, direction)
+            for name in (unit, *after)
+            if not self.is_gathered(name)
+        ]
 
     def leave(self, unit: str) -> list[Action]:
         """Free a unit after a forward that trains, if it reshards."""
-        if not self.reshards(unit):
-            return []
-        self.gathered.pop(unit, None)
-        return [Action("free", unit, "forward")]
+        return [Action("free", unit, "forward")] if self.reshards(unit) else []
 
     def begin_backward(self) -> bool:
         """A backward reaches some unit; whether it is the first."""
@@ -280,8 +259,7 @@ class UnitFlow:
         # gradient is alive besides the one that is made: the estimator counts two buffers, not all.
         self.touched.pop(unit, None)
         found = [] if holds else self.collect()
-        if frees and self.is_sharded(unit) and not self.stays(unit):
-            self.gathered.pop(unit, None)
+        if frees and self.is_freed(unit):
             found.append(Action("free", unit, "reduce", "backward"))
         if sums:
             found.append(Action("hold" if holds else "reduce", unit, "reduce", "backward"))
@@ -299,20 +277,92 @@ class UnitFlow:
         gathered ahead and not needed."""
         self.in_backward = False
         self.begin()
-        left = [Action("free", unit, "reduce", "backward") for unit in self.left()]
-        self.gathered = {unit: None for unit in self.gathered if self.stays(unit)}
-        return left
-
-    def update(self) -> None:
-        """Shares were updated: what stays is out of date."""
-        self.gathered.clear()
-        self.current.clear()
+        return [Action("free", unit, "reduce", "backward") for unit in self.left()]
 
     def forget(self) -> None:
         """A backward failed, or none came: nothing is under way."""
         self.pending = None
         self.in_backward = False
         self.touched.clear()
+
+
+class PlannedFlow(UnitFlow):
+    """The flow of units that are in no memory: it remembers itself what was gathered and freed.
+
+    ``forward`` and ``backward`` are the units in the order in which passes ask for them, backwards
+    in turn where it is left out; a flow that begins without any learns them from pass to pass.
+    """
+
+    def __init__(
+        self, forward: Iterable[str], modes: Modes, backward: Iterable[str] | None = None
+    ) -> None:
+        known = [unit for unit in forward if unit in modes.sharded_units]
+        is_sharded = modes.sharded_units.__contains__
+        turned = known[::-1] if backward is None else filter(is_sharded, backward)
+        super().__init__(modes.prefetch, Order(known), Order(turned))
+        self.modes = modes
+        self.gathered: dict[str, None] = {}
+        self.current: set[str] = set()  # units that stay and are as they were updated
+
+    def is_gathered(self, unit: str) -> bool:
+        """Whether it is there, or on its way."""
+        return unit in self.gathered
+
+    def reshards(self, unit: str) -> bool:
+        """As the plan says."""
+        return unit in self.modes.resharded_units
+
+    def is_freed(self, unit: str) -> bool:
+        """What has to be gathered is, unless it is whole between steps."""
+        return unit in self.modes.sharded_units and not self._stays(unit)
+
+    def left(self) -> Iterable[str]:
+        """What was gathered and not freed."""
+        return [unit for unit in self.gathered if not self._stays(unit)]
+
+    def _stays(self, unit: str) -> bool:
+        return unit in self.modes.staying_units
+
+    def state(self) -> object:
+        """What it does next follows from it; a value that later passes do not change."""
+        orders = [(tuple(o.expected), tuple(o.seen)) for o in self.orders.values()]
+        there = tuple(self.gathered), frozenset(self.current)
+        return orders, there, tuple(self.touched), self.pending, self.in_backward
+
+    def enter(self, unit: str, direction: Direction, *, ahead: bool = True) -> list[Action]:
+        """A unit is needed; one that stays is asked for once after each update."""
+        if unit not in self.modes.sharded_units or unit in self.current:
+            return []
+        if self._stays(unit):
+            self.current.add(unit)
+        return self._done(super().enter(unit, direction, ahead=ahead))
+
+    def leave(self, unit: str) -> list[Action]:
+        """Free a unit after a forward that trains, if it reshards."""
+        return self._done(super().leave(unit))
+
+    def reduce(
+        self, unit: str, *, frees: bool = True, sums: bool = True, holds: bool = False
+    ) -> list[Action]:
+        """A unit's backward is over."""
+        return self._done(super().reduce(unit, frees=frees, sums=sums, holds=holds))
+
+    def finish(self) -> list[Action]:
+        """A backward is over, and everything collected."""
+        return self._done(super().finish())
+
+    def _done(self, actions: list[Action]) -> list[Action]:
+        for action in actions:
+            if action.verb == "gather":
+                self.gathered[action.target] = None
+            elif action.verb == "free":
+                self.gathered.pop(action.target, None)
+        return actions
+
+    def update(self) -> None:
+        """Shares were updated: what stays is out of date."""
+        self.gathered.clear()
+        self.current.clear()
 
 
 class _Walk:
@@ -326,7 +376,7 @@ class _Walk:
             self.merged.name(u) for u, its in step.units.items() if its.tensors
         )
         forward, backward = self.merged.entered(step)
-        self.flow = UnitFlow(forward, modes, backward)
+        self.flow = PlannedFlow(forward, modes, backward)
 
     def actions(self) -> Iterator[Action]:
         yield Action("load", "batch", "load")

@@ -28,7 +28,7 @@ from shardwright.job.memory import WHOLE
 from shardwright.job.parallel import Degrees, ParallelSection, local_shape
 from shardwright.models.llama import Llama
 from shardwright.trace.checkpointing import policy
-from shardwright.trace.module import Subject, record
+from shardwright.trace.module import TracedModule, record
 from shardwright.trace.structure import series_of, stretches
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.tensors import DTYPES
@@ -110,7 +110,7 @@ def _recorded(request: StageRequest, treated: tuple[int, ...]) -> Recording:
 
             loss = compiled_loss
         with request.treatment.applied(model, blocks, treated) as treatment:
-            subject = Subject(
+            subject = TracedModule(
                 module=model,
                 inputs=(x,),
                 extra=(targets,) if local.last else (),

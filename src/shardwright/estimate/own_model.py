@@ -34,9 +34,8 @@ from shardwright.job.job import Job
 from shardwright.launcher.exhausted import out_of_memory
 from shardwright.launcher.worker import from_a_peer
 from shardwright.runtime.embeddings.bags import bad_id
-from shardwright.trace.checks import first_line, named, no_gradient
+from shardwright.trace.checks import first_line, named, no_gradient, place_of, wrong_id
 from shardwright.trace.composed import Shortened
-from shardwright.trace.places import place_of, wrong_id
 
 Batch = Any  # tensors or arrays, alone or in tuples, lists and dictionaries
 InputsOf = Callable[[Batch], tuple[Any, Any]]
@@ -64,7 +63,7 @@ class Task(Protocol):
     def batches(self, rank: int, world_size: int) -> Iterator[Batch]:
         """The batches of a rank, without end.
 
-        With a parameter ``dealt`` they go on after what was (``data.dealing``); without one the
+        With a parameter ``dealt`` they go on after what was (``data.reading``); without one the
         same ranks leave out what they have had, and others are refused.
         """
         ...

@@ -66,7 +66,7 @@ from shardwright.trace.checks import (
 )
 from shardwright.trace.composed import Composer, Shortened
 from shardwright.trace.faked import FakeMode, faked, settle
-from shardwright.trace.module import Subject, held_tensors, record, storage_bytes
+from shardwright.trace.module import TracedModule, held_tensors, record, storage_bytes
 from shardwright.trace.tables import RoutedRows
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.tensors import DTYPES, NAMES
@@ -274,7 +274,7 @@ def _composed(
     """A step as the module is just then; ``experts`` that other ranks do not have are units."""
     module = built.module
     whole = [tensor for tensor in held_tensors(module) if not isinstance(tensor, nn.Parameter)]
-    subject = Subject(
+    subject = TracedModule(
         module,
         built.inputs,
         {},
@@ -315,7 +315,7 @@ def _composed(
 
 
 def _run(
-    request: ModuleRequest, subject: Subject, routed: Routed, experts: Collection[nn.Module]
+    request: ModuleRequest, subject: TracedModule, routed: Routed, experts: Collection[nn.Module]
 ) -> Callable[[Shortened], Recording]:
     """Records the module with the parts that it has just then."""
     treatment, dtype = request.treatment, DTYPES.get(request.dtype)

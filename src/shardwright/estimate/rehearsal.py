@@ -53,7 +53,7 @@ from shardwright.runtime import comm
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.trace.checkpointing import policy
-from shardwright.trace.treatment import Applied, Treatment
+from shardwright.trace.treatment import AppliedTreatment, Treatment
 from shardwright.tracker.memory import MemoryTracker
 from shardwright.tracker.private import fsdp2_holds_all_reduced
 from shardwright.tracker.tensors import DTYPES
@@ -243,7 +243,7 @@ class Rehearsed:
     model: nn.Module
     batch: Any
     loss: Loss
-    treatment: Applied
+    treatment: AppliedTreatment
 
 
 @contextmanager

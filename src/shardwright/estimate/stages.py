@@ -35,7 +35,7 @@ from shardwright.core.recording import OF_UNITS, Piece, Recording
 from shardwright.heap.rank_step import ONE_PASS
 from shardwright.job.parallel import Degrees
 from shardwright.job.pipelining import PassRun, order_in_runs, representative, stage_of
-from shardwright.trace.module import Subject, storage_bytes
+from shardwright.trace.module import TracedModule, storage_bytes
 from shardwright.trace.recorder import Recorder
 from shardwright.trace.structure import Container, containers
 from shardwright.tracker.private import own_children
@@ -235,12 +235,12 @@ class StageOf:
         units = {c.names[k] for c in containers(self.module, every) for k in c.units}
         return [name for name in self.blocks if name not in units]
 
-    def run(self, subject: Subject, recorder: Recorder) -> Any:
+    def run(self, subject: TracedModule, recorder: Recorder) -> Any:
         """One forward of the stage under ``recorder``: what it sends on, or its result."""
         self.ran, self.after, self.skipped = set(), set(), set()
         return _StageForward(self, subject, recorder).result()
 
-    def of_stage(self, found: Recording, subject: Subject) -> Recording:
+    def of_stage(self, found: Recording, subject: TracedModule) -> Recording:
         """A recording without the parameters and inputs of other stages; parameters that nobody
         runs or trains are the first one's. UnsupportedError where the stage used more of what runs
         before it than the stream."""
@@ -300,7 +300,7 @@ def _behind(found: Recording) -> Recording:
 class _StageForward:
     """One forward of a stage."""
 
-    def __init__(self, of: StageOf, subject: Subject, recorder: Recorder) -> None:
+    def __init__(self, of: StageOf, subject: TracedModule, recorder: Recorder) -> None:
         self.of, self.stage, self.subject, self.recorder = of, of.stage, subject, recorder
         self.kept = StageResults(pipelined=not of.stage.first)
         self.sent: Any = None

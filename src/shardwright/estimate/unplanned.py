@@ -28,20 +28,18 @@ from shardwright.estimate.footprint import assumptions_on_gpu, settings_of
 from shardwright.estimate.llama import LlamaModel
 from shardwright.estimate.stages import KEPT, PipelineRank, pipeline_ranks
 from shardwright.heap.allocator import AllocatorSettings
-from shardwright.heap.classes import RankClass, Setting, rank_memories
+from shardwright.heap.classes import MODELLED, RankClass, Setting, outside, rank_memories
 from shardwright.heap.flat import FlatUnits
 from shardwright.heap.fsdp2 import FSDP2
 from shardwright.heap.ledger import Ledger
-from shardwright.heap.machine import Machine, Reduces, Sharding, Shares
-from shardwright.heap.outside import outside
+from shardwright.heap.machine import Machine, Megatron, Reduces, Replicated, Sharding, Shares
 from shardwright.heap.rank_step import Chunk, MakeMachine, RankStep
-from shardwright.heap.replicated import Megatron, Replicated
-from shardwright.heap.results import MODELLED
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import WHOLE, MemorySection, Runtime, check_memory, float8_scaling
 from shardwright.job.model import as_function
 from shardwright.job.model_of_job import unplanned
 from shardwright.job.parallel import Degrees, ParallelSection, Quantile, experts_of
+from shardwright.job.rules import refuse_unread
 from shardwright.planner.profiles import cluster_of
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.private import fsdp2_holds_all_reduced
@@ -67,6 +65,7 @@ class _Estimate:
 
     def __init__(self, job: Job) -> None:
         self.job, self.section = job, memory_of(job)
+        refuse_unread(job, "job", "memory")
         check_memory(self.section, "job")
         _refuse_compiled_experts(job)
         self.cluster, _ = cluster_of(job)

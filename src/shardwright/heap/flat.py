@@ -6,6 +6,13 @@ until their unit's backward is over; then they are copied to where each rank's s
 and summed over ranks into the share that the optimizer reads. Below are the bytes of a unit.
 """
 
+# Why the schedule is not written here: ``core.schedule.UnitFlow`` says what is gathered, freed
+# and reduced when, to the runtime and to this heap alike. What is here is what each action
+# allocates, and in which order within it: in a reduce the buffer that is sent is there before the
+# gradients that are copied into it go, and the sum is there before the buffer goes. The bytes are
+# those of ``runtime.units``; tests train and hold the two against each other to the byte, so a
+# buffer that is added there is to be added here.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -16,33 +23,28 @@ from shardwright.core.amount import ceil_div
 from shardwright.core.layout import Segment, UnitLayout, unit_layout
 from shardwright.core.optimizer_states import ShardStretch
 from shardwright.core.placement import Flat, Replicate, Shard
-from shardwright.core.schedule import Action, Direction, Modes, UnitFlow
+from shardwright.core.schedule import Action, Direction, Modes, PlannedFlow
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
-from shardwright.heap.ledger import GradientRule, Ledger
-from shardwright.heap.machine import Count, Sharding, Units
-from shardwright.heap.pieces import STAYING
+from shardwright.heap.ledger import STAYING, GradientRule
+from shardwright.heap.machine import Machine, Sharding
 
 
 @dataclass(slots=True)
-class FlatUnits:
+class FlatUnits(Machine):
     """Units of our runtime on a rank, driven by the schedule that it follows."""
 
-    heap: Ledger
-    units: Units
-    sharding: Sharding
-    frozen: frozenset[str] = frozenset()
     layouts: dict[str, UnitLayout] = field(default_factory=dict)  # given as far as they are known
-    sizes: dict[str, UnitSizes] = field(init=False)
-    flows: dict[Sequence[str], UnitFlow] = field(default_factory=dict)
-    flow: UnitFlow = field(init=False)
+    sizes: dict[str, FlatBytes] = field(init=False)
+    flows: dict[Sequence[str], PlannedFlow] = field(default_factory=dict)
+    flow: PlannedFlow = field(init=False)
     last: bool = True
     adding: bool = False
     # Bytes of gradients that no reduce has taken, by unit and dtype; segments that are reduced
     # though none of their gradients is there; and what goes to host memory.
     come: dict[tuple[str, str], int] = field(default_factory=dict)
     absent: set[str] = field(default_factory=set)
-    landing: list[Landing] = field(default_factory=list)
+    landing: list[HostCopy] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.layouts = {
@@ -72,10 +74,6 @@ class FlatUnits:
         """What the flow of every chunk has under way, and whose gradients are there."""
         flows = {units: flow.state() for units, flow in self.flows.items()}
         return flows, dict(self.come), frozenset(self.absent)
-
-    def depths(self) -> list[Count]:
-        """Nothing."""
-        return []
 
     def resident(self) -> dict[Kind, int]:
         """The parameters' shares; of units that stay what they compute with."""
@@ -115,7 +113,7 @@ class FlatUnits:
             modes = Modes(
                 sharded, resharded, prefetch=self.sharding.prefetch, staying_units=staying
             )
-            self.flows[forward] = UnitFlow(forward, modes, backward)
+            self.flows[forward] = PlannedFlow(forward, modes, backward)
         self.flow = self.flows[forward]
 
     def _comes(self, unit: str) -> bool:
@@ -265,7 +263,7 @@ class FlatUnits:
             self.absent.discard(name)
             if self.sharding.on_host(unit):
                 if not self.sharding.away(unit):
-                    landing = Landing(name, f"{name}.landing.{len(self.landing)}", absent)
+                    landing = HostCopy(name, f"{name}.landing.{len(self.landing)}", absent)
                     self.landing.append(landing)
                     heap.take(landing.copy, "gradient", way.landing)
                 with heap.passing("gradient", way.mean):
@@ -293,7 +291,7 @@ class FlatUnits:
         self.landing.clear()
 
 
-class Landing(NamedTuple):
+class HostCopy(NamedTuple):
     """The ``copy`` of a mean gradient in host memory, of the segment ``name``; ``absent``: there is
     no gradient in it."""
 
@@ -337,7 +335,7 @@ class Reduced:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitSizes:
+class FlatBytes:
     """Of gathering: the whole unit, the ``stage`` that chunks arrive in, shares ``cast`` to be sent
     and the ``parts`` that those are put together from, and what ``few`` ranks keep after a forward.
     Of reducing: its segments. ``stored`` is what the rank keeps."""
@@ -351,7 +349,7 @@ class UnitSizes:
     stored: int
 
 
-def unit_sizes(layout: UnitLayout, sharding: Sharding, *, on_host: bool = False) -> UnitSizes:
+def unit_sizes(layout: UnitLayout, sharding: Sharding, *, on_host: bool = False) -> FlatBytes:
     """Bytes that a unit has on a rank, its shares perhaps in host memory, from where they are
     copied to be sent."""
     all_parts = layout.world_size
@@ -373,7 +371,7 @@ def unit_sizes(layout: UnitLayout, sharding: Sharding, *, on_host: bool = False)
     joined = sum(_sent(segment, sharding) for segment in chunked) if parts else 0
     direct = [copied(s, sharding) for s in others if s.cut != "replicated"]
     after = sharding.ranks_after_forward
-    return UnitSizes(
+    return FlatBytes(
         whole=ceil_div(whole, all_parts) * all_parts,
         stage=row * all_parts,
         # one rank sends nothing: each is let go before the next

@@ -11,21 +11,27 @@ the host, or added to the gradient of an earlier microbatch) stays until the bac
 unit's is there.
 """
 
+# Why torch's code is followed line by line: a peak under FSDP2 is decided by which Python name
+# still holds a buffer (a loop variable, a state that is dropped only when the next unit reduces).
+# A rule of thumb, as that two units are whole at a time, misses these. A version of torch that
+# lets go earlier or later changes this file, and the comparison with real FSDP2 on fake tensors
+# shows it.
+
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import Kind
-from shardwright.heap.fsdp2_sizes import UnitSizes, local_chunk, unit_sizes
-from shardwright.heap.ledger import GradientRule, Ledger
-from shardwright.heap.machine import Count, Sharding, Units
-from shardwright.heap.pieces import STAYING
+from shardwright.heap.ledger import STAYING, GradientRule
+from shardwright.heap.machine import Count, Machine, Sharding
 
 
 @dataclass(slots=True)
-class FSDP2:
+class FSDP2(Machine):
     """The state of a rank: which units are gathered, and which buffers are still held.
 
     ``units`` are in the order in which their modules are registered. ``latest`` is the last unit
@@ -33,11 +39,7 @@ class FSDP2:
     those that came before its own forwards, as far as no backward has met these yet.
     """
 
-    heap: Ledger
-    units: Units
-    sharding: Sharding
-    frozen: frozenset[str] = frozenset()
-    sizes: dict[str, UnitSizes] = field(init=False)
+    sizes: dict[str, FSDP2Bytes] = field(init=False)
     latest: str | None = None
     before: dict[str, list[Count]] = field(default_factory=dict)
     chunk: Sequence[str] = ()
@@ -152,9 +154,6 @@ class FSDP2:
         ahead = self._meet(unit)
         if ahead not in self.present | self.filled:
             self._fill(ahead)
-
-    def arrive(self, unit: str, dtype: str, nbytes: int) -> None:
-        """Gradients are reduced when their unit's backward is over."""
 
     def leave_backward(self, unit: str) -> None:
         """After a backward: reduce the gradients, or keep them whole for the next microbatch."""
@@ -296,3 +295,123 @@ class FSDP2:
     def _drop_reduced(self, down_to: int) -> None:
         while len(self.reducing) > down_to:
             self.heap.free(f"{self.reducing.pop(0)}.reduce_scatter")
+
+
+@dataclass(frozen=True, slots=True)
+class FSDP2Bytes:
+    """Buffers: ``gathered`` from ``cast`` shares and copied out to ``unsharded``, beside which
+    ``copied`` more are alive meanwhile; ``reduced`` to ``scattered``, the share where its dtype is
+    not the parameters', and to ``gradient``. ``stored`` is the share of the parameters, ``narrow``
+    what a rank keeps of the whole ones where few share them after their forward, and ``narrowing``
+    what is there beside while it is copied. ``accumulated`` are gradients in the dtype they are
+    reduced in, 0 where autograd makes them in it, and ``accumulating`` what is there beside while
+    they are cast. ``last`` and ``last_accumulated`` are gradients of the last parameter, ``turned``
+    the same where it is copied before, for it is cut along another dimension."""
+
+    gathered: int
+    cast: int
+    unsharded: int
+    copied: int
+    reduced: int
+    scattered: int
+    gradient: int
+    stored: int
+    narrow: int
+    narrowing: int
+    accumulated: int
+    accumulating: int
+    last: int
+    last_accumulated: int
+    turned: int
+
+
+def cut_dim(tensor: TensorSpec, shards: int, *, experts: bool = False) -> int:
+    """The dimension that is cut: the first, but the second of stacked matrices that are fewer than
+    the ranks where a unit has nothing but ``experts``, as TorchTitan does it beside expert
+    parallelism (its ``apply_fsdp``)."""
+    return int(experts and len(tensor.shape) > 2 and tensor.shape[0] < shards)
+
+
+def local_chunk(tensor: TensorSpec, shards: int, *, experts: bool = False) -> TensorSpec:
+    """What the first of ``shards`` ranks holds of a tensor, which is cut in ceiling chunks."""
+    if not tensor.shape or shards == 1:
+        return tensor
+    dim, shape = cut_dim(tensor, shards, experts=experts), list(tensor.shape)
+    shape[dim] = -(-shape[dim] // shards)
+    return msgspec.structs.replace(tensor, shape=tuple(shape))
+
+
+def unit_sizes(
+    tensors: Sequence[TensorSpec],
+    sharding: Sharding,
+    shards: int,
+    *,
+    experts: bool = False,
+    frozen: Collection[str] = (),
+) -> FSDP2Bytes:
+    """Bytes that a unit of ``tensors`` has on a rank; ``experts``: it has nothing else."""
+    chunks = [local_chunk(tensor, shards, experts=experts) for tensor in tensors]
+    # by parameter, whole with the padding of equal shares; those cut along another dimension than
+    # the first are put together from a copy
+    whole = [c.numel * shards * sharding.computed(t) for t, c in zip(tensors, chunks, strict=True)]
+    casts = [_cast(chunk, sharding) for chunk in chunks]
+    turned = [cut_dim(tensor, shards, experts=experts) > 0 for tensor in tensors]
+    trained = [k for k, tensor in enumerate(tensors) if tensor.fqn not in frozen]
+    # full gradients as autograd makes them, and in the dtype of sums
+    gradients = [tensors[k].numel * sharding.computed(tensors[k]) for k in trained]
+    totals = [tensors[k].numel * sharding.reduced(tensors[k]) for k in trained]
+    scattered = sum(chunks[k].numel * sharding.reduced(tensors[k]) for k in trained)
+    gradient = sum(chunks[k].nbytes for k in trained)
+    several = shards > 1 and bool(tensors)
+    copied = sum(size for size, is_turned in zip(whole, turned, strict=True) if is_turned)
+    ranks = sharding.ranks_after_forward
+    narrow = [size // ranks for size in whole] if ranks else []
+    is_cast = gradients != totals
+    # a loop variable of foreach_reduce keeps the last gradient until it returns
+    last = gradients[-1] if several and trained else 0
+    return FSDP2Bytes(
+        gathered=sum(whole) if several else 0,
+        cast=sum(casts) if several else 0,
+        unsharded=sum(whole),
+        copied=copied if several else _beside(casts, whole),
+        reduced=scattered * shards,
+        scattered=scattered if scattered != gradient else 0,
+        gradient=gradient,
+        stored=sum(chunk.nbytes for chunk in chunks),
+        narrow=sum(narrow),
+        narrowing=_beside_new(whole, narrow) if ranks else 0,
+        accumulated=sum(totals) if is_cast else 0,
+        accumulating=_beside_new(gradients, totals) if is_cast else 0,
+        last=last,
+        last_accumulated=totals[-1] if several and trained else 0,
+        turned=last if turned and turned[-1] else 0,
+    )
+
+
+def _cast(chunk: TensorSpec, sharding: Sharding) -> int:
+    """A share as it is sent, where that is not what the rank keeps: cast, or on its way from the
+    host in the dtype it is stored in."""
+    if sharding.casts(chunk):
+        return chunk.numel * sharding.computed(chunk)
+    return chunk.nbytes if sharding.offload else 0
+
+
+def _beside(casts: Sequence[int], whole: Sequence[int]) -> int:
+    """What is alive at most beside all of ``whole`` while one after the other is copied from its
+    cast, whose name is bound anew before the one before goes."""
+    most = before = done = 0
+    for cast, copy in zip(casts, whole, strict=True):
+        most = max(most, done + before + cast - sum(whole), done + copy + cast - sum(whole))
+        done, before = done + copy, cast
+    return most
+
+
+def _beside_new(old: Sequence[int], new: Sequence[int]) -> int:
+    """What is alive at most beside all of ``new`` while they are made of ``old``, each of which
+    goes before the next is made."""
+    live, most = sum(old), 0
+    for gone, made in zip(old, new, strict=True):
+        live += made
+        most = max(most, live - sum(new))
+        live -= gone
+    return most

@@ -1,5 +1,10 @@
 """A symbolic heap: named allocations come and go, the peak of each phase is kept."""
 
+# Why a piece is a summary here: a step has millions of allocations, and most of them are those of
+# the same piece in another block. What a piece does does not depend on what is there before, so
+# its own highest point on top of the live bytes is its peak, and what stays of it is all that
+# follows need. A search asks for thousands of peaks; this is what makes one take milliseconds.
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -7,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwright.core.recording import Piece
+from shardwright.core.recording import Piece, Recording
 from shardwright.core.timeline import Kind, Phase
 
 
@@ -125,6 +130,7 @@ class Ledger:
 
     def run(self, summary: Summary, scene: Scene, rule: GradientRule) -> None:
         """Let the allocations of a piece come and go at once; the peak among them counts."""
+        # A piece can be highest only as a whole: its own peak is on top of what is there.
         top = self.total + summary.peak_total
         if top > self._highest.get(self.phase, -1):
             self._highest[self.phase] = top
@@ -147,3 +153,53 @@ class Ledger:
             self._highest[self.phase] = self.total
             self.peaks[self.phase] = {kind: n for kind, n in self.live.items() if n}
             self.where[self.phase] = self.unit
+
+
+STAYING: Kind = "unreduced_gradient"
+
+
+class Summaries:
+    """What each piece adds up to under a rule for gradients, found once for all its blocks."""
+
+    def __init__(self, recording: Recording, rule: GradientRule) -> None:
+        self.rule = rule
+        self.kinds: dict[int, Kind] = {
+            touch.slot: touch.kind
+            for piece in recording.pieces
+            for touch in piece.touches
+            if touch.what == "take"
+        }
+        self.home_of = {t.fqn: (u.name, t.dtype) for u in recording.units for t in u.tensors}
+        self._found: dict[int, Summary] = {}
+
+    def of(self, piece: Piece) -> Summary:
+        """The piece's sums; pieces are distinguished by identity."""
+        found = self._found.get(id(piece))
+        if found is None:
+            found = self._found[id(piece)] = self._sum(piece)
+        return found
+
+    def _sum(self, piece: Piece) -> Summary:
+        live: dict[Kind, int] = {}
+        peak: dict[Kind, int] = {}
+        gradients: dict[tuple[str, str], int] = {}
+        total = highest = 0
+        for touch in piece.touches:
+            kind = self.kinds.get(touch.slot, touch.kind)
+            if touch.what == "take":
+                live[kind] = live.get(kind, 0) + touch.nbytes
+                total += touch.nbytes
+                if total > highest:
+                    highest, peak = total, dict(live)
+                continue
+            live[kind] = live.get(kind, 0) - touch.nbytes
+            stays = touch.what == "gradient" and self.rule == "stays"
+            if touch.what == "gradient":
+                home = self.home_of[touch.name]
+                gradients[home] = gradients.get(home, 0) + stays * touch.nbytes
+            if stays:
+                live[STAYING] = live.get(STAYING, 0) + touch.nbytes
+            else:
+                total -= touch.nbytes
+        net = {kind: nbytes for kind, nbytes in live.items() if nbytes}
+        return Summary(net, peak, total, highest, gradients)

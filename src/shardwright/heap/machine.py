@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -124,73 +126,70 @@ class Count:
     number: int = 1
 
 
-class Machine(Protocol):
-    """A runtime at work on one rank's heap; units are known by name."""
+@dataclass(slots=True)
+class Machine(ABC):
+    """A runtime at work on one rank's heap; units are known by name, tensors in ``frozen`` have
+    neither gradients nor states. What a runtime does nothing at, it need not say."""
 
+    heap: Ledger
+    units: Units
     sharding: Sharding
-    frozen: frozenset[str]  # tensors without gradients and states
+    frozen: frozenset[str] = frozenset()
 
+    @abstractmethod
     def state(self) -> object:
         """What is done next follows from it and from what the heap holds by name; equal values are
         equal states."""
-        ...
 
     def depths(self) -> list[Count]:
         """How many of the same it remembers here and there, in the order of ``state``: passes move
         these numbers, and none does otherwise for one that is larger."""
-        ...
+        return []
 
+    @abstractmethod
     def resident(self) -> dict[Kind, int]:
         """What is there between steps, apart from optimizer states, in bytes."""
-        ...
 
+    @abstractmethod
     def updated(self) -> list[TensorSpec]:
         """What this rank's optimizer updates, tensor by tensor."""
-        ...
 
+    @abstractmethod
     def rule(self) -> GradientRule:
         """What becomes of a gradient of the microbatch whose backward is under way."""
-        ...
 
-    def begin(self, forward: Sequence[str], backward: Sequence[str], last: bool) -> None:
+    def begin(self, forward: Sequence[str], backward: Sequence[str], last: bool) -> None:  # noqa: B027
         """A pass through units begins, of which forwards and backwards enter these, some again and
         again; no backward through them follows the ``last`` one."""
-        ...
 
-    def enter(self, unit: str) -> None:
+    def enter(self, unit: str) -> None:  # noqa: B027
         """Before a unit's forward."""
-        ...
 
-    def leave(self, unit: str) -> None:
+    def leave(self, unit: str) -> None:  # noqa: B027
         """After a unit's forward."""
-        ...
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027
         """After the whole forward."""
-        ...
 
-    def enter_backward(self, unit: str) -> None:
+    def enter_backward(self, unit: str) -> None:  # noqa: B027
         """Before a unit's backward."""
-        ...
 
-    def arrive(self, unit: str, dtype: str, nbytes: int) -> None:
+    def arrive(self, unit: str, dtype: str, nbytes: int) -> None:  # noqa: B027
         """Gradients come of a unit's tensors of one dtype, of which so many bytes stay."""
-        ...
 
-    def leave_backward(self, unit: str) -> None:
+    def leave_backward(self, unit: str) -> None:  # noqa: B027
         """After a unit's backward."""
-        ...
 
+    @abstractmethod
     def finish_backward(self) -> None:
         """After the whole backward."""
-        ...
 
+    @abstractmethod
     def zero_grad(self) -> None:
         """After the optimizer's step: gradients go."""
-        ...
 
 
-class Mark:
+class Repetition:
     """A rank between passes, as it is when made: what repeats from there on can be skipped."""
 
     def __init__(self, heap: Ledger, machine: Machine) -> None:
@@ -201,6 +200,8 @@ class Mark:
     def skip(self, times: int) -> int:
         """Do again what was done since, ``times`` over, or as often as it does the same; how often
         that was."""
+        # Numbers that a pass moves (how many forwards no backward has met) are not of the state:
+        # they are moved on, and end the skipping before one of them would get below 0.
         if self.held != self.heap.names() or self.state != self.machine.state():
             return 0
         depths = self.machine.depths()
@@ -213,3 +214,97 @@ class Mark:
         live = self.heap.live
         self.heap.skip({kind: n - self.live.get(kind, 0) for kind, n in live.items()}, times)
         return times
+
+
+@dataclass(slots=True)
+class Replicated(Machine):
+    """Parameters in the dtype they compute in; gradients in buckets beside their own, which are
+    reduced in place when all of a backward is over."""
+
+    backwards: int = 0
+
+    def state(self) -> object:
+        """Whether there was a backward."""
+        return self.backwards > 0
+
+    def resident(self) -> dict[Kind, int]:
+        """Whole parameters, and DDP's buckets where there are ranks to average with."""
+        tensors = [tensor for its in self.units.values() for tensor in its]
+        weights = sum(t.numel * self.sharding.stored(t) for t in tensors)
+        several = self.sharding.shards * self.sharding.replicas > 1
+        trained = [t for t in tensors if t.fqn not in self.frozen]
+        buckets = sum(t.numel * self.sharding.computed(t) for t in trained)
+        return {"weight": weights, "communication": buckets if several else 0}
+
+    def updated(self) -> list[TensorSpec]:
+        """Every parameter; under ZeRO-1 those of the rank that has most of them."""
+        tensors = [
+            TensorSpec(t.fqn, t.shape, self.sharding.param_dtype or t.dtype)
+            for its in self.units.values()
+            for t in its
+            if t.fqn not in self.frozen
+        ]
+        if self.sharding.shares == "nothing" or self.sharding.shards == 1:
+            return tensors
+        shares: list[list[TensorSpec]] = [[] for _ in range(self.sharding.shards)]
+        sizes = [0] * self.sharding.shards
+        for tensor in sorted(tensors, key=lambda t: -t.numel):
+            least = sizes.index(min(sizes))
+            shares[least].append(tensor)
+            sizes[least] += tensor.numel * element_bytes(tensor.dtype)
+        return shares[sizes.index(max(sizes))]
+
+    def rule(self) -> GradientRule:
+        """Gradients of later microbatches are added to those of the first."""
+        return "added" if self.backwards else "stays"
+
+    def finish_backward(self) -> None:
+        """One more backward has left its gradients, which are whole and complete."""
+        self.backwards += 1
+        for unit in self.units:
+            self.heap.become(f"{unit}.unreduced", f"{unit}.gradient", "gradient")
+
+    def zero_grad(self) -> None:
+        """Gradients go."""
+        for unit in self.units:
+            self.heap.free(f"{unit}.gradient")
+        self.backwards = 0
+
+
+class Megatron(Replicated):
+    """Megatron-LM's data parallel (``core/distributed/param_and_grad_buffer.py``, 0.14): gradients
+    are added to a buffer in the dtype they are summed in, which stays for the whole run. Its
+    optimizers update copies in fp32 of narrower parameters, which ranks share as they do states
+    (``core/optimizer/distrib_optimizer.py``): evenly, whatever the tensors."""
+
+    __slots__ = ()
+
+    def resident(self) -> dict[Kind, int]:
+        """Whole parameters, this rank's copies of them, and the buffer of gradients."""
+        tensors = [tensor for its in self.units.values() for tensor in its]
+        weights = sum(t.numel * self.sharding.stored(t) for t in tensors)
+        if self.sharding.casts(TensorSpec("", (1,), "fp32")):
+            weights += sum(t.numel * element_bytes("fp32") for t in self.updated())
+        trained = [t for t in tensors if t.fqn not in self.frozen]
+        return {"weight": weights, "gradient": sum(map(self._summed, trained))}
+
+    def _summed(self, tensor: TensorSpec) -> int:
+        return tensor.numel * self.sharding.reduced(tensor)
+
+    def updated(self) -> list[TensorSpec]:
+        """This rank's part of every unit in fp32; of experts that few ranks hold, among these."""
+        found = []
+        for unit, its in self.units.items():
+            sharding = self.sharding
+            shards = sharding.expert_shards if sharding.is_experts(unit) else sharding.shards
+            numel = sum(t.numel for t in its if t.fqn not in self.frozen)
+            part = math.ceil(numel / (shards if sharding.shares == "states" else 1))
+            found.append(TensorSpec(unit, (part,), "fp32"))
+        return found
+
+    def rule(self) -> GradientRule:
+        """The buffer is there from the start."""
+        return "added"
+
+    def finish_backward(self) -> None:
+        """Gradients are in their buffer."""

@@ -1,25 +1,142 @@
 """One step of one rank: its passes in order, with what its runtime takes and frees around them."""
 
+# Why one walk for three heaps: a ledger that only knows peaks, a tape of every event, and one
+# that writes down what an allocator is asked for. The peak that a plan is refused by, the tensors
+# that are shown for it and the bytes that are reserved around it must be those of the same step.
+#
+# What must stay true: the order of what comes and goes is the runtime's. Around every piece the
+# machine acts first (a unit is gathered before its forward takes anything), then the piece runs,
+# and gradients that stay get their unit's name after that, for the piece's own sums have counted
+# them.
+#
+# Why repetitions are skipped: a step of 1,000 microbatches is soon steady. Passes are left out
+# where heap and machine are in the state that they had, name by name; then what they did once
+# they do again, and no peak can be missed. A heap that keeps events never skips, since each is
+# asked for.
+
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+import msgspec
 
 from shardwright.core.optimizers import OPTIMIZERS, Optimizer
 from shardwright.core.recording import BlockNames, Moment, Point, Recording, Unfolded
 from shardwright.core.schedule import Merged
 from shardwright.core.slots import Slots
-from shardwright.core.tensor import TensorSpec
-from shardwright.core.timeline import Kind, Phase
+from shardwright.core.tensor import TensorSpec, element_bytes
+from shardwright.core.timeline import Kind, Phase, StorageChange
 from shardwright.heap import route
-from shardwright.heap.ledger import GradientRule, Ledger, Scene
-from shardwright.heap.machine import Machine, Mark, Sharding
-from shardwright.heap.optimizers import Place, state_bytes, step_temporaries
-from shardwright.heap.pieces import STAYING, Summaries
-from shardwright.heap.tape import Asked, Asking, Asks, Tape
+from shardwright.heap.ledger import STAYING, GradientRule, Ledger, Scene, Summaries
+from shardwright.heap.machine import Machine, Repetition, Sharding
+from shardwright.heap.tape import Asked, PieceRequests, RequestTape, Tape
 from shardwright.heap.traffic import Traffic
 from shardwright.job.pipelining import Pass, PassKind, PassRun
+
+Place = Literal["device", "host"]
+
+
+class StateTensor(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of state: an allocation of its own."""
+
+    name: str
+    bytes: int
+    place: Place = "device"
+
+
+def states(optimizer: Optimizer, tensor: TensorSpec) -> Iterator[StateTensor]:
+    """Every tensor that is kept for ``tensor``, as the first step makes them."""
+    optimizer = optimizer.of(tensor)
+    for state in optimizer.kept:
+        elements = state.elements(tensor)
+        if elements is None:
+            continue
+        nbytes = elements * element_bytes(state.dtype or optimizer.value_dtype(tensor))
+        waits = state.place == "kernel" and not optimizer.fused
+        on_host = optimizer.offload or state.place == "host" or waits
+        yield StateTensor(state.name, nbytes, "host" if on_host else "device")
+
+
+def state_bytes(optimizer: Optimizer, tensor: TensorSpec, place: Place = "device") -> int:
+    """Bytes that are kept for ``tensor`` in one place."""
+    return sum(each.bytes for each in states(optimizer, tensor) if each.place == place)
+
+
+def step_temporaries(
+    optimizer: Optimizer, tensors: Iterable[TensorSpec]
+) -> tuple[StorageChange, ...]:
+    """What a step over ``tensors`` takes and frees, in order; all of it is freed in the end.
+
+    ``tensors`` have their local shapes. Muon orthogonalizes whole matrices: give it the shapes of
+    what a rank orthogonalizes.
+    """
+    if optimizer.offload:
+        return ()
+    parts: dict[str, list[TensorSpec]] = {}
+    for tensor in tensors:
+        parts.setdefault(optimizer.of(tensor).name, []).append(tensor)
+    changes: list[StorageChange] = []
+    for its in parts.values():
+        names = _Locals()
+        part = optimizer.of(its[0])
+        part.step(part, its, names)
+        changes += names.closed()
+    return tuple(changes)
+
+
+def peak_bytes(changes: Iterable[StorageChange]) -> int:
+    """The most that is alive at once."""
+    return max(accumulate((change.bytes for change in changes), initial=0))
+
+
+class _Locals:
+    """The local names of a step (``core.optimizers.Names``), and what they took and freed."""
+
+    def __init__(self) -> None:
+        self._changes: list[StorageChange] = []
+        self._held: dict[str, list[StorageChange]] = {}
+        self._made = 0
+
+    def bind(self, name: str, *sizes: int) -> None:
+        """Make tensors, then let the name hold them instead of what it held."""
+        made = self._take(name, sizes)
+        self.drop(name)
+        self._held[name] = made
+
+    def drop(self, name: str) -> None:
+        """The name holds nothing any more."""
+        self._free(self._held.pop(name, []))
+
+    def move(self, name: str, to: str) -> None:
+        """What ``name`` holds is held by ``to`` instead of what that held."""
+        self.drop(to)
+        self._held[to] = self._held.pop(name)
+
+    def passing(self, name: str, size: int) -> None:
+        """A tensor that an expression makes and no name holds."""
+        self._free(self._take(name, (size,)))
+
+    def closed(self) -> list[StorageChange]:
+        """Every change, after all names have gone."""
+        for name in list(self._held):
+            self.drop(name)
+        return self._changes
+
+    def _take(self, name: str, sizes: Iterable[int]) -> list[StorageChange]:
+        made = []
+        for size in sizes:
+            self._made += 1
+            made.append(StorageChange(f"{name}.{self._made}", size))
+        self._changes += made
+        return made
+
+    def _free(self, made: list[StorageChange]) -> None:
+        self._changes += [each._replace(bytes=-each.bytes) for each in made]
+
 
 # Moments of the exchange with tables, and the phase of what is recorded there.
 EXCHANGES: dict[str, Phase] = {"lookup": "exchange_rows", "row_gradients": "reduce"}
@@ -71,9 +188,9 @@ class Chunk:
         return Slots(self.recording, self.blocks)
 
     @cached_property
-    def asks(self) -> Asks:
+    def asks(self) -> PieceRequests:
         """What its pieces ask an allocator for."""
-        return Asks(self.slots)
+        return PieceRequests(self.slots)
 
     @cached_property
     def summaries(self) -> dict[GradientRule, Summaries]:
@@ -163,7 +280,7 @@ class RankStep:
         done = 0
         while done < run.times:
             left = run.times - done - 2  # between this one and the last
-            before = Mark(heap, machine) if left > 0 and not heap.keeps_events else None
+            before = Repetition(heap, machine) if left > 0 and not heap.keeps_events else None
             done += 1
             for place, each in enumerate(run.repeated(done - 1)):
                 self._pass(heap, machine, each, done == run.times and place in last)
@@ -200,7 +317,7 @@ class RankStep:
 
     def asked(self, make: MakeMachine) -> list[Asked]:
         """What an allocator is asked for before a steady step and in two of them."""
-        heap = Asking([chunk.asks for chunk in self.chunks])
+        heap = RequestTape([chunk.asks for chunk in self.chunks])
         self.run(heap, make)
         return heap.requests()
 

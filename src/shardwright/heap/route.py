@@ -5,6 +5,13 @@ is known of made-up click logs; elsewhere ids are assumed to spread evenly over 
 which bounds that from above.
 """
 
+# Why each sort and each copy has its line: at a batch of millions of ids what an exchange takes
+# for a moment (ids before and after a sort, rows beside rows put in order) is more than what it
+# keeps, and often the peak of the step. Functions are in the order in which a step calls them,
+# and a name that one of them takes another one frees: ``take`` refuses one that is there already,
+# which is how a change in the runtime's order that was not made here shows. Tests train and
+# compare to the byte.
+
 from __future__ import annotations
 
 import msgspec
@@ -13,7 +20,7 @@ from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.schedule import BAGS_OF_ONE, rows_at_once
 from shardwright.heap.ledger import Ledger
-from shardwright.heap.traffic import FLOAT, Replicas, Served, Traffic
+from shardwright.heap.traffic import FLOAT, ReplicatedTables, Served, Traffic
 
 BOOL = 1
 OWNER = 1  # of a rank's number, up to 256 ranks
@@ -167,7 +174,7 @@ def _finding(heap: Ledger, traffic: Traffic) -> int:
     return most
 
 
-def _in_full(group: Served | Replicas) -> int:
+def _in_full(group: Served | ReplicatedTables) -> int:
     """Bytes beside rows that were rounded: of bags, whose sums are made in full, all rows in full
     with their places."""
     size = group.width * group.element if group.element < FLOAT else 0
@@ -297,7 +304,7 @@ def _replica_gradient(heap: Ledger, traffic: Traffic) -> None:
         heap.take(f"{traffic.path}.touched", "communication", touched)
 
 
-def _spreading(group: Replicas) -> int:
+def _spreading(group: ReplicatedTables) -> int:
     """Bytes for a moment where every id gets its bag's gradient: the bag's number, and then the
     gradient, times its weight."""
     one = group.width * FLOAT
@@ -412,7 +419,7 @@ def _changing(group: Served) -> int:
     return beside
 
 
-def _summing(group: Served | Replicas, distinct: int, most: int | None = None) -> int:
+def _summing(group: Served | ReplicatedTables, distinct: int, most: int | None = None) -> int:
     """Bytes for a moment where ids are sorted and the gradients of ``distinct`` rows summed, at
     ``most`` so many at a time."""
     sorting = group.ids * (INDEX_BYTES + 2 * SORTED)  # before and after, and where each is
@@ -428,7 +435,7 @@ def _summing(group: Served | Replicas, distinct: int, most: int | None = None) -
     return max(sorting, marking, ordering, _sorted(group, distinct) + bags)
 
 
-def _sorted(group: Served | Replicas, distinct: int) -> int:
+def _sorted(group: Served | ReplicatedTables, distinct: int) -> int:
     """Bytes of ids in order: what is to be added up for each, its weight, and where ``distinct``
     ones begin."""
     number = SORTED if group.jagged else INDEX_BYTES

@@ -1,6 +1,17 @@
 """Heaps that keep every change: for timelines, for the tensors that are alive at the peak and for
 what each module takes, or for an allocator to replay."""
 
+# Why two of them: an allocator is asked by numbers, millions of times, and what for does not
+# matter; a timeline needs every name, place and kind. Why a step is asked for twice: the first
+# one finds an empty cache, so only the second shows what a steady step leaves in segments that it
+# cannot use.
+#
+# What must stay true: a gradient that stays where autograd left it is a storage that some piece
+# took and that the runtime frees later by its unit's name. The two meet in ``hold``, which gives
+# bytes that the last piece left to a name, in the order in which they came. A piece whose
+# gradients are counted (``Ledger.run``) must be followed by ``hold`` of as many bytes, or frees
+# go to others.
+
 from __future__ import annotations
 
 from abc import abstractmethod
@@ -11,8 +22,7 @@ from shardwright.core.footprint import Alive
 from shardwright.core.recording import Moment
 from shardwright.core.slots import Slots
 from shardwright.core.timeline import Kind, StorageChange
-from shardwright.heap.ledger import GradientRule, Ledger, Scene, Summary
-from shardwright.heap.pieces import STAYING
+from shardwright.heap.ledger import STAYING, GradientRule, Ledger, Scene, Summary
 
 # Which stream FSDP allocates a kind of buffer on: gathers and reduces have their own.
 STREAMS: dict[Kind, int] = {"all_gather": 1, "gradient": 2}
@@ -83,7 +93,7 @@ class _Followed(Ledger):
         """It is another kind of bytes from here on, where it was."""
 
 
-class Asks:
+class PieceRequests:
     """What the pieces of a recording ask an allocator for, found once however often they run."""
 
     def __init__(self, slots: Slots) -> None:
@@ -104,11 +114,11 @@ class Asks:
         return self._found[place]
 
 
-class Asking(_Followed):
+class RequestTape(_Followed):
     """A ledger that writes down what an allocator is asked for. ``asks`` are those of a rank's
     chunks."""
 
-    def __init__(self, asks: Sequence[Asks]) -> None:
+    def __init__(self, asks: Sequence[PieceRequests]) -> None:
         super().__init__()
         self._asks = asks
         self._before: list[Asked] = []

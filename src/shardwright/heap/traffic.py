@@ -62,7 +62,7 @@ def _sent(ids: int, rows: int, jagged: bool, weighted: bool) -> int:
     return (ids + (rows if jagged else 0) + (ids if weighted else 0)) * INDEX_BYTES
 
 
-class Replicas(msgspec.Struct, frozen=True):
+class ReplicatedTables(msgspec.Struct, frozen=True):
     """Replicated tables that are kept together: ``size`` rows of all, looked up for ``bags``.
 
     Of ``touched`` different ones gradients are exchanged row by row, ``gathered`` from all ranks;
@@ -108,7 +108,7 @@ class Traffic(msgspec.Struct, frozen=True):
     path: str
     asked: tuple[Asked, ...]
     served: tuple[Served, ...]
-    replicas: tuple[Replicas, ...] = ()
+    replicas: tuple[ReplicatedTables, ...] = ()
     ride_bytes: int = 0
     joined: int = 0
     forward_size: int = FLOAT

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from shardwright.core.errors import InputError, expected
 from shardwright.core.model import Zipf
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -15,14 +14,6 @@ Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Days = Annotated[int, msgspec.Meta(ge=2, le=1000)]
 Dropped = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Drift = Annotated[float, msgspec.Meta(ge=0, le=1)]
-
-_LOGS = ("criteo", "columns", "synthetic")
-READ_BY: dict[str, tuple[str, ...]] = {  # kinds that read a key
-    **dict.fromkeys(("label", "dense", "ids"), ("columns",)),
-    "drop_negatives": ("criteo", "columns"),
-    "drift": ("synthetic",),
-    **dict.fromkeys(("days", "cache", "zipf", "test_batch"), _LOGS),
-}
 
 
 class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,13 +46,3 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     zipf: Zipf | UnsetType = UNSET
     drift: Drift | UnsetType = UNSET
     test_batch: Count | UnsetType = UNSET
-
-
-def check_data(data: DataSection, where: str) -> None:
-    """Raise InputError for keys that do not go together."""
-    if data.days is not UNSET and data.test_path:
-        wanted = "none beside data.days, of which the last is held out"
-        raise InputError(expected(f"{where}: data.test_path", wanted, f"'{data.test_path}'"))
-    if data.drift and data.days is UNSET:
-        wanted = "none without data.days, between which the law drifts"
-        raise InputError(expected(f"{where}: data.drift", wanted, str(data.drift)))

@@ -23,13 +23,12 @@ from shardwright.core.kinds import EmbeddingsSection, members_of
 from shardwright.core.model import TableSpec
 from shardwright.core.quantities import LEAST_BARE, check_unit, parse_bytes
 from shardwright.job.checkpoint import CheckpointSection, every
-from shardwright.job.data import READ_BY, Count, DataSection, check_data
+from shardwright.job.data import Count, DataSection
 from shardwright.job.defined import check_defined
 from shardwright.job.memory import (
     ComputeDtype,
     MemorySection,
     check_memory,
-    check_planned,
     check_policy,
 )
 from shardwright.job.model import (
@@ -49,8 +48,8 @@ from shardwright.job.parallel import (
     degrees,
     fixed_world,
 )
-from shardwright.job.planner import ESTIMATOR_UNREAD, PlannerSection
-from shardwright.job.study import StudySection, check_study
+from shardwright.job.planner import PlannerSection
+from shardwright.job.rules import refuse_unread
 from shardwright.job.tables import check_constraints, check_tables, read_tables, with_kinds
 from shardwright.job.train import Overlap, TrainSection, check_schedule
 
@@ -129,7 +128,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: MemorySection | UnsetType = UNSET
     checkpoint: CheckpointSection | UnsetType = UNSET
     embeddings: EmbeddingsSection | UnsetType = UNSET
-    study: StudySection | UnsetType = UNSET
+    study: dict[str, Any] | UnsetType = UNSET  # read by benchmarks/study alone
 
 
 def parallel_of(job: Job) -> ParallelSection:
@@ -318,14 +317,10 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     if job.cluster.file:
         section = with_calibration(job.cluster, where, path)
         job = msgspec.structs.replace(job, cluster=section)
-    job = msgspec.structs.replace(job, model=completed(job.model, where, path))
     if job.data.python is not UNSET:
         check_function(job.data.python, f"{where}: data.python")
-        if job.data.kind != "python":
-            wanted = f"none beside data.kind '{job.data.kind}'"
-            raise InputError(expected(f"{where}: data.python", wanted, repr(job.data.python)))
-    _refuse_unread(job, where)
-    check_data(job.data, where)
+    refuse_unread(job, where)
+    job = msgspec.structs.replace(job, model=completed(job.model, where, path))
     check_schedule(job.train, where)
     check_tables(job.tables, where, job.model.kind)
     tables = with_kinds(job.tables, job.embeddings, job.planner, where, job.model.kind)
@@ -333,16 +328,12 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     members = tuple(member for table in tables for member in members_of(table))
     check_constraints(job.planner.constraints, members, where)
     if job.memory is not UNSET:
-        if not job.model.traits.is_estimated:
-            check_planned(job.memory, job.model.kind, where)
         check_memory(job.memory, where)
         if isinstance(job.memory.zero, tuple) and parallel_of(job).data_replicate == 1:
             wanted = "one stage, or a pair beside parallel.data_replicate of 2 or more"
             found = repr(list(job.memory.zero))
             raise InputError(expected(f"{where}: memory.zero", wanted, found))
     _check_checkpointing(job, where)
-    chosen = {"embeddings": job.embeddings, "planner.kinds": job.planner.kinds}
-    check_study(job.study, {key: value is not UNSET for key, value in chosen.items()}, where)
     if job.checkpoint is not UNSET:
         every(job.checkpoint.every, f"{where}: checkpoint.every")
     return _with_world(job, where)
@@ -366,59 +357,6 @@ def _check_checkpointing(job: Job, where: str) -> None:
     raise InputError(expected(key, wanted, repr(list(open_))))
 
 
-def _refuse_unread(job: Job, where: str) -> None:
-    """Refuse keys that neither a plan nor a run of the job would read."""
-    kind, traits = job.model.kind, job.model.traits
-    unread: list[tuple[str, Any, str, str]] = []
-    has_tables = traits.lists_tables or traits.is_function
-    if not has_tables or (traits.is_function and not table_optimizer(job)):
-        beside = f"model.kind '{kind}'"
-        if has_tables:
-            beside = f"train.optimizer '{job.train.optimizer}' without train.table_optimizer"
-        for key in ("table_learning_rate", "overlap"):
-            unread.append(("train", job.train, key, beside))
-        unread.append(("planner", job.planner, "dedup", beside))
-    if not has_tables:
-        unread.append(("train", job.train, "table_optimizer", f"model.kind '{kind}'"))
-    if not traits.is_function:
-        unread.append(("planner", job.planner, "tables", f"model.kind '{kind}'"))
-    if not traits.has_step:
-        saves = CheckpointSection() if job.checkpoint is UNSET else job.checkpoint
-        for section, given in (("data", job.data), ("train", job.train), ("checkpoint", saves)):
-            unread += [
-                (section, given, key, "model.kind 'tables'") for key in given.__struct_fields__
-            ]
-        estimator = job.planner.estimator
-        constants = f"planner.constants '{job.planner.constants}'"
-        for key in ESTIMATOR_UNREAD.get(job.planner.constants, ()):
-            unread.append(("planner.estimator", estimator, key, constants))
-        if job.planner.constants != "cluster":
-            unread.append(("planner", job.planner, "dedup", constants))
-        if job.planner.constants == "additive":
-            unread.append(("planner", job.planner, "options", constants))
-    elif job.data.kind in ("text", "python"):
-        for key in ("rows", "test_rows", "skip_bad_rows"):
-            unread.append(("data", job.data, key, f"data.kind '{job.data.kind}'"))
-    if traits.has_step:
-        for key, kinds in READ_BY.items():
-            if job.data.kind not in kinds:
-                unread.append(("data", job.data, key, f"data.kind '{job.data.kind}'"))
-    if not traits.reads_clicks:
-        for key in ("metrics_every", "forward"):
-            unread.append(("train", job.train, key, f"model.kind '{kind}'"))
-    if job.planner.search != "proposers":
-        for key in ("proposers", "partitioner"):
-            unread.append(("planner", job.planner, key, f"planner.search '{job.planner.search}'"))
-    for section, given, key, beside in unread:
-        value, usual = getattr(given, key), getattr(type(given)(), key)
-        if value != usual:
-            wanted = f"none beside {beside}, which does not read it"
-            found = repr(msgspec.to_builtins(value))
-            of_tables = not traits.has_step and key == "optimizer"
-            remedy = "Each table names its own: optimizer under [[tables]]." if of_tables else ""
-            raise InputError(expected(f"{where}: {section}.{key}", wanted, found, remedy))
-
-
 def _with_world(job: Job, where: str) -> Job:
     """The job with the number of ranks that its degrees multiply to, where it names none."""
     world = job.cluster.world_size
@@ -428,7 +366,7 @@ def _with_world(job: Job, where: str) -> Job:
                 expected(f"{where}: cluster.world_size", f"int <= {MAX_PLANNED}", str(world))
             )
         return job
-    check_parallel(job.parallel, job.model.kind, where)
+    check_parallel(job.parallel, job.model.traits.is_function, where)
     world = fixed_world(job.parallel) if world is None else world
     if world is None:
         return job

@@ -12,7 +12,6 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.llama_local import LossKind
 from shardwright.core.optimizers import Implementation
 from shardwright.core.placement import TwoZeros, Zero
-from shardwright.job.model import KINDS, ModelKind
 
 Runtime = Literal["shardwright", "fsdp2", "ddp", "megatron"]
 WHOLE: tuple[Runtime, ...] = ("ddp", "megatron")  # every rank has all parameters
@@ -133,21 +132,6 @@ def float8_scaling(section: MemorySection) -> Float8 | None:
 PLANNED = MemorySection(param_dtype="fp32", reduce_dtype="fp32")
 
 
-def check_planned(section: MemorySection, kind: ModelKind, where: str) -> None:
-    """Refuse what steps of a model that is planned and trained are not run with."""
-    for field in msgspec.structs.fields(section):
-        value, run = getattr(section.bare, field.name), getattr(PLANNED, field.name)
-        if field.name in ("zero", "offload") and KINDS[kind].has_step:
-            continue
-        if field.name == "checkpointing":
-            if KINDS[kind].has_blocks:
-                continue
-            value, run = section.policy, PLANNED.policy
-        if value not in (run, UNSET):
-            wanted = f"{run!r}, as steps of kind '{kind}' are planned and run"
-            raise InputError(expected(f"{where}: memory.{field.name}", wanted, repr(value)))
-
-
 # What a job says as ``zero`` that its runtime does not do, and what does it or comes near.
 NO_ZERO = {
     1: (
@@ -190,23 +174,11 @@ def check_memory(section: MemorySection, where: str) -> None:
             wanted = f"a stage, or nothing, beside runtime = '{runtime}'"
             found = repr(zero) if zero == "auto" else repr(list(zero))
             raise InputError(expected(f"{where}: memory.zero", wanted, found, remedy))
-    elif zero < 3 and runtime == "shardwright":
-        if section.reshard_after_forward is True:
-            wanted = f"false or nothing beside zero = {zero}, which keeps parameters whole"
-            raise InputError(expected(f"{where}: memory.reshard_after_forward", wanted, "true"))
-    elif zero == 2 or (zero == 1 and runtime not in WHOLE):
+    elif runtime != "shardwright" and (zero == 2 or (zero == 1 and runtime not in WHOLE)):
         wanted = "1 or nothing beside" if runtime in WHOLE else "nothing beside"
         raise InputError(
             expected(f"{where}: memory.zero", f"{wanted} runtime = '{runtime}'", *NO_ZERO[zero])
         )
-    if section.fsdp2_settings != Fsdp2Section() and runtime != "fsdp2":
-        wanted = f"nothing beside runtime = '{runtime}'"
-        remedy = "These are settings of memory.runtime = 'fsdp2'."
-        raise InputError(expected(f"{where}: memory.fsdp2", wanted, "a table", remedy))
-    if section.fp32_logits and section.loss == "chunked":
-        wanted = "false or nothing beside loss = 'chunked'"
-        remedy = "Its logits are never there as a whole; those of a chunk are in fp32 anyway."
-        raise InputError(expected(f"{where}: memory.fp32_logits", wanted, "true", remedy))
     ways, remedy = OFFLOADS[runtime]
     if section.offload not in ways:
         wanted = " or ".join(map(repr, ways))

@@ -12,7 +12,6 @@ traits of a section and never its name (but to name it in a sentence).
 from __future__ import annotations
 
 import re
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -43,6 +42,7 @@ _LLAMA = (
     "moe_layers",
     *LATENT,
 )
+WIDTHS = (*_STREAM, *_LLAMA)
 _DEGREES = ("pipeline", "schedule", "chunks", "expert", "routing", "expert_load")
 
 
@@ -100,7 +100,7 @@ KINDS: dict[str, ModelTraits] = {
     ),
     "transformer": ModelTraits(_STREAM, "text"),
     "llama": ModelTraits(
-        (*_STREAM, *_LLAMA, "hf_config"),
+        (*WIDTHS, "hf_config"),
         "text",
         is_estimated=True,
         divided_by=("tensor", "context", "sequence", *_DEGREES),
@@ -214,50 +214,16 @@ def traits_of(model: Any) -> ModelTraits | None:
     return KINDS.get(kind) if isinstance(kind, str) else None
 
 
-def refuse_foreign_keys(model: ModelSection, where: str) -> None:
-    """Widths of another kind of model would be ignored without a word."""
-    for name, (kinds, usual) in _kinds_of_keys().items():
-        value = getattr(model, name)
-        if model.kind not in kinds and value != usual:
-            raise InputError(
-                expected(
-                    f"{where}: model.{name}",
-                    f"no such key for kind '{model.kind}'",
-                    _shown(value),
-                    f"It belongs to kind '{kinds[0]}'.",
-                )
-            )
-
-
-@cache
-def _kinds_of_keys() -> dict[str, tuple[list[str], Any]]:
-    """The kinds that a key of some belongs to, and what it is by default."""
-    found: dict[str, tuple[list[str], Any]] = {}
-    for field in msgspec.structs.fields(ModelSection):
-        kinds = [kind for kind, traits in KINDS.items() if field.name in traits.keys]
-        if kinds:
-            found[field.name] = kinds, field.default
-    return found
-
-
 def completed(model: ModelSection, where: str, job_path: Path | None) -> ModelSection:
     """The section with the shape of its llama; InputError where keys contradict one another."""
-    refuse_foreign_keys(model, where)
     if model.traits.is_function or model.python is not UNSET:
         check_function(model.python, f"{where}: model.python", "a module")
-    if model.interaction != "dcn":
-        for name in ("cross_layers", "cross_rank"):
-            if (value := getattr(model, name)) is not UNSET:
-                remedy = 'Set model.interaction to "dcn", or leave it out.'
-                wanted = "no such key but for a cross network"
-                raise InputError(expected(f"{where}: model.{name}", wanted, str(value), remedy))
     if "hf_config" not in model.traits.keys:  # which a LlamaShape has no room for
         return model
     if model.hf_config is UNSET:
         shape = _llama_shape(model, where)
         check_shape(shape, f"{where}: model")
     else:
-        _refuse_widths(model, where)
         path = _found(model.hf_config, where, job_path)
         found = read_hf_config(path)
         if isinstance(found, T5Shape):
@@ -320,19 +286,6 @@ def _changed(shape: T5Shape) -> dict[str, Any]:
     return {k: v for k, v in msgspec.to_builtins(shape).items() if v != usual[k]}
 
 
-def _refuse_widths(model: ModelSection, where: str) -> None:
-    defaults = {field.name: field.default for field in msgspec.structs.fields(model)}
-    for name in (*_STREAM, *_LLAMA):
-        if getattr(model, name) != defaults[name]:
-            raise InputError(
-                expected(
-                    f"{where}: model.{name}",
-                    "no widths beside hf_config, which has them all",
-                    _shown(getattr(model, name)),
-                )
-            )
-
-
 def check_function(name: str | UnsetType, where: str, returns: str = "batches") -> None:
     """InputError unless ``name`` has the form of a function of the user's own."""
     if name is UNSET or not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name):
@@ -353,7 +306,3 @@ def _found(name: str, where: str, job_path: Path | None) -> Path:
     if not path.exists() and job_path is not None and (job_path.parent / path).exists():
         path = job_path.parent / path
     return path
-
-
-def _shown(value: Any) -> str:
-    return repr(list(value) if isinstance(value, tuple) else value)

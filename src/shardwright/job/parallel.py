@@ -14,24 +14,10 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.errors import InputError, expected
 from shardwright.core.llama import LlamaShape
 from shardwright.core.llama_local import LocalShape, LossKind, check_local
-from shardwright.job.model import KINDS, ModelKind, ModelTraits
+from shardwright.job.model import ModelTraits
 from shardwright.job.pipelining import chunk_count
 
 MAX_WORLD = 2**20  # ranks in a job whose memory is estimated
-# Keys that divide only some kinds of models, in the order in which they are refused
-DIVIDING = (
-    "context",
-    "sequence",
-    "expert",
-    "routing",
-    "expert_load",
-    "pipeline",
-    "schedule",
-    "chunks",
-)
-DEGREES = ("context", "expert", "pipeline")
-# What a module of the user's own does in place of degrees that only a llama has.
-INSTEAD = {"context": "Give one rank's share of the sequence as batch.sequence."}
 DEFAULT_CAPACITY = 1.25
 DEFAULT_SKEW = 0.3
 
@@ -176,66 +162,12 @@ def degrees(
     )
 
 
-def check_parallel(section: ParallelSection, kind: ModelKind, where: str) -> None:
-    """Refuse keys that say nothing beside the others, or nothing about this ``kind`` of model."""
-    if not KINDS[kind].has_step:
-        raise InputError(expected(f"{where}: parallel", "no such section for kind 'tables'", "one"))
-    _check_kind(section, kind, where)
-    _check_tensor(section, kind, where)
-    if section.sequence and section.tensor == 1:
-        raise InputError(expected(f"{where}: parallel.sequence", "false where tensor is 1", "true"))
-    for name, value, routing in (
-        ("capacity_factor", section.capacity_factor, "capacity"),
-        ("skew", section.skew, "skewed"),
-    ):
-        if value is not None and section.routing != routing:
-            raise InputError(
-                expected(
-                    f"{where}: parallel.{name}",
-                    f"it only beside routing = '{routing}'",
-                    f"routing = '{section.routing}'",
-                )
-            )
-    if section.pipeline == 1 and section.chunks not in (None, 1):
-        raise InputError(
-            expected(f"{where}: parallel.chunks", "1 without a pipeline", str(section.chunks))
-        )
+def check_parallel(section: ParallelSection, is_function: bool, where: str) -> None:
+    """Refuse a schedule that there is not, and degrees of a module of the user's own, whose
+    function ``is_function``, where the job does not say what they divide."""
+    if is_function:
+        _check_python(section, section.parallelize_plan or {}, where)
     chunk_count(section.schedule, section.chunks if section.pipeline > 1 else None)
-
-
-def _check_kind(section: ParallelSection, kind: ModelKind, where: str) -> None:
-    """Refuse what does not divide this kind of model."""
-    usual, traits = ParallelSection(), KINDS[kind]
-    for name in (key for key in DIVIDING if key not in traits.divided_by):
-        value, standard = getattr(section, name), getattr(usual, name)
-        if value == standard:
-            continue
-        spot, remedy = f"{where}: parallel.{name}", ""
-        wanted = f"no such key for kind '{kind}'"
-        if name in DEGREES:
-            wanted = f"1 for kind '{kind}'"
-            remedy = "Only a llama is divided by it."
-            if traits.is_function:
-                remedy = f"{remedy} {INSTEAD[name]}"
-        if name in ("pipeline", "expert"):
-            remedy = "A llama is divided by it, or a module of your own."
-        raise InputError(expected(spot, wanted, repr(value), remedy))
-
-
-def _check_tensor(section: ParallelSection, kind: ModelKind, where: str) -> None:
-    """A llama is cut as TorchTitan does it, a module of the user's own as its job says."""
-    plan, traits = section.parallelize_plan, KINDS[kind]
-    if plan is not UNSET and "parallelize_plan" not in traits.divided_by:
-        what = f"no such key for kind '{kind}'"
-        raise InputError(expected(f"{where}: parallel.parallelize_plan", what, "one"))
-    if traits.is_function:
-        _check_python(section, plan or {}, where)
-    elif section.tensor > 1 and "tensor" not in traits.divided_by:
-        remedy = "A llama is divided by it, or a module of your own."
-        found = str(section.tensor)
-        raise InputError(
-            expected(f"{where}: parallel.tensor", f"1 for kind '{kind}'", found, remedy)
-        )
 
 
 def _check_python(section: ParallelSection, plan: Mapping[str, Style], where: str) -> None:

@@ -48,13 +48,6 @@ def trained_communication(section: EstimatorSection) -> Communication:
     return dtypes
 
 
-# What of it costs do not depend on, by the profile of constants.
-ESTIMATOR_UNREAD: dict[str, tuple[str, ...]] = {
-    "cluster": ("count_ephemeral",),
-    "additive": EstimatorSection.__struct_fields__,
-}
-
-
 class ReservationSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Memory that tables may not use, per rank.
 

@@ -133,10 +133,6 @@ def with_kinds(
     """The tables with the kinds that they or ``embeddings`` give them; InputError for what no
     ``model`` has, and for what nothing would read."""
     section, kinds = embeddings_of(embeddings), planner.kinds
-    if not KINDS[model].lists_tables and not (embeddings is UNSET and kinds is UNSET):
-        key = "planner.kinds" if embeddings is UNSET else "embeddings"
-        wanted = f"none for a {model}, which has no [[tables]]"
-        raise InputError(expected(f"{where}: {key}", wanted, "some"))
     _check_choice(section, kinds, where)
     _check_range(f"{where}: embeddings.above", section.above, 0, MAX_ROWS)
     _check_range(f"{where}: embeddings.temperature", section.temperature, 0, 10)
@@ -176,7 +172,7 @@ def _check_packed(table: TableSpec, planner: PlannerSection, model: ModelKind, s
     kind = kind_of(table)
     if KINDS[model].has_step:
         wanted = "a kind that is trained"
-        remedy = "Train it full; shardwright.train.serving packs the rows of a checkpoint."
+        remedy = "Train it full; examples/packing.py packs the rows of a checkpoint."
         raise InputError(expected(f"{spot}.kind", wanted, f"'{kind}', for inference", remedy))
     if planner.constants != "cluster":
         wanted = f"planner.constants = 'cluster' beside kind '{kind}'"
@@ -202,9 +198,6 @@ def _check_choice(
             wanted = "none without embeddings.kind or planner.kinds"
             raise InputError(expected(f"{where}: embeddings.above", wanted, str(section.above)))
         return
-    if section.kind is not UNSET:
-        wanted = "none beside planner.kinds, of which a plan chooses"
-        raise InputError(expected(f"{where}: embeddings.kind", wanted, repr(section.kind)))
     if not kinds or len(set(kinds)) != len(kinds):
         raise InputError(expected(f"{where}: planner.kinds", "different kinds", str(list(kinds))))
     check_kind(section, f"{where}: embeddings", kinds)

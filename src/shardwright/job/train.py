@@ -100,21 +100,10 @@ def _decays(train: TrainSection, schedule: ScheduleSection) -> tuple[int, int]:
 
 
 def check_schedule(train: TrainSection, where: str) -> None:
-    """InputError for keys of a schedule that no step would follow."""
+    """InputError for rates that fall before they rise, or after the run."""
     if train.schedule is UNSET:
         return
     schedule, key = train.schedule, f"{where}: train.schedule"
-    for name, takes in (
-        ("decay_start", ("polynomial", "cosine")),
-        ("decay_steps", ("polynomial", "cosine")),
-        ("end_factor", ("polynomial", "cosine")),
-        ("power", ("polynomial",)),
-    ):
-        value = getattr(schedule, name)
-        if value is not UNSET and schedule.decay not in takes:
-            wanted = f"none beside decay '{schedule.decay}'"
-            remedy = f"Only decay {' and '.join(map(repr, takes))} reads it."
-            raise InputError(expected(f"{key}.{name}", wanted, repr(value), remedy))
     if schedule.decay == "none":
         return
     start, steps = _decays(train, schedule)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from shardwright.core.footprint import Alive, RankMemory, needs_of
 from shardwright.core.timeline import Kind, stretches
 from shardwright.heap.allocator import AllocatorSettings
-from shardwright.heap.classes import RankClass, Setting, rank_memories
-from shardwright.heap.results import MODELLED
+from shardwright.heap.classes import MODELLED, RankClass, Setting, rank_memories
 from shardwright.job.job import memory_of
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from shardwright.core.schedule import replicas_ride
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding
 from shardwright.cost.embedding import Part
-from shardwright.heap.traffic import Asked, Replicas, Served, Traffic
+from shardwright.heap.traffic import Asked, ReplicatedTables, Served, Traffic
 from shardwright.job.planner import IN_FULL, Communication
 from shardwright.job.train import Overlap
 from shardwright.planner.choice import Choice
@@ -141,7 +141,7 @@ class Exchange:
         ]
 
     @cached_property
-    def _replicas(self) -> tuple[Replicas, ...]:
+    def _replicas(self) -> tuple[ReplicatedTables, ...]:
         groups: dict[GroupKey, list[TableSpec]] = {}
         for placed in self.replicas:
             table, kernel = placed.choice.table, placed.choice.option.compute_kernel
@@ -152,7 +152,7 @@ class Exchange:
             for key, members in groups.items()
         }
         return tuple(
-            Replicas(
+            ReplicatedTables(
                 sum(round(lookups(table, self.batch)) for table in groups[key]),
                 sum(self._bags(table) for table in groups[key]),
                 key.width,

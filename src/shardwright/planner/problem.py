@@ -15,7 +15,7 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.footprint import Extra
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.cost import reservation
-from shardwright.heap.outside import outside
+from shardwright.heap.classes import outside
 from shardwright.heap.rank_step import Chunk
 from shardwright.job.data import DataSection
 from shardwright.job.job import Job, checkpointing_of, degrees_of, memory_of

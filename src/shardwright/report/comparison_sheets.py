@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from shardwright.core.measurement import ComparedNumber, Comparison
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.timeline import BESIDE, PHASES, category
 from shardwright.job.plan import Plan
-from shardwright.report.sheet import Column, Sheet, number, sheet_of, text
+from shardwright.report.sheet import Cell, Sheet, number, sheet_of, text
 from shardwright.report.wording import (
     TEXT_LIMIT,
     counted,
@@ -20,6 +21,10 @@ from shardwright.report.wording import (
     seconds_text,
     signed_bytes,
 )
+
+_Phase = tuple[
+    str, ComparedNumber | None, ComparedNumber | None
+]  # its name, its peak and its seconds
 
 MOST_RANKS = 4
 MOST_DIFFERENCES = 20
@@ -36,14 +41,14 @@ TIMES_OFF = 2.0  # a prediction of time that is further off is not called good
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Judgement:
     """Whether the prediction held, and the sentence that says so."""
 
     held: bool
     sentence: str
 
 
-def verdict(comparison: Comparison) -> Verdict:
+def verdict(comparison: Comparison) -> Judgement:
     """Exact bytes equal and peaks within tolerance, counted by rank; then any other failure."""
     unequal = {line.rank for line in comparison.exact if not _equal(line)}
     ranks = {line.rank for line in (*comparison.exact, *comparison.peaks)}
@@ -62,19 +67,19 @@ def verdict(comparison: Comparison) -> Verdict:
         off = "missing" if worst == float("inf") else f"off by {percent(worst)}"
         parts.append(f"peak {off} (tolerance {percent(comparison.tolerance)})")
     if not parts and comparison.failures:
-        return Verdict(False, f"{comparison.failures[0]}.")
+        return Judgement(False, f"{comparison.failures[0]}.")
     if not parts:
-        return Verdict(False, "Nothing was compared: the two timelines share no rank.")
+        return Judgement(False, "Nothing was compared: the two timelines share no rank.")
     facts = ", ".join(parts)
     if unequal or not within:
-        return Verdict(False, f"Memory not as predicted: {facts}.")
+        return Judgement(False, f"Memory not as predicted: {facts}.")
     if comparison.failures:
         failed = counted(len(comparison.failures), "other check")
-        return Verdict(False, f"Memory as predicted: {facts}; but {failed} failed.")
-    return Verdict(True, f"Memory as predicted: {facts}.")
+        return Judgement(False, f"Memory as predicted: {facts}; but {failed} failed.")
+    return Judgement(True, f"Memory as predicted: {facts}.")
 
 
-def time_verdict(comparison: Comparison) -> Verdict | None:
+def time_verdict(comparison: Comparison) -> Judgement | None:
     """The predicted step of the slowest rank beside its measured one; None where neither is known.
 
     Seconds are no gate, but a prediction that is off by more than a factor is never called held.
@@ -87,7 +92,7 @@ def time_verdict(comparison: Comparison) -> Verdict | None:
     shared = {line.phase for line in known if line.rank == rank}
     others = [x.phase for x in comparison.seconds if x.rank == rank and x.phase not in shared]
     without = f", without {', '.join(map(printable, others))}" if others else ""
-    return Verdict(
+    return Judgement(
         1 / TIMES_OFF <= predicted / measured <= TIMES_OFF,
         f"Step on rank {rank}, the slowest: {format_seconds(measured)} measured, "
         f"{format_seconds(predicted)} predicted ({error_text(predicted, measured)}){without}.",
@@ -114,41 +119,37 @@ def failures(comparison: Comparison) -> tuple[str, ...]:
 
 def exact_sheet(comparison: Comparison) -> Sheet:
     """Bytes of each exact kind per rank; ranks with the same figures share their rows."""
+    cells: list[Cell[tuple[str, list[ComparedNumber]]]] = [
+        text("bytes of", lambda own: printable(category(own[0]))),
+        number("predicted", lambda own: _sum([line.predicted for line in own[1]], "not predicted")),
+        number("measured", lambda own: _sum([line.measured for line in own[1]], "not measured")),
+        number("difference", lambda own: _sum_of_differences(own[1])),
+    ]
     by_rank: dict[int, dict[str, list[ComparedNumber]]] = {}
     for line in comparison.exact:
         by_rank.setdefault(line.rank, {}).setdefault(line.kind, []).append(line)
     alike: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for rank in sorted(by_rank):
-        rows = tuple(_exact_row(kind, lines) for kind, lines in by_rank[rank].items())
+        rows = sheet_of("", by_rank[rank].items(), cells).rows
         alike.setdefault(rows, []).append(rank)
-    return Sheet(
+    return sheet_of(
         "Exact bytes per rank",
-        (
-            Column("rank"),
-            Column("bytes of"),
-            Column("predicted", numeric=True),
-            Column("measured", numeric=True),
-            Column("difference", numeric=True),
-        ),
-        tuple(
-            (ranks_text(ranks, len(by_rank)), *row) for rows, ranks in alike.items() for row in rows
-        ),
+        [(ranks_text(ranks, len(by_rank)), *row) for rows, ranks in alike.items() for row in rows],
+        (text("rank", itemgetter(0)), *((c, itemgetter(k)) for k, (c, _) in enumerate(cells, 1))),
         "These must be equal to the byte, tensor by tensor.",
     )
 
 
-def _exact_row(kind: str, lines: list[ComparedNumber]) -> tuple[str, ...]:
+def _sum(sides: Sequence[float | None], absent: str) -> str:
+    known = [side for side in sides if side is not None]
+    return f"{sum(known):,.0f}" if known else absent
+
+
+def _sum_of_differences(lines: Sequence[ComparedNumber]) -> str:
     wrong = sum(not _equal(line) for line in lines)
-    predicted = [line.predicted for line in lines if line.predicted is not None]
-    measured = [line.measured for line in lines if line.measured is not None]
-    difference = sum(line.difference for line in lines)
-    said = "equal" if not wrong else f"{difference:+,.0f} B ({wrong} of {len(lines)} differ)"
-    return (
-        printable(category(kind)),
-        f"{sum(predicted):,.0f}" if predicted else "not predicted",
-        f"{sum(measured):,.0f}" if measured else "not measured",
-        said,
-    )
+    if not wrong:
+        return "equal"
+    return f"{sum(line.difference for line in lines):+,.0f} B ({wrong} of {len(lines)} differ)"
 
 
 def unequal_sheet(comparison: Comparison, most: int = MOST_DIFFERENCES) -> Sheet | None:
@@ -206,29 +207,22 @@ def exchanges_sheet(comparison: Comparison, most: int = MOST_PEAKS) -> Sheet | N
         return None
     left = len(pairs) - most
     more = f" And {left:,} more rows." if left > 0 else ""
-    sides = ("predicted", "measured")
 
-    def seconds(kind: str, side: str) -> Column:
-        return Column(f"{kind}\n{side}", numeric=True)
+    def seconds(kind: str, side: str) -> Cell[tuple[tuple[int, str], dict[str, ComparedNumber]]]:
+        title = f"{kind}\n{side}"
+        return number(title, lambda each: seconds_text(getattr(each[1].get(kind), side, None)))
 
-    return Sheet(
+    return sheet_of(
         "Exchanges while ranks compute, seconds per step",
+        [*pairs.items()][:most],
         (
-            Column("rank"),
-            Column("exchange of"),
-            *(seconds(kind, side) for kind in reversed(BESIDE) for side in sides),
-        ),
-        tuple(
-            (
-                str(rank),
-                printable(name.replace("_", " ")),
-                *(
-                    seconds_text(getattr(lines.get(kind), side, None))
-                    for kind in reversed(BESIDE)
-                    for side in sides
-                ),
-            )
-            for (rank, name), lines in [*pairs.items()][:most]
+            text("rank", lambda each: str(each[0][0])),
+            text("exchange of", lambda each: printable(each[0][1].replace("_", " "))),
+            *(
+                seconds(kind, side)
+                for kind in reversed(BESIDE)
+                for side in ("predicted", "measured")
+            ),
         ),
         "Exposed is predicted as all that an exchange costs a step, the cores that it takes from "
         "compute among it, and measured as the time that a rank was held. Hidden is predicted as "
@@ -254,24 +248,28 @@ def phase_sheets(comparison: Comparison, most: int = MOST_RANKS) -> tuple[Sheet,
 def _phase_sheet(comparison: Comparison, rank: int, title: str) -> Sheet:
     peaks = {line.phase: line for line in comparison.phase_peaks if line.rank == rank}
     seconds = {line.phase: line for line in comparison.seconds if line.rank == rank}
-    rows = [
-        (printable(phase), *_peak_cells(peaks.get(phase)), *_second_cells(seconds.get(phase)))
-        for phase in _ordered((*peaks, *seconds))
-    ]
+    rows = [(printable(p), peaks.get(p), seconds.get(p)) for p in _ordered((*peaks, *seconds))]
     if len(seconds) > 1:
-        rows.append(("all", "", "", "", *_second_cells(_total(rank, seconds.values()))))
-    return Sheet(
+        rows.append(("all", None, _total(rank, seconds.values())))
+
+    def peak(row: _Phase, said: Callable[[ComparedNumber], str]) -> str:
+        return said(row[1]) if row[1] else "" if row[0] == "all" else "-"
+
+    def time(row: _Phase, said: Callable[[ComparedNumber], str]) -> str:
+        return said(row[2]) if row[2] else "-"
+
+    return sheet_of(
         title,
+        rows,
         (
-            Column("phase"),
-            Column("peak predicted", numeric=True),
-            Column("measured", numeric=True),
-            Column("error", numeric=True),
-            Column("time predicted", numeric=True),
-            Column("measured", numeric=True),
-            Column("error", numeric=True),
+            text("phase", lambda row: row[0]),
+            number("peak predicted", lambda row: peak(row, lambda x: _size(x.predicted, "-"))),
+            number("measured", lambda row: peak(row, lambda x: _size(x.measured, "-"))),
+            number("error", lambda row: peak(row, _error)),
+            number("time predicted", lambda row: time(row, lambda x: seconds_text(x.predicted))),
+            number("measured", lambda row: time(row, lambda x: seconds_text(x.measured))),
+            number("error", lambda row: time(row, _error)),
         ),
-        tuple(rows),
         _NOTE,
     )
 
@@ -291,18 +289,6 @@ def _total(rank: int, lines: Iterable[ComparedNumber]) -> ComparedNumber:
         if measured is not None:
             measured = None if line.measured is None else measured + line.measured
     return ComparedNumber(rank, "all", "time", "", predicted, measured)
-
-
-def _peak_cells(line: ComparedNumber | None) -> tuple[str, str, str]:
-    if line is None:
-        return "-", "-", "-"
-    return _size(line.predicted, "-"), _size(line.measured, "-"), _error(line)
-
-
-def _second_cells(line: ComparedNumber | None) -> tuple[str, str, str]:
-    if line is None:
-        return "-", "-", "-"
-    return seconds_text(line.predicted), seconds_text(line.measured), _error(line)
 
 
 def _both(line: ComparedNumber) -> bool:

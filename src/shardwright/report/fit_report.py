@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import compress
+from typing import Any
 
 from rich.console import RenderableType
 
-from shardwright.core.footprint import Fit, Largest
+from shardwright.core.footprint import Fit, Largest, PolicyFit, Remedy
 from shardwright.core.quantities import format_bytes, format_seconds
-from shardwright.report.sheet import Column, Sheet
+from shardwright.report.sheet import Cell, Sheet, number, sheet_of, text
 from shardwright.report.table import assumed_line, drawn, listed, prose, spaced
 from shardwright.report.wording import (
     TEXT_LIMIT,
@@ -69,27 +68,32 @@ def job_line(fit: Fit) -> str:
 
 def policies_sheet(fit: Fit, *, full: bool = True) -> Sheet:
     """One row per checkpointing policy; ``full``: live bytes beside what is needed."""
-    tokens = fit.sequence > 1 and any(row.largest_batch.size for row in fit.policies)
-    columns = (
-        (Column("checkpointing"), True),
-        (Column(f"peak, batch {fit.batch}", numeric=True), full),
-        (Column("needs", numeric=True), True),
-        (Column("verdict"), True),
-        (Column("largest batch", numeric=True), True),
-        (Column("tokens per rank", numeric=True), tokens),
-    )
-    rows = [
-        (
-            printable(row.checkpointing) + (" (the job's)" if row is fit.own else ""),
-            format_bytes(row.estimate.peak_bytes),
-            range_text(row.estimate.least_bytes, row.estimate.most_bytes),
-            row.estimate.verdict,
-            largest_words(row.largest_batch),
-            f"{row.largest_batch.size * fit.sequence:,}" if row.largest_batch.size else "-",
-        )
-        for row in fit.policies
+    cells: list[Cell[PolicyFit]] = [
+        text(
+            "checkpointing",
+            lambda row: printable(row.checkpointing) + (" (the job's)" if row is fit.own else ""),
+        ),
+        *_estimate_cells(f"peak, batch {fit.batch}", full=full),
+        number("largest batch", lambda row: largest_words(row.largest_batch)),
     ]
-    return _with_columns("By checkpointing policy", columns, rows)
+    if fit.sequence > 1 and any(row.largest_batch.size for row in fit.policies):
+        cells.append(number("tokens per rank", lambda row: _tokens(row, fit.sequence)))
+    return sheet_of("By checkpointing policy", fit.policies, cells)
+
+
+def _tokens(row: PolicyFit, sequence: int) -> str:
+    return f"{row.largest_batch.size * sequence:,}" if row.largest_batch.size else "-"
+
+
+def _estimate_cells(peak: str, *, full: bool) -> list[Cell[Any]]:
+    """What a policy or a remedy needs; live bytes where everything is shown."""
+    cells: list[Cell[Any]] = [
+        number("needs", lambda e: range_text(e.estimate.least_bytes, e.estimate.most_bytes)),
+        text("verdict", lambda e: e.estimate.verdict),
+    ]
+    if full:
+        cells.insert(0, number(peak, lambda e: format_bytes(e.estimate.peak_bytes)))
+    return cells
 
 
 def answers(fit: Fit) -> list[str]:
@@ -128,39 +132,16 @@ def remedies_sheet(fit: Fit, *, full: bool = True) -> Sheet:
     shown = fit.remedies if full else fit.remedies[:FIRST_REMEDIES]
     more = len(fit.remedies) - len(shown)
     rest = f" {more} more: --full." if more else ""
-    columns = (
-        (Column("change"), True),
-        (Column("peak", numeric=True), full),
-        (Column("needs", numeric=True), True),
-        (Column("verdict"), True),
-    )
-    rows = [
-        (
-            printable(" and ".join(remedy.changes), TEXT_LIMIT),
-            format_bytes(remedy.estimate.peak_bytes),
-            range_text(remedy.estimate.least_bytes, remedy.estimate.most_bytes),
-            remedy.estimate.verdict,
-        )
-        for remedy in shown
-    ]
     title = f"What helps, tried with {counted(fit.own.largest_batch.step, 'sample')} per rank"
     named = [each.changes for each in fit.remedies if len(each.changes) == 2]
     pairs = sum(not changes[-1].endswith(" ranks") for changes in named)
     two = f" ({counted(pairs, 'pair')} tried)" if pairs else ""
     note = f"Each alone, but for a row that names several{two}.{rest}"
-    return _with_columns(title, columns, rows, note)
-
-
-def _with_columns(
-    title: str,
-    columns: Sequence[tuple[Column, bool]],
-    rows: Sequence[tuple[str, ...]],
-    note: str = "",
-) -> Sheet:
-    """A sheet of the columns that are wanted."""
-    wanted = [wanted for _, wanted in columns]
-    kept = tuple(column for column, wanted in columns if wanted)
-    return Sheet(title, kept, tuple(tuple(compress(row, wanted)) for row in rows), note)
+    cells: list[Cell[Remedy]] = [
+        text("change", lambda remedy: printable(" and ".join(remedy.changes), TEXT_LIMIT)),
+        *_estimate_cells("peak", full=full),
+    ]
+    return sheet_of(title, shown, cells, note)
 
 
 def _skipped(fit: Fit, *, full: bool) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -11,13 +13,12 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 from msgspec import UNSET
 
-from shardwright.core.measurement import Comparison, Curve, Measurement, Quality, Saved
+from shardwright.core.measurement import Comparison, Curve, Measurement, Quality, Saved, Scores
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.job.plan import Plan
 from shardwright.report import comparison_sheets, plan_sheets, svg
 from shardwright.report.profile_sheets import profile_sheets
-from shardwright.report.quality_sheets import quality_sheets, reached
-from shardwright.report.sheet import Column, Sheet
+from shardwright.report.sheet import Column, Sheet, number, sheet_of, text
 from shardwright.report.svg import measured_peaks, slowest, step_seconds
 from shardwright.report.wording import (
     TEXT_LIMIT,
@@ -28,9 +29,11 @@ from shardwright.report.wording import (
     straggler_text,
 )
 
+MOST_SCORES = 20
+
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class HeadlineFigure:
     """A number of the headline."""
 
     name: str
@@ -39,8 +42,8 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """What stands above the parts of every page."""
+class Page:
+    """What the template shows. Charts are markup; everything else is text, escaped there."""
 
     title: str
     subtitle: str
@@ -48,13 +51,7 @@ class Frame:
     verdict: str
     outcome: str
     warnings: tuple[str, ...]
-    figures: tuple[Figure, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Page(Frame):
-    """What the template shows. Charts are markup; everything else is text, escaped there."""
-
+    figures: tuple[HeadlineFigure, ...]
     quality: tuple[Sheet, ...]
     memory: Markup
     memory_caption: str
@@ -86,17 +83,14 @@ def render(
 
     ``curve`` is the loss so far of a run without a measurement.
     """
-    return document("report", _page(plan, measurement, comparison, outcome_text, curve))
-
-
-def document(template: str, page: object) -> str:
-    """``page`` as a template of this folder shows it, as a whole HTML document."""
-    environment, css = _templates()
-    return environment.get_template(f"{template}.html.j2").render(page=page, css=css).lstrip()
+    page = _page(plan, measurement, comparison, outcome_text, curve)
+    environment, css = templates()
+    return environment.get_template("report.html.j2").render(page=page, css=css).lstrip()
 
 
 @cache
-def _templates() -> tuple[Environment, Markup]:
+def templates() -> tuple[Environment, Markup]:
+    """What reads the templates of this folder, and the style of their pages."""
     here = files("shardwright.report")
     environment = Environment(
         loader=FunctionLoader(lambda name: here.joinpath(name).read_text("utf-8")),
@@ -196,22 +190,24 @@ def _warnings(
     return tuple(found)
 
 
-def _figures(plan: Plan, measurement: Measurement | None) -> tuple[Figure, ...]:
+def _figures(plan: Plan, measurement: Measurement | None) -> tuple[HeadlineFigure, ...]:
     peak = max((totals.peak_bytes for totals in plan.ranks), default=0)
     budget = plan.budget
     used = f"{percent(peak / budget)} of {format_bytes(budget)}" if budget else ""
     step = format_seconds(plan.max_rank_seconds)
     if measurement is None:
         return (
-            Figure("Peak of the fullest rank", format_bytes(peak), used),
-            Figure("Step on the slowest rank", step, f"gap to the bound {percent(plan.gap)}"),
+            HeadlineFigure("Peak of the fullest rank", format_bytes(peak), used),
+            HeadlineFigure(
+                "Step on the slowest rank", step, f"gap to the bound {percent(plan.gap)}"
+            ),
         )
     found = []
     peaks = measured_peaks(measurement)
     if peaks:
         highest = max(p.nbytes for p in peaks.values())
         remark = f"predicted {format_bytes(peak)}"
-        found.append(Figure("Peak of the fullest rank", format_bytes(highest), remark))
+        found.append(HeadlineFigure("Peak of the fullest rank", format_bytes(highest), remark))
     seconds = step_seconds(measurement.timeline)
     rank = slowest(seconds)
     if rank is not None:
@@ -220,8 +216,8 @@ def _figures(plan: Plan, measurement: Measurement | None) -> tuple[Figure, ...]:
         compared = sum(each for phase, each in seconds[rank].items() if phase in predicted)
         part = f"{format_seconds(compared)} of it " if compared < took else ""
         remark = f"{part}predicted as {step}" if part else f"predicted {step}"
-        found.append(Figure("Step on the slowest rank", format_seconds(took), remark))
-    found.append(Figure("Samples per second", f"{measurement.samples_per_second:,.0f}"))
+        found.append(HeadlineFigure("Step on the slowest rank", format_seconds(took), remark))
+    found.append(HeadlineFigure("Samples per second", f"{measurement.samples_per_second:,.0f}"))
     if measurement.saved is not UNSET:
         found.append(_saving_figure(measurement.saved))
     if measurement.quality:
@@ -229,14 +225,14 @@ def _figures(plan: Plan, measurement: Measurement | None) -> tuple[Figure, ...]:
     return tuple(found)
 
 
-def _saving_figure(saved: Saved) -> Figure:
+def _saving_figure(saved: Saved) -> HeadlineFigure:
     stood = f"{format_seconds(saved.stall_seconds)} of standstill"
-    return Figure("Checkpoints", stood, saved_text(saved))
+    return HeadlineFigure("Checkpoints", stood, saved_text(saved))
 
 
-def _quality_figures(quality: Quality) -> tuple[Figure, ...]:
+def _quality_figures(quality: Quality) -> tuple[HeadlineFigure, ...]:
     return tuple(
-        Figure(name, f"{reached:.4f}", "" if best is None else f"best possible {best:.4f}")
+        HeadlineFigure(name, f"{reached:.4f}", "" if best is None else f"best possible {best:.4f}")
         for name, reached, best, _ in islice(reached(quality), 2)
     )
 
@@ -278,3 +274,98 @@ def _versions_sheet(plan: Plan, measurement: Measurement | None) -> Sheet:
         for facts in (measurement.versions, measurement.machine):
             rows.extend((printable(k), printable(v, TEXT_LIMIT)) for k, v in facts.items())
     return Sheet("Versions and machine", (Column("what"), Column("which")), tuple(rows))
+
+
+def quality_sheets(measurement: Measurement) -> tuple[Sheet, ...]:
+    """Held-out rows, those for validation, and what was trained on."""
+    found = []
+    if measurement.quality:
+        found.append(_held_out_sheet(measurement.quality))
+    if measurement.validation is not UNSET:
+        found.append(_held_out_sheet(measurement.validation, " for validation"))
+    if measurement.scores:
+        found.append(_scores_sheet(measurement.scores))
+    return tuple(found)
+
+
+def _scores_sheet(scores: tuple[Scores, ...]) -> Sheet:
+    """In order; of many every so many, and the last."""
+    stride = -(-len(scores) // MOST_SCORES)
+    shown = scores[::-1][::stride][::-1]
+    worst = max((each.auc_error or 0.0 for each in scores), default=0.0)
+    left = f" {len(shown)} of {len(scores):,} are shown." if len(shown) < len(scores) else ""
+    return sheet_of(
+        "While training",
+        shown,
+        (
+            number("up to step", lambda s: f"{s.step:,}"),
+            number("rows", lambda s: f"{s.rows:,}"),
+            number("AUC", lambda s: _figure(s.auc)),
+            number("log-loss", lambda s: _figure(s.log_loss)),
+            number("normalized\nentropy", lambda s: _figure(s.normalized_entropy)),
+            number("calibration", lambda s: _figure(s.calibration)),
+            number("accuracy", lambda s: _figure(s.accuracy)),
+            number("commoner\nlabel", lambda s: _figure(s.majority)),
+        ),
+        "Rows of all ranks since the line before, each as it was predicted before it was learned. "
+        f"AUC is off by {worst:.1g} at most.{left}",
+    )
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def reached(quality: Quality) -> Iterator[tuple[str, float, float | None, str]]:
+    """Each figure of held-out rows with the best that is known, and how far it is from there."""
+    if (auc := quality.auc) is not None:
+        yield "AUC", auc, quality.best_auc, _share_of_way(auc, 0.5, quality.best_auc)
+    loss, best = quality.log_loss, quality.best_log_loss
+    if (bits := quality.bits_per_byte) is not None:
+        best_bits = None if best is None else best / math.log(2)
+        yield "Nats per token", loss, best, _beyond(loss, best, "nats")
+        yield "Bits per byte", bits, best_bits, _beyond(bits, best_bits, "bits")
+        return
+    yield "Log-loss", loss, best, _beyond(loss, best, "nats")
+    if (share := quality.accuracy) is not None and quality.majority is not None:
+        best = quality.best_accuracy
+        yield "Accuracy", share, best, _share_of_way(share, quality.majority, best)
+    if (entropy := quality.normalized_entropy) is not None:
+        yield "Normalized entropy", entropy, None, "1 is the share of clicks alone"
+    if (clicks := quality.calibration) is not None:
+        yield "Calibration", clicks, 1.0, f"{percent(clicks - 1, signed=True)} of clicks"
+
+
+def _share_of_way(reached: float, start: float, best: float | None) -> str:
+    if best is None or best <= start:
+        return "-"
+    return f"{percent((reached - start) / (best - start))} of the way from {start:.4g} to the best"
+
+
+def _beyond(reached: float, best: float | None, unit: str) -> str:
+    return "-" if best is None else f"{reached - best:+.4f} {unit} from the best"
+
+
+def _held_out_sheet(quality: Quality, of: str = "") -> Sheet:
+    """Held-out figures beside the optimum; AUC also as a share of the way from chance."""
+    of_text = quality.bits_per_byte is not None
+    note = (
+        "The best possible is known where the text was made up: no model of what came before can "
+        "do better."
+        if of_text
+        else "AUC does not depend on how rare clicks are: 0.5 is guessing. The best possible is "
+        "known where the rows were generated from a known click model."
+    )
+    return sheet_of(
+        f"On {counted(quality.rows, 'held-out token' if of_text else 'held-out row')}{of}",
+        reached(quality),
+        (
+            text("figure", lambda each: each[0]),
+            number("reached", lambda each: f"{each[1]:.4f}"),
+            number(
+                "best possible", lambda each: "not known" if each[2] is None else _figure(each[2])
+            ),
+            text("how far", lambda each: each[3]),
+        ),
+        note,
+    )

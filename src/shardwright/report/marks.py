@@ -19,7 +19,7 @@ _GLYPH = 6.6  # pixels an average character of 12 px text takes
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class FillStyle:
     """A colour variable with its fallback, and the path of a 6 x 6 texture, empty for none."""
 
     variable: str
@@ -32,13 +32,13 @@ class Fill:
 
 
 FILLS = (
-    Fill("sw-blue", "#0072b2"),
-    Fill("sw-orange", "#e69f00", "M-1,7L7,-1M-1,1L1,-1M5,7L7,5"),
-    Fill("sw-green", "#009e73", "M3,0V6"),
-    Fill("sw-grey", "#7f868f", "M0,0L6,6M6,0L0,6"),
-    Fill("sw-purple", "#cc79a7", "M0,3H6"),
-    Fill("sw-sky", "#56b4e9", "M-1,-1L7,7M-1,5L1,7M5,-1L7,1"),
-    Fill("sw-vermilion", "#d55e00", "M0,3H6M3,0V6"),
+    FillStyle("sw-blue", "#0072b2"),
+    FillStyle("sw-orange", "#e69f00", "M-1,7L7,-1M-1,1L1,-1M5,7L7,5"),
+    FillStyle("sw-green", "#009e73", "M3,0V6"),
+    FillStyle("sw-grey", "#7f868f", "M0,0L6,6M6,0L0,6"),
+    FillStyle("sw-purple", "#cc79a7", "M0,3H6"),
+    FillStyle("sw-sky", "#56b4e9", "M-1,-1L7,7M-1,5L1,7M5,-1L7,1"),
+    FillStyle("sw-vermilion", "#d55e00", "M0,3H6M3,0V6"),
 )
 
 
@@ -80,7 +80,7 @@ def box(
     fill: int,
     prefix: str,
     tooltip: str = "",
-    fills: Sequence[Fill] = FILLS,
+    fills: Sequence[FillStyle] = FILLS,
 ) -> str:
     """A filled rectangle (x, y, width, height) in the colour and texture of ``fills[fill]``."""
     x, y, width, height = place
@@ -108,7 +108,7 @@ def legend(
     y: float,
     prefix: str,
     x: float = 0,
-    fills: Sequence[Fill] = FILLS,
+    fills: Sequence[FillStyle] = FILLS,
 ) -> tuple[str, float]:
     """Swatches with their words, in as many lines as they need; also the height they take."""
     parts: list[str] = []
@@ -134,7 +134,7 @@ def chart(
     description: str,
     height: float,
     parts: Iterable[str],
-    fills: Sequence[Fill] = FILLS,
+    fills: Sequence[FillStyle] = FILLS,
 ) -> str:
     """The whole picture, its textures named after ``prefix`` so that charts can share a page."""
     textures = "".join(
@@ -180,17 +180,3 @@ def ticks(highest: float, binary: bool = False, most: int = 5, lowest: float = 0
     step = next(scale * m for m in (1, 2, 5, 10, 20, 50) if scale * m * most >= span)
     first = math.ceil(lowest / step - 1e-9)
     return [k * step for k in range(first, math.floor(highest / step + 1e-9) + 1)]
-
-
-def log_ticks(lowest: float, highest: float, most: int = 7) -> list[float]:
-    """Powers of ten between two positive numbers; twice and five times as much too, where that are
-    not more than ``most``."""
-    first, last = math.floor(math.log10(lowest)), math.ceil(math.log10(highest))
-    found: list[float] = []
-    for factors in ((1,), (1, 3), (1, 2, 5)):
-        powers = range(first, last + 1)
-        marks = [f * 10.0**power for power in powers for f in factors]
-        inside = [mark for mark in marks if lowest <= mark <= highest]
-        if not found or len(inside) <= most:
-            found = inside
-    return found

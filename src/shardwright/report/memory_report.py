@@ -133,18 +133,15 @@ def peak_sheet(footprint: Footprint, rank: RankMemory, most: int) -> Sheet:
     if left:
         smaller = sum(sizes.values()) - sum(sizes[kind] for kind in largest)
         rows.append((f"{left} smaller", smaller, ""))
-    return Sheet(
+    return sheet_of(
         f"By category, {class_text(footprint, rank)}: {format_bytes(rank.peak_bytes)} at the peak, "
         f"in {peak_text(rank)}",
+        rows,
         (
-            Column("category"),
-            Column("bytes", numeric=True),
-            Column("share", numeric=True),
-            Column("how sure"),
-        ),
-        tuple(
-            (name, format_bytes(size), percent(size / max(rank.peak_bytes, 1)), sure)
-            for name, size, sure in rows
+            text("category", lambda row: row[0]),
+            number("bytes", lambda row: format_bytes(row[1])),
+            number("share", lambda row: percent(row[1] / max(rank.peak_bytes, 1))),
+            text("how sure", lambda row: row[2]),
         ),
         _phase_peaks(rank),
     )
@@ -277,18 +274,12 @@ def device_sheet(footprint: Footprint, rank: RankMemory) -> Sheet:
     """From live bytes to what a rank needs of its device, as ranges."""
     rows = [("live tensors at the peak", format_bytes(rank.peak_bytes), "the tables above")]
     if rank.reserved_bytes:
-        around = max(rank.reserved_bytes - rank.peak_bytes, 0)
-        rows.append(
-            (
-                "rounding, gaps and what is kept",
-                range_text(0, around),
-                "modelled: the step's allocations replayed",
-            )
-        )
+        around = range_text(0, max(rank.reserved_bytes - rank.peak_bytes, 0))
+        replayed = "modelled: the step's allocations replayed"
+        rows.append(("rounding, gaps and what is kept", around, replayed))
         if rank.retries:
-            rows.append(
-                ("retries", f"{rank.retries:,}", "modelled: cached memory given back, in two steps")
-            )
+            given = "modelled: cached memory given back, in two steps"
+            rows.append(("retries", f"{rank.retries:,}", given))
     rows += [
         (printable(extra.name), range_text(extra.low, extra.high), printable(extra.source, 200))
         for extra in footprint.outside
@@ -298,11 +289,8 @@ def device_sheet(footprint: Footprint, rank: RankMemory) -> Sheet:
     if footprint.capacity is not None:
         rows.append(("there is", format_bytes(footprint.capacity), "cluster"))
         rows.append(("left", _left(footprint.capacity - most, footprint.capacity - least), ""))
-    return Sheet(
-        f"What {class_text(footprint, rank)} needs of its device",
-        (Column("what"), Column("bytes", numeric=True), Column("from")),
-        tuple(rows),
-    )
+    columns = Column("what"), Column("bytes", numeric=True), Column("from")
+    return Sheet(f"What {class_text(footprint, rank)} needs of its device", columns, tuple(rows))
 
 
 def _left(least: int, most: int) -> str:
@@ -393,14 +381,14 @@ def states_sheet(measured: Tracked) -> Sheet | None:
 def phases_sheet(predicted: Footprint, measured: Tracked) -> Sheet:
     """The peak of every phase."""
     found = {phase.phase: phase.bytes for phase in measured.phases}
-    return Sheet(
+    return _beside(
         "Peak of each phase, all categories together",
-        (Column("phase"), *_COLUMNS),
-        tuple(
-            (printable(p.phase), *_figures(p.bytes, found[p.phase]))
+        "phase",
+        [
+            (printable(p.phase), p.bytes, found[p.phase])
             for p in predicted.worst.phases
             if p.phase in found
-        ),
+        ],
     )
 
 
@@ -410,29 +398,24 @@ def kinds_sheet(predicted: Footprint, measured: Tracked) -> Sheet:
     kinds_of = {p.phase: p.by_category for p in predicted.worst.phases}
     before, after = _merged(kinds_of.get(phase, {})), _merged(measured.peak.by_category)
     kinds = [k for k in in_order({*before, *after}) if before.get(k) or after.get(k)]
-    return Sheet(
+    return _beside(
         f"By category at the peak, in {printable(phase)}",
-        (Column("category"), *_COLUMNS),
-        tuple((category(k), *_figures(before.get(k, 0), after.get(k, 0))) for k in kinds),
+        "category",
+        [(category(k), before.get(k, 0), after.get(k, 0)) for k in kinds],
         "Outputs count as activations, and gradients that nobody shards as sharded.",
     )
 
 
-_COLUMNS = (
-    Column("predicted", numeric=True),
-    Column("measured", numeric=True),
-    Column("difference", numeric=True),
-    Column("error", numeric=True),
-)
-
-
-def _figures(predicted: int, measured: int) -> tuple[str, str, str, str]:
-    return (
-        format_bytes(predicted),
-        format_bytes(measured),
-        signed_bytes(predicted - measured),
-        error_text(predicted, measured),
-    )
+def _beside(title: str, of: str, rows: Sequence[tuple[str, int, int]], note: str = "") -> Sheet:
+    """Bytes as predicted and as measured."""
+    cells: list[Cell[tuple[str, int, int]]] = [
+        text(of, lambda row: row[0]),
+        number("predicted", lambda row: format_bytes(row[1])),
+        number("measured", lambda row: format_bytes(row[2])),
+        number("difference", lambda row: signed_bytes(row[1] - row[2])),
+        number("error", lambda row: error_text(row[1], row[2])),
+    ]
+    return sheet_of(title, rows, cells, note)
 
 
 def _merged(kinds: Mapping[Kind, int]) -> dict[Kind, int]:

@@ -1,17 +1,11 @@
-"""Live bytes of a step from event to event: a picture, and Chrome trace JSON, which Perfetto opens.
-
-Neither has a clock: the picture's axis and a microsecond of the trace are moments of the step, in
-order.
-"""
+"""Live bytes of a step from event to event as a picture, whose axis are moments, in order."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any
 
 from shardwright.core.footprint import Footprint, RankMemory, Sample
 from shardwright.core.quantities import format_bytes
@@ -19,7 +13,7 @@ from shardwright.core.timeline import Kind, category, in_order
 from shardwright.report.marks import (
     LINE,
     WIDTH,
-    Fill,
+    FillStyle,
     chart,
     element,
     escaped,
@@ -32,23 +26,23 @@ from shardwright.report.marks import (
 from shardwright.report.wording import counted, headline, peak_text, shortened, verdict_sentence
 
 # What belongs together has one hue; a texture distinguishes areas without colour.
-FILLS: dict[Kind, Fill] = {
-    "weight": Fill("sw-blue", "#0072b2"),
-    "gathered_weight": Fill("sw-sky", "#56b4e9", "M-1,-1L7,7M-1,5L1,7M5,-1L7,1"),
-    "optimizer_state": Fill("sw-green", "#009e73", "M3,2V4"),
-    "gradient": Fill("sw-orange", "#d98c00", "M-1,7L7,-1M-1,1L1,-1M5,7L7,5"),
-    "unreduced_gradient": Fill("sw-yellow", "#e3cf3f", "M0,3H3"),
-    "activation": Fill("sw-vermilion", "#d55e00"),
-    "temporary": Fill("sw-salmon", "#f0a07a", "M0,3H6M3,0V6"),
-    "all_gather": Fill("sw-purple", "#a8609a", "M0,3H6"),
-    "reduce_scatter": Fill("sw-rose", "#cc79a7", "M3,0V3"),
-    "communication": Fill("sw-plum", "#7a4a8c", "M0,0L6,6M6,0L0,6"),
-    "buffer": Fill("sw-grey", "#7f868f"),
-    "input": Fill("sw-silver", "#a9afb6", "M0,0L6,6"),
-    "output": Fill("sw-slate", "#5d6874", "M2,2H4V4H2Z"),
+FILLS: dict[Kind, FillStyle] = {
+    "weight": FillStyle("sw-blue", "#0072b2"),
+    "gathered_weight": FillStyle("sw-sky", "#56b4e9", "M-1,-1L7,7M-1,5L1,7M5,-1L7,1"),
+    "optimizer_state": FillStyle("sw-green", "#009e73", "M3,2V4"),
+    "gradient": FillStyle("sw-orange", "#d98c00", "M-1,7L7,-1M-1,1L1,-1M5,7L7,5"),
+    "unreduced_gradient": FillStyle("sw-yellow", "#e3cf3f", "M0,3H3"),
+    "activation": FillStyle("sw-vermilion", "#d55e00"),
+    "temporary": FillStyle("sw-salmon", "#f0a07a", "M0,3H6M3,0V6"),
+    "all_gather": FillStyle("sw-purple", "#a8609a", "M0,3H6"),
+    "reduce_scatter": FillStyle("sw-rose", "#cc79a7", "M3,0V3"),
+    "communication": FillStyle("sw-plum", "#7a4a8c", "M0,0L6,6M6,0L0,6"),
+    "buffer": FillStyle("sw-grey", "#7f868f"),
+    "input": FillStyle("sw-silver", "#a9afb6", "M0,0L6,6"),
+    "output": FillStyle("sw-slate", "#5d6874", "M2,2H4V4H2Z"),
 }
 SHADES = {"setup": 0.08, "forward": 0.12, "backward": 0.26, "step": 0.4}
-OTHER = Fill("sw-grey", "#7f868f", "M0,1H6M0,4H6")
+OTHER = FillStyle("sw-grey", "#7f868f", "M0,1H6M0,4H6")
 LEFT, TOP, HEIGHT = 66.0, 58.0, 300.0
 LONGEST = 64  # characters of what is said of the peak
 MARGIN = 14  # around a file of its own
@@ -65,7 +59,7 @@ _STYLE = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
+class _Axes:
     """Where moments and bytes are drawn; ``last`` is one past the last moment."""
 
     last: int
@@ -88,7 +82,7 @@ def timeline_chart(footprint: Footprint, rank: RankMemory | None = None) -> str:
     top = max(totals)
     capacity = footprint.capacity or 0
     drawn = 0 < capacity <= FAR * top
-    frame = _Frame(len(totals), max(top * 1.04, capacity * 1.02 if drawn else 0, 1))
+    frame = _Axes(len(totals), max(top * 1.04, capacity * 1.02 if drawn else 0, 1))
     bands = _bands(frame, rank.timeline)
     most = {kind: max(s.bytes[i] for s in rank.timeline) for i, kind in enumerate(rank.kinds)}
     kinds = [kind for kind in in_order(rank.kinds) if most[kind]]
@@ -133,17 +127,17 @@ def standalone(picture: str) -> str:
     return _VARIABLE.sub(r"\1", f"{opened}{closed}{margin}{rest}") + "\n"
 
 
-def _fills(kinds: Sequence[Kind]) -> tuple[Fill, ...]:
+def _fills(kinds: Sequence[Kind]) -> tuple[FillStyle, ...]:
     return tuple(FILLS.get(kind, OTHER) for kind in kinds)
 
 
-def _grid(frame: _Frame, nbytes: float) -> str:
+def _grid(frame: _Axes, nbytes: float) -> str:
     y = frame.y(nbytes)
     words = format_bytes(nbytes).replace(".00 ", " ")
     return line(LEFT, y, WIDTH, y) + label(LEFT - 8, y + 4, words, "end", faint=True)
 
 
-def _capacity(frame: _Frame, capacity: int, peak: float) -> str:
+def _capacity(frame: _Axes, capacity: int, peak: float) -> str:
     """A line with its words on the side where the peak's line does not run through them."""
     y = frame.y(capacity)
     words = f"capacity {format_bytes(capacity)}"
@@ -152,7 +146,7 @@ def _capacity(frame: _Frame, capacity: int, peak: float) -> str:
     return line(LEFT, y, WIDTH, y, "6 3", 1.5) + label(x, y - 5, words, anchor, bold=True)
 
 
-def _peak(frame: _Frame, rank: RankMemory, totals: Sequence[int], top: int) -> str:
+def _peak(frame: _Axes, rank: RankMemory, totals: Sequence[int], top: int) -> str:
     """A dot on the highest moment and its words above, on the side that has room."""
     moment = totals.index(top)
     x, y = frame.x(moment + 0.5), frame.y(top)
@@ -164,7 +158,7 @@ def _peak(frame: _Frame, rank: RankMemory, totals: Sequence[int], top: int) -> s
     return drop + dot + label(at[0], TOP - 19, words, at[1], bold=True)
 
 
-def _areas(frame: _Frame, rank: RankMemory, kinds: Sequence[Kind]) -> Iterator[str]:
+def _areas(frame: _Axes, rank: RankMemory, kinds: Sequence[Kind]) -> Iterator[str]:
     """An area per kind between what is below it and what it adds."""
     order = [rank.kinds.index(kind) for kind in kinds]
     columns = _columns(rank.timeline)
@@ -204,7 +198,7 @@ def _steps(edges: Sequence[float], heights: Sequence[float]) -> str:
     return "".join(written) + f"H{edges[-1]:.1f}"
 
 
-def _bands(frame: _Frame, timeline: Sequence[Sample]) -> list[tuple[str, float, float]]:
+def _bands(frame: _Axes, timeline: Sequence[Sample]) -> list[tuple[str, float, float]]:
     """Each stretch of a phase: its name, where it begins, how wide it is."""
     found, moment = [], 0
     for phase, samples in groupby(timeline, lambda sample: sample.phase):
@@ -243,71 +237,3 @@ def _phase_legend(bands: Sequence[tuple[str, float, float]], y: float) -> tuple[
         parts += [_shade(phase, x, y, 12, 12), label(x + 18, y + 10.5, phase)]
         x += 34 + text_width(phase)
     return "".join(parts), LINE if left else 0.0
-
-
-_PHASES, _PLACES = 1, 2  # rows of slices
-TRACE_AXIS = "moments of a step in order, not time: each microsecond is one"
-
-
-def chrome_trace(footprint: Footprint, rank: RankMemory | None = None) -> str:
-    """Live bytes as counters by category and in all; phases, and what they run, as slices."""
-    rank = rank or footprint.worst
-    events = [*_names(rank), *_counters(rank), *_slices(rank, "phase"), *_slices(rank, "name")]
-    document = {
-        "traceEvents": events,
-        "displayTimeUnit": "ns",
-        "otherData": {
-            "what": headline(footprint),
-            "class": rank.name,
-            "axis": TRACE_AXIS,
-            "peak": f"{rank.peak_bytes} bytes in {peak_text(rank)}",
-        },
-    }
-    return json.dumps(document, separators=(",", ":")) + "\n"
-
-
-def _names(rank: RankMemory) -> Iterator[dict[str, Any]]:
-    process = {"name": f"{rank.name} ({TRACE_AXIS})"}
-    yield {"ph": "M", "name": "process_name", "pid": 0, "args": process}
-    for thread, name in ((_PHASES, "phases"), (_PLACES, "what runs")):
-        yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": thread, "args": {"name": name}}
-
-
-def _counters(rank: RankMemory) -> Iterator[dict[str, Any]]:
-    """A counter per category where it changes, and one of all together."""
-    columns = {kind: rank.kinds.index(kind) for kind in in_order(rank.kinds)}
-    known: dict[str, int] = {}
-    for moment, sample in enumerate(rank.timeline):
-        values = {category(kind): sample.bytes[column] for kind, column in columns.items()}
-        for name, nbytes in ({"all": sum(sample.bytes)} | values).items():
-            if known.get(name, 0) != nbytes:
-                known[name] = nbytes
-                yield {
-                    "ph": "C",
-                    "name": name,
-                    "pid": 0,
-                    "ts": moment,
-                    "args": {"bytes": nbytes},
-                }
-
-
-def _slices(rank: RankMemory, of: str) -> Iterator[dict[str, Any]]:
-    """Neighbouring samples of one phase, or of one name, as one slice."""
-    moment = 0
-
-    def key(sample: Sample) -> tuple[str, str]:
-        return (sample.phase, "" if of == "phase" else sample.name)
-
-    for (phase, name), samples in groupby(rank.timeline, key):
-        length = sum(1 for _ in samples)
-        if of == "phase" or name:
-            yield {
-                "ph": "X",
-                "name": phase if of == "phase" else name,
-                "cat": "phase" if of == "phase" else phase,
-                "pid": 0,
-                "tid": _PHASES if of == "phase" else _PLACES,
-                "ts": moment,
-                "dur": length,
-            }
-        moment += length

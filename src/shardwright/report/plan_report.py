@@ -23,7 +23,6 @@ from shardwright.planner.statistics.records import (
 from shardwright.report import plan_sheets
 from shardwright.report import statistics_sheets as sheets
 from shardwright.report.sheet import Cell, Sheet, number, sheet_of, text
-from shardwright.report.statistics_sheets import PART_TITLES
 from shardwright.report.table import assumed_line, drawn, listed, prose, spaced
 from shardwright.report.wording import percent, printable, ranks_text
 
@@ -215,11 +214,7 @@ def seconds_sheet(statistics: Statistics) -> Sheet:
             text("name", lambda table: printable(table.name)),
             number("seconds", lambda table: format_seconds(table.seconds)),
             number("share", lambda table: percent(table.seconds / total if total else 0.0)),
-            *(number(PART_TITLES.get(part, part), _seconds_of(part)) for part in parts),
+            *map(sheets.seconds_of, parts),
         ),
         ALL_SHARDS,
     )
-
-
-def _seconds_of(part: str) -> Callable[[TableStatistics], str]:
-    return lambda table: format_seconds(table.parts.get(part, 0.0))

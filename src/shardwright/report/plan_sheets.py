@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TypeVar
 
 from msgspec import UNSET
 
@@ -16,7 +16,7 @@ from shardwright.core.sharding import traits
 from shardwright.core.timeline import BESIDE, EXACT_KINDS, Kind, category, decode, exchange_seconds
 from shardwright.job.model_of_job import step_dtypes
 from shardwright.job.plan import Plan, RankTotals, TablePlan, UnitPlan
-from shardwright.report.sheet import Column, Sheet
+from shardwright.report.sheet import Cell, Column, Sheet, number, sheet_of, text
 from shardwright.report.wording import (
     TEXT_LIMIT,
     counted,
@@ -29,6 +29,7 @@ from shardwright.report.wording import (
     size_text,
 )
 
+T = TypeVar("T")
 MOST_TABLES = 40
 MOST_UNITS = 10**6
 MOST_RANKS = 16
@@ -177,21 +178,21 @@ class _Bundle:
     def nbytes(self) -> int:
         return sum(table_bytes(table) for table in self.tables)
 
-    def row(self, world_size: int) -> tuple[str, ...]:
+    @property
+    def size(self) -> str:
+        same = len({(t.rows, t.dim) for t in self.tables}) == 1
+        return size_text(self.tables[0].rows, self.tables[0].dim) if same else "various"
+
+    @property
+    def shards(self) -> str:
         first = self.tables[0]
-        same_size = len({(t.rows, t.dim) for t in self.tables}) == 1
-        same_cut = len({t.shard_sizes for t in self.tables}) == 1
+        same = len({t.shard_sizes for t in self.tables}) == 1
         replicated = traits(first.sharding_type).replicated
-        return (
-            self.label,
-            size_text(first.rows, first.dim) if same_size else "various",
-            printable(first.sharding_type),
-            printable(first.compute_kernel),
-            ranks_text((rank for t in self.tables for rank in t.ranks), world_size),
-            shards_text(first.shard_sizes, replicated) if same_cut else "various",
-            format_bytes(self.nbytes),
-            format_seconds(longest_seconds(self.tables)),
-        )
+        return shards_text(first.shard_sizes, replicated) if same else "various"
+
+    @property
+    def ranks(self) -> set[int]:
+        return {rank for table in self.tables for rank in table.ranks}
 
 
 def tables_sheet(plan: Plan, most: int = MOST_TABLES) -> Sheet:
@@ -209,19 +210,19 @@ def tables_sheet(plan: Plan, most: int = MOST_TABLES) -> Sheet:
         ),
     )
     total = sum(weight.values())
-    return Sheet(
+    return sheet_of(
         "Embedding tables",
+        bundles,
         (
-            Column("name"),
-            Column("rows x dim", numeric=True),
-            Column("sharding"),
-            Column("kernel", spare=1),
-            Column("rank"),
-            Column("shards", numeric=True, spare=2),
-            Column("bytes", numeric=True),
-            Column("s/step", numeric=True),
+            text("name", lambda b: b.label),
+            number("rows x dim", lambda b: b.size),
+            text("sharding", lambda b: printable(b.tables[0].sharding_type)),
+            text("kernel", lambda b: printable(b.tables[0].compute_kernel), spare=1),
+            text("rank", lambda b: ranks_text(b.ranks, plan.world_size)),
+            number("shards", lambda b: b.shards, spare=2),
+            number("bytes", lambda b: format_bytes(b.nbytes)),
+            number("s/step", lambda b: format_seconds(longest_seconds(b.tables))),
         ),
-        tuple(bundle.row(plan.world_size) for bundle in bundles),
         f"{counted(len(plan.tables), 'table')}, {format_bytes(total)} on all ranks together. "
         "Seconds are those of the rank where the tables of a row take longest.",
     )
@@ -259,22 +260,23 @@ def _label(tables: Sequence[TablePlan]) -> str:
 def units_sheet(plan: Plan, most: int = MOST_UNITS) -> Sheet:
     """Where each role of a unit lives, its bytes, calls, seconds; neighbours alike share a row, and
     so do the fastest where there are more than ``most`` rows."""
-    checkpointed = any(unit.checkpointed for unit in plan.units)
+    facts: list[Cell[UnitPlan]] = [
+        text("placement", _placements),
+        text("optimizer", lambda unit: printable(unit.optimizer), spare=3),
+        text("full weights", _full_weights, spare=1),
+        number("bytes/rank", lambda unit: format_bytes(unit.bytes_per_rank)),
+        number("padding", lambda unit: format_bytes(unit.padding_bytes), spare=5),
+        number("moved/step", lambda unit: format_bytes(unit.bytes_per_step), spare=2),
+        number("calls", lambda unit: str(unit.collectives), spare=4),
+        number("s/step", lambda unit: format_seconds(unit.seconds)),
+    ]
+    if any(unit.checkpointed for unit in plan.units):
+        facts.insert(1, text("checkpointing", _checkpointing))
+    words = sum(not column.numeric for column, _ in facts)
     return Sheet(
         "Dense units",
-        (
-            Column("unit"),
-            Column("placement"),
-            *((Column("checkpointing"),) if checkpointed else ()),
-            Column("optimizer", spare=3),
-            Column("full weights", spare=1),
-            Column("bytes/rank", numeric=True),
-            Column("padding", numeric=True, spare=5),
-            Column("moved/step", numeric=True, spare=2),
-            Column("calls", numeric=True, spare=4),
-            Column("s/step", numeric=True),
-        ),
-        tuple(_unit_rows(plan.units, most, checkpointed=checkpointed)),
+        (Column("unit"), *(column for column, _ in facts)),
+        tuple(_unit_rows(plan.units, most, [cell for _, cell in facts], words)),
         "Gathered full weights are freed after a pass or kept from forward to backward"
         f"{AHEAD if plan.prefetch else ''}. Padding is the part of a rank's bytes that belongs to "
         "no tensor. What moves are the full buffers of all calls of collectives.",
@@ -282,21 +284,22 @@ def units_sheet(plan: Plan, most: int = MOST_UNITS) -> Sheet:
 
 
 def _unit_rows(
-    units: Sequence[UnitPlan], most: int, *, checkpointed: bool
+    units: Sequence[UnitPlan], most: int, facts: Sequence[Callable[[UnitPlan], str]], words: int
 ) -> Iterator[tuple[str, ...]]:
-    """Neighbours with equal facts once, by the first and the last name, the fastest together."""
-    grouped = groupby(units, partial(_unit_facts, checkpointed=checkpointed))
-    rows = [(facts, tuple(alike)) for facts, alike in grouped]
+    """Neighbours with equal ``facts`` once, by the first and the last name, the fastest together,
+    of which the first ``words`` facts say nothing."""
+    grouped = groupby(units, lambda unit: tuple(fact(unit) for fact in facts))
+    rows = [(own, tuple(alike)) for own, alike in grouped]
     slowest = sorted(rows, key=lambda row: -_seconds(row[1]))[:most]
     rest = [unit for row in rows if row not in slowest for unit in row[1]]
-    for facts, alike in (row for row in rows if row in slowest):
+    for own, alike in (row for row in rows if row in slowest):
         names = [printable(unit.name) for unit in alike]
         many = f"{names[0]} to {names[-1]} ({counted(len(names), 'unit')})"
-        yield (many if len(names) > 1 else names[0], *facts)
+        yield (many if len(names) > 1 else names[0], *own)
     if rest:
         yield (
             counted(len(rest), "faster unit"),
-            *("various" for _ in range(4 if checkpointed else 3)),
+            *("various" for _ in range(words)),
             format_bytes(sum(unit.bytes_per_rank for unit in rest)),
             format_bytes(sum(unit.padding_bytes for unit in rest)),
             format_bytes(sum(unit.bytes_per_step for unit in rest)),
@@ -350,22 +353,10 @@ def checkpointing_line(plan: Plan) -> str:
     return f"By {by}: {'; '.join(found)}."
 
 
-def _unit_facts(unit: UnitPlan, *, checkpointed: bool) -> tuple[str, ...]:
+def _full_weights(unit: UnitPlan) -> str:
     if isinstance(unit.parameter, Replicate):
-        full = "always"
-    else:
-        full = "freed" if unit.reshard_after_forward else "kept"
-    return (
-        _placements(unit),
-        *((_checkpointing(unit),) if checkpointed else ()),
-        printable(unit.optimizer),
-        full,
-        format_bytes(unit.bytes_per_rank),
-        format_bytes(unit.padding_bytes),
-        format_bytes(unit.bytes_per_step),
-        str(unit.collectives),
-        format_seconds(unit.seconds),
-    )
+        return "always"
+    return "freed" if unit.reshard_after_forward else "kept"
 
 
 def ranks_sheet(plan: Plan, most: int = MOST_RANKS) -> Sheet:
@@ -373,20 +364,17 @@ def ranks_sheet(plan: Plan, most: int = MOST_RANKS) -> Sheet:
 
     Of a step the bytes are those at its simulated peak, of tables alone those that are counted.
     """
-    groups = alike([(totals.rank, _rank_row(plan, totals)) for totals in plan.ranks])
-    shown, more = groups, ""
-    if len(groups) > most:
-        shown = worst(plan, groups, most)
-        more = f" Of {len(plan.ranks)} ranks the fullest and slowest are shown."
-    rows = [(ranks_text(ranks, plan.world_size), *row) for row, ranks in shown]
-    columns, rows = _without_empty(_rank_columns(plan), rows)
+    cells = _rank_cells(plan)
+    own = {totals.rank: totals for totals in plan.ranks}
+    sheet, more = by_rank(plan, "Memory and time per rank", own, cells, most)
+    filled = [k for k in range(len(cells) + 1) if not sheet.rows or any(r[k] for r in sheet.rows)]
+    sheet = sheet.only(filled)  # an empty cell is nothing at all
     budget = plan.budget
     what = "Live bytes at the predicted peak" if plan.units else "Bytes that are counted"
-    return Sheet(
-        "Memory and time per rank",
-        columns,
-        tuple(rows),
-        f"{what}; the budget is {format_bytes(budget)} ({budget:,} B) per rank"
+    return replace(
+        sheet,
+        rows=tuple(tuple(cell or "0 B" for cell in row) for row in sheet.rows),
+        note=f"{what}; the budget is {format_bytes(budget)} ({budget:,} B) per rank"
         f"{_of_all(plan)}.{more}",
     )
 
@@ -407,12 +395,21 @@ def _of_all(plan: Plan) -> str:
 Groups = list[tuple[tuple[str, ...], list[int]]]
 
 
-def alike(rows: Iterable[tuple[int, tuple[str, ...]]]) -> Groups:
-    """Equal rows once, each with its ranks, in the order of their first rank."""
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for rank, row in rows:
-        groups.setdefault(row, []).append(rank)
-    return list(groups.items())
+def by_rank(
+    plan: Plan, title: str, subjects: Mapping[int, T], cells: Sequence[Cell[T]], most: int
+) -> tuple[Sheet, str]:
+    """A row for every rank's subject, alike ones as one row, and at ``most`` so many, of which a
+    second text says that they are not all."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank, subject in subjects.items():
+        alike.setdefault(tuple(cell(subject) for _, cell in cells), []).append(rank)
+    groups, more = list(alike.items()), ""
+    if len(groups) > most:
+        groups = worst(plan, groups, most)
+        more = f" Of {plan.world_size} ranks the fullest and slowest are shown."
+    columns = (Column("rank"), *(column for column, _ in cells))
+    rows = tuple((ranks_text(ranks, plan.world_size), *row) for row, ranks in groups)
+    return Sheet(title, columns, rows), more
 
 
 def worst(plan: Plan, groups: Groups, most: int) -> Groups:
@@ -432,55 +429,45 @@ def _kinds(plan: Plan) -> tuple[Kind, ...]:
     return EXACT_KINDS if plan.units else TABLE_KINDS
 
 
-def _rank_columns(plan: Plan) -> tuple[Column, ...]:
-    tail: tuple[Column, ...] = (Column("s/step", numeric=True),)
-    kinds = [
-        Column(category(kind).removeprefix("optimizer "), numeric=True, spare=_SPARE.get(kind, 0))
-        for kind in _kinds(plan)
-    ]
+def _rank_cells(plan: Plan) -> list[Cell[RankTotals]]:
+    """Every column but the rank's; an empty cell is nothing at all."""
+    kinds, budget, other = _kinds(plan), plan.budget, plan.units
+
+    def size(nbytes: int, *, said: bool = False) -> str:
+        return format_bytes(nbytes) if nbytes or said else ""
+
+    def used(totals: RankTotals) -> str:
+        share = totals.peak_bytes / budget if budget > 0 else 0.0
+        return percent(share) if share <= 1 else f"{percent(share)}, too much"
+
+    def at_peak(kind: Kind) -> Cell[RankTotals]:
+        title = category(kind).removeprefix("optimizer ")
+        spare = _SPARE.get(kind, 0)
+        return number(title, lambda t: size(t.at_peak.get(kind, 0), said=bool(other)), spare)
+
+    def rest(totals: RankTotals) -> str:
+        named = sum(totals.at_peak.get(kind, 0) for kind in kinds)
+        return format_bytes(totals.peak_bytes - named)
+
+    def tier(name: str) -> Cell[RankTotals]:
+        return number(name.upper(), lambda totals: size(getattr(totals, f"{name}_bytes")))
+
+    peak_in: list[Cell[RankTotals]] = []
     if plan.units:
-        kinds.append(Column("rest", numeric=True))
-        tail = (Column("peak in"), *tail)
-    peak = "peak" if plan.units else _decisive(plan).upper()
-    return (
-        Column("rank"),
-        *kinds,
-        Column(peak, numeric=True),
-        Column("used", numeric=True, spare=1),
-        *(Column(tier.upper(), numeric=True) for tier in _other_tiers(plan)),
-        *tail,
-    )
+        peak_in.append(text("peak in", lambda totals: printable(totals.peak_phase)))
+    return [
+        *map(at_peak, kinds),
+        *([number("rest", rest)] if plan.units else []),
+        number(
+            "peak" if plan.units else _decisive(plan).upper(),
+            lambda totals: format_bytes(totals.peak_bytes),
+        ),
+        number("used", used, spare=1),
+        *(tier(name) for name in TIERS if name != _decisive(plan)),
+        *peak_in,
+        number("s/step", lambda totals: format_seconds(totals.seconds)),
+    ]
 
 
 def _decisive(plan: Plan) -> str:
     return "ddr" if plan.cluster.compute_device == "cpu" else "hbm"
-
-
-def _other_tiers(plan: Plan) -> tuple[str, ...]:
-    return tuple(tier for tier in TIERS if tier != _decisive(plan))
-
-
-def _rank_row(plan: Plan, totals: RankTotals) -> tuple[str, ...]:
-    """Every cell but the rank's; an empty cell is nothing at all."""
-    named = [totals.at_peak.get(kind, 0) for kind in _kinds(plan)]
-    if plan.units:
-        named.append(totals.peak_bytes - sum(named))
-    budget = plan.budget
-    used = totals.peak_bytes / budget if budget > 0 else 0.0
-    others = [getattr(totals, f"{tier}_bytes") for tier in _other_tiers(plan)]
-    return (
-        *(format_bytes(nbytes) if nbytes or plan.units else "" for nbytes in named),
-        format_bytes(totals.peak_bytes),
-        percent(used) if used <= 1 else f"{percent(used)}, too much",
-        *(format_bytes(nbytes) if nbytes else "" for nbytes in others),
-        *((printable(totals.peak_phase),) if plan.units else ()),
-        format_seconds(totals.seconds),
-    )
-
-
-def _without_empty(
-    columns: Sequence[Column], rows: list[tuple[str, ...]]
-) -> tuple[tuple[Column, ...], list[tuple[str, ...]]]:
-    """Columns in which some row has something, and the rows of those; an empty cell is 0."""
-    kept = [i for i in range(len(columns)) if not rows or any(row[i] for row in rows)]
-    return tuple(columns[i] for i in kept), [tuple(row[i] or "0 B" for i in kept) for row in rows]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwright.core.profile import PhaseTime, ProfiledStage, by_phase
+from shardwright.core.measurement import PhaseTime, ProfiledStage, by_phase
 from shardwright.core.quantities import format_seconds
-from shardwright.report.sheet import Column, Sheet, number, sheet_of, text
+from shardwright.report.sheet import Sheet, number, sheet_of, text
 from shardwright.report.wording import counted, percent, printable
 
 MOST_KERNELS = 20
@@ -22,34 +22,34 @@ def profile_sheets(stages: Sequence[ProfiledStage], most: int = MOST_KERNELS) ->
 
 def _phases_sheet(stage: ProfiledStage) -> Sheet:
     """Means over ranks; what waits longest is named."""
-    phases = by_phase(stage)
-    ranks = {line.rank for line in stage.phases}
-    rows = [_phase_row(phase, lines, len(ranks)) for phase, lines in phases.items()]
-    rows.append(_phase_row(_ALL, _totals(stage.phases, sorted(ranks)), len(ranks)))
-    return Sheet(
+    ranks = sorted({line.rank for line in stage.phases})
+    phases = {**by_phase(stage), _ALL: _totals(stage.phases, ranks)}
+
+    def mean(of: str, lines: Sequence[PhaseTime]) -> float:
+        found: float = sum(getattr(line, of) for line in lines) / len(ranks)
+        return found
+
+    def working(lines: Sequence[PhaseTime]) -> float:
+        return mean("seconds", lines) - mean("waiting", lines) - mean("moving", lines)
+
+    return sheet_of(
         f"Profile of {printable(stage.name)}, by phase",
+        phases.items(),
         (
-            Column("phase"),
-            Column("of a step", numeric=True),
-            Column("works", numeric=True),
-            Column("waits", numeric=True),
-            Column("moves bytes", numeric=True),
-            Column("waits longest"),
+            text("phase", lambda each: printable(each[0])),
+            number("of a step", lambda each: format_seconds(mean("seconds", each[1]))),
+            number("works", lambda each: format_seconds(working(each[1]))),
+            number("waits", lambda each: format_seconds(mean("waiting", each[1]))),
+            number("moves bytes", lambda each: format_seconds(mean("moving", each[1]))),
+            text("waits longest", lambda each: _longest(each[1])),
         ),
-        tuple(rows),
         _phases_note(stage),
     )
 
 
-def _phase_row(phase: str, lines: Sequence[PhaseTime], ranks: int) -> tuple[str, ...]:
-    seconds, waiting, moving = (
-        sum(values) / ranks
-        for values in zip(*((p.seconds, p.waiting, p.moving) for p in lines), strict=True)
-    )
+def _longest(lines: Sequence[PhaseTime]) -> str:
     longest = max(lines, key=lambda line: line.waiting)
-    waits = f"rank {longest.rank}, {format_seconds(longest.waiting)}" if longest.waiting else ""
-    parts = (seconds, seconds - waiting - moving, waiting, moving)
-    return (printable(phase), *map(format_seconds, parts), waits)
+    return f"rank {longest.rank}, {format_seconds(longest.waiting)}" if longest.waiting else ""
 
 
 def _totals(lines: Sequence[PhaseTime], ranks: Sequence[int]) -> list[PhaseTime]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.core.sharding import traits
@@ -15,9 +17,10 @@ from shardwright.planner.statistics.records import (
     MemoryPrice,
     RankStatistics,
     Statistics,
+    TableShare,
 )
-from shardwright.report.plan_sheets import MOST_RANKS, alike, worst
-from shardwright.report.sheet import Column, Sheet
+from shardwright.report.plan_sheets import MOST_RANKS, by_rank
+from shardwright.report.sheet import Cell, Sheet, number, sheet_of, text
 from shardwright.report.wording import percent, printable, ranks_text
 
 MEASURE_WORDS: dict[Measure, str] = {
@@ -46,45 +49,37 @@ LEAST_SHARE = 1e-3  # of a rank that is worth a line
 
 def times_sheet(plan: Plan, statistics: Statistics, most: int = MOST_RANKS) -> Sheet:
     """Seconds by part, waiting, traffic and shards of each rank; alike ranks share a row."""
-    parts = [part.part for part in statistics.parts if part.seconds]
-    waits = any(rank.idle_seconds for rank in statistics.ranks)
     routed = bool(plan.tables)
-    rows = [(rank.rank, _times_row(rank, parts, waits, routed)) for rank in statistics.ranks]
-    groups, more = alike(rows), ""
-    if len(groups) > most:
-        groups = worst(plan, groups, most)
-        more = f" Of {plan.world_size} ranks the fullest and slowest are shown."
-    traffic = (
-        Column("ids in", numeric=True),
-        Column("rows out", numeric=True),
-        Column("shards"),
-    )
-    legend = f"Bytes are those of one step. {_letters(statistics)}.{more}"
-    return Sheet(
-        "Time and traffic per rank" if routed else "Time per rank",
-        (
-            Column("rank"),
-            Column("s/step", numeric=True),
-            *(Column(PART_TITLES.get(part, part), numeric=True) for part in parts),
-            *((Column("waits", numeric=True),) if waits else ()),
-            *(traffic if routed else ()),
-        ),
-        tuple((ranks_text(ranks, plan.world_size), *row) for row, ranks in groups),
-        legend if routed else more.strip(),
+    cells: list[Cell[RankStatistics]] = [
+        number("s/step", lambda rank: format_seconds(rank.seconds)),
+        *(seconds_of(part.part) for part in statistics.parts if part.seconds),
+    ]
+    if any(rank.idle_seconds for rank in statistics.ranks):
+        cells.append(number("waits", lambda rank: format_seconds(rank.idle_seconds)))
+    if routed:
+        cells += [
+            number("ids in", lambda rank: format_bytes(rank.input_bytes)),
+            number("rows out", lambda rank: format_bytes(rank.output_bytes)),
+            text("shards", _shards),
+        ]
+    title, legend = "Time per rank", ""
+    if routed:
+        title = "Time and traffic per rank"
+        legend = f"Bytes are those of one step. {_letters(statistics)}."
+    sheet, more = by_rank(plan, title, {rank.rank: rank for rank in statistics.ranks}, cells, most)
+    return replace(sheet, note=f"{legend}{more}".strip())
+
+
+def seconds_of(part: str) -> Cell[Any]:
+    """Seconds that ranks, or tables, spend on a part of a step."""
+    return number(
+        PART_TITLES.get(part, part), lambda each: format_seconds(each.parts.get(part, 0.0))
     )
 
 
-def _times_row(
-    rank: RankStatistics, parts: Sequence[str], waits: bool, routed: bool
-) -> tuple[str, ...]:
-    shards = ", ".join(f"{traits(kind).letters} {count:,}" for kind, count in rank.shards.items())
-    traffic = (format_bytes(rank.input_bytes), format_bytes(rank.output_bytes), shards or "none")
-    return (
-        format_seconds(rank.seconds),
-        *(format_seconds(rank.parts.get(part, 0.0)) for part in parts),
-        *((format_seconds(rank.idle_seconds),) if waits else ()),
-        *(traffic if routed else ()),
-    )
+def _shards(rank: RankStatistics) -> str:
+    counts = (f"{traits(kind).letters} {count:,}" for kind, count in rank.shards.items())
+    return ", ".join(counts) or "none"
 
 
 def _letters(statistics: Statistics) -> str:
@@ -95,42 +90,24 @@ def _letters(statistics: Statistics) -> str:
 
 def evenness_sheet(plan: Plan, statistics: Statistics) -> Sheet:
     """Least, medians, mean and most of seconds and bytes, and the measures of imbalance."""
-    rows = []
-    for spread, uneven in zip(statistics.spreads, statistics.unevenness, strict=True):
-        rows.append(
-            (
-                MEASURE_WORDS[spread.of],
-                _amount(spread.of, spread.smallest),
-                _amount(spread.of, spread.low_median),
-                _amount(spread.of, spread.high_median),
-                _amount(spread.of, spread.mean),
-                _amount(spread.of, spread.largest),
-                ranks_text(spread.largest_ranks, plan.world_size),
-                percent(_quiet(spread.largest / spread.mean - 1), signed=True),
-                f"{_quiet(uneven.largest_deviation):.3f}",
-                f"{_quiet(uneven.total_distance):.3f}",
-                f"{_quiet(uneven.chi):.3f}",
-                f"{_quiet(uneven.relative_entropy):.3f}",
-            )
-        )
     highest = (plan.world_size - 1) / plan.world_size
-    return Sheet(
+    return sheet_of(
         "How evenly it lies on the ranks",
+        list(zip(statistics.spreads, statistics.unevenness, strict=True)),
         (
-            Column("of"),
-            Column("least", numeric=True),
-            Column("low\nmedian", numeric=True),
-            Column("high\nmedian", numeric=True),
-            Column("mean", numeric=True),
-            Column("most", numeric=True),
-            Column("on rank"),
-            Column("over mean", numeric=True),
-            Column("largest\ndeviation", numeric=True),
-            Column("total\ndistance", numeric=True),
-            Column("chi", numeric=True),
-            Column("entropy", numeric=True),
+            text("of", lambda each: MEASURE_WORDS[each[0].of]),
+            number("least", lambda each: _amount(each[0].of, each[0].smallest)),
+            number("low\nmedian", lambda each: _amount(each[0].of, each[0].low_median)),
+            number("high\nmedian", lambda each: _amount(each[0].of, each[0].high_median)),
+            number("mean", lambda each: _amount(each[0].of, each[0].mean)),
+            number("most", lambda each: _amount(each[0].of, each[0].largest)),
+            text("on rank", lambda each: ranks_text(each[0].largest_ranks, plan.world_size)),
+            number("over mean", lambda each: _over(each[0].largest, each[0].mean)),
+            number("largest\ndeviation", lambda each: _share(each[1].largest_deviation)),
+            number("total\ndistance", lambda each: _share(each[1].total_distance)),
+            number("chi", lambda each: _share(each[1].chi)),
+            number("entropy", lambda each: _share(each[1].relative_entropy)),
         ),
-        tuple(rows),
         f"Each rank's share against 1/{plan.world_size}; 0 is even. The largest deviation "
         f"(TorchRec: total variation) is at most {highest:.4g}, the sum of all (total distance) at "
         f"most {2 * highest:.4g}; chi-square (chi divergence) and relative entropy (KL divergence) "
@@ -142,69 +119,71 @@ def _quiet(share: float) -> float:
     return share if abs(share) > NOISE else 0.0
 
 
+def _share(share: float) -> str:
+    return f"{_quiet(share):.3f}"
+
+
+def _over(most: float, mean: float) -> str:
+    """How far the most is above the mean."""
+    return percent(_quiet(most / mean - 1), signed=True)
+
+
 def _amount(of: Measure, value: float) -> str:
     return format_seconds(value) if of == "seconds" else format_bytes(value)
 
 
 def tiers_sheet(plan: Plan, statistics: Statistics) -> Sheet:
     """The fullest ranks, those within 1 MiB of each other together."""
-    rows = (
-        (str(n), format_bytes(t.nbytes), f"{t.nbytes:,}", ranks_text(t.ranks, plan.world_size))
-        for n, t in enumerate(statistics.peak_tiers, start=1)
-    )
-    return Sheet(
+    return sheet_of(
         f"Fullest ranks, {statistics.decisive.upper()}",
+        list(enumerate(statistics.peak_tiers, start=1)),
         (
-            Column("tier"),
-            Column("most", numeric=True),
-            Column("bytes", numeric=True),
-            Column("rank"),
+            text("tier", lambda each: str(each[0])),
+            number("most", lambda each: format_bytes(each[1].nbytes)),
+            number("bytes", lambda each: f"{each[1].nbytes:,}"),
+            text("rank", lambda each: ranks_text(each[1].ranks, plan.world_size)),
         ),
-        tuple(rows),
         "A tier is the ranks within 1 MiB of its fullest one.",
     )
 
 
 def ledger_sheet(ledger: MemoryLedger) -> Sheet:
     """Where every byte of a memory goes on its fullest rank."""
-    share = {line.what: line.nbytes / ledger.capacity for line in ledger.lines if ledger.capacity}
-    rows = [
-        (
-            LEDGER_WORDS.get(line.what) or category(line.what),
-            format_bytes(line.nbytes),
-            f"{line.nbytes:,}",
-            percent(share.get(line.what, 0.0)),
-        )
-        for line in ledger.lines
+    lines = [
+        (LEDGER_WORDS.get(line.what) or category(line.what), line.nbytes) for line in ledger.lines
     ]
-    total = ("capacity", format_bytes(ledger.capacity), f"{ledger.capacity:,}", "100.0 %")
-    return Sheet(
+    return sheet_of(
         f"Where the {ledger.tier.upper()} of rank {ledger.rank} goes, the fullest",
+        [*lines, ("capacity", ledger.capacity)],
         (
-            Column("what"),
-            Column("size", numeric=True),
-            Column("bytes", numeric=True),
-            Column("share", numeric=True),
+            text("what", lambda line: line[0]),
+            number("size", lambda line: format_bytes(line[1])),
+            number("bytes", lambda line: f"{line[1]:,}"),
+            number(
+                "share", lambda line: percent(line[1] / ledger.capacity if ledger.capacity else 0.0)
+            ),
         ),
-        (*rows, total),
         "The lines sum to the capacity.",
     )
 
 
 def bottlenecks_sheet(plan: Plan, statistics: Statistics) -> Sheet:
     """The tables that take most of the slowest and of the fullest rank."""
-    rows = [row for found in statistics.bottlenecks for row in _bottleneck_rows(found)]
-    return Sheet(
+    return sheet_of(
         "What the worst ranks hold",
+        [
+            (found, table, share)
+            for found in statistics.bottlenecks
+            for table, share in _largest(found)
+        ],
         (
-            Column("most"),
-            Column("rank"),
-            Column("table"),
-            Column("sharding"),
-            Column("takes", numeric=True),
-            Column("share", numeric=True),
+            text("most", lambda each: MEASURE_WORDS[each[0].of]),
+            text("rank", lambda each: str(each[0].rank)),
+            text("table", lambda each: printable(each[1].name)),
+            text("sharding", lambda each: printable(each[1].sharding_type)),
+            number("takes", lambda each: _amount(each[0].of, each[1].amount)),
+            number("share", lambda each: percent(each[2])),
         ),
-        tuple(rows),
         f"{' '.join(_worst(plan, b) for b in statistics.bottlenecks)} Shares are of what that rank "
         "has in all.",
     )
@@ -219,43 +198,27 @@ def _worst(plan: Plan, found: Bottleneck) -> str:
     return f"Ranks {ranks_text(found.ranks, plan.world_size)} have most {word}."
 
 
-def _bottleneck_rows(found: Bottleneck) -> Iterable[tuple[str, ...]]:
-    for number, table in enumerate(found.tables):
+def _largest(found: Bottleneck) -> Iterator[tuple[TableShare, float]]:
+    """Tables with their shares of what the rank has in all; small ones but for the first not."""
+    for place, table in enumerate(found.tables):
         share = table.amount / found.total if found.total else 0.0
-        if share >= LEAST_SHARE or not number:
-            yield (
-                MEASURE_WORDS[found.of],
-                str(found.rank),
-                printable(table.name),
-                printable(table.sharding_type),
-                _amount(found.of, table.amount),
-                percent(share),
-            )
+        if share >= LEAST_SHARE or not place:
+            yield table, share
 
 
 def parts_sheet(plan: Plan, statistics: Statistics) -> Sheet:
     """The most and the mean that ranks spend on each part."""
-    rows = tuple(
-        (
-            part.part,
-            format_seconds(part.seconds),
-            ranks_text(part.ranks, plan.world_size),
-            format_seconds(part.mean),
-            percent(_quiet(part.seconds / part.mean - 1), signed=True) if part.mean else "",
-        )
-        for part in statistics.parts
-    )
     path = statistics.critical_path
-    return Sheet(
+    return sheet_of(
         "Parts of a step",
+        statistics.parts,
         (
-            Column("part"),
-            Column("most", numeric=True),
-            Column("on rank"),
-            Column("mean", numeric=True),
-            Column("over mean", numeric=True),
+            text("part", lambda part: part.part),
+            number("most", lambda part: format_seconds(part.seconds)),
+            text("on rank", lambda part: ranks_text(part.ranks, plan.world_size)),
+            number("mean", lambda part: format_seconds(part.mean)),
+            number("over mean", lambda part: _over(part.seconds, part.mean) if part.mean else ""),
         ),
-        rows,
         f"The sum of the maxima is {format_seconds(statistics.sum_of_maxima)}; the slowest rank is "
         f"{percent(_quiet(statistics.excess))} above the mean. The critical path takes "
         f"{format_seconds(path.seconds)}: {format_seconds(path.communication)} of communication "
@@ -265,19 +228,15 @@ def parts_sheet(plan: Plan, statistics: Statistics) -> Sheet:
 
 def critical_sheet(statistics: Statistics) -> Sheet:
     """The terms of the critical path."""
-    rows = tuple(
-        (
-            printable(term.name),
-            "communication" if term.communication else "compute",
-            format_seconds(term.seconds),
-            str(term.rank),
-        )
-        for term in statistics.critical_path.terms
-    )
-    return Sheet(
+    return sheet_of(
         "Critical path",
-        (Column("term"), Column("kind"), Column("seconds", numeric=True), Column("slowest rank")),
-        rows,
+        statistics.critical_path.terms,
+        (
+            text("term", lambda term: printable(term.name)),
+            text("kind", lambda term: "communication" if term.communication else "compute"),
+            number("seconds", lambda term: format_seconds(term.seconds)),
+            text("slowest rank", lambda term: str(term.rank)),
+        ),
         "What all ranks wait for together: each term takes as long as on its slowest rank.",
     )
 

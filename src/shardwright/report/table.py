@@ -18,14 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.core.cluster import Calibration, SourcedFigure
-from shardwright.core.measurement import Comparison
-from shardwright.core.profile import MOST_KERNELS, ProfiledStage
+from shardwright.core.measurement import MOST_KERNELS, Comparison, ProfiledStage
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.job.plan import Plan
 from shardwright.report import comparison_sheets
 from shardwright.report.difference import Difference, Unit, Value, differences, together
 from shardwright.report.profile_sheets import profile_sheets
-from shardwright.report.sheet import Column, Sheet
+from shardwright.report.sheet import Sheet, number, sheet_of, text
 from shardwright.report.wording import NO_BREAK, TEXT_LIMIT, counted, percent, printable
 
 __all__ = [
@@ -73,8 +72,8 @@ def _sides(line: str, width: int) -> list[str]:
     hanging = min(len(first) + 1 if more else margin + 2, width // 2)
     folded = []
     head = f"{first} ={NO_BREAK}{more[0]}" if more else first
-    for number, side in enumerate([head, *(f"={NO_BREAK}{each}" for each in more[1:])]):
-        lead = "" if number == 0 else " " * hanging
+    for place, side in enumerate([head, *(f"={NO_BREAK}{each}" for each in more[1:])]):
+        lead = "" if place == 0 else " " * hanging
         folded += textwrap.wrap(
             side,
             width,
@@ -143,28 +142,27 @@ def plan_difference(a: Plan, b: Plan, *, full: bool = False) -> RenderableType:
     if not found:
         return Text("The two plans are equal in tables, units, ranks, job and cluster.")
     return drawn(
-        Sheet(
+        sheet_of(
             counted(len(found), "difference"),
+            shown,
             (
-                Column("what"),
-                Column("key"),
-                Column("first plan", numeric=True),
-                Column("second plan", numeric=True),
-                Column("change", numeric=True),
+                text("what", _changed),
+                text("key", lambda each: printable(each[1].key)),
+                number("first plan", lambda each: _value(each[1].before, each[1].unit)),
+                number("second plan", lambda each: _value(each[1].after, each[1].unit)),
+                number("change", lambda each: _change(each[1])),
             ),
-            tuple(_difference_row(count, each) for count, each in shown),
             "" if len(shown) == len(found) else f"{more}Each on its own: --full.",
         ),
         short=not full,
     )
 
 
-def _difference_row(count: int, d: Difference) -> tuple[str, ...]:
-    what = f"{d.group} {printable(d.name)}" if d.name else d.group
+def _changed(counts: tuple[int, Difference]) -> str:
+    count, d = counts
     if count > 1 and d.group != "job":
-        what = counted(count, d.group)
-    key = printable(d.key)
-    return what, key, _value(d.before, d.unit), _value(d.after, d.unit), _change(d)
+        return counted(count, d.group)
+    return f"{d.group} {printable(d.name)}" if d.name else d.group
 
 
 def _value(value: Value, unit: Unit) -> str:
@@ -356,25 +354,18 @@ def calibration_summary(found: Calibration) -> RenderableType:
 
 
 def _sheet(title: str, figures: dict[str, SourcedFigure]) -> Sheet:
-    return Sheet(
+    return sheet_of(
         title,
+        figures.items(),
         (
-            Column("constant"),
-            Column("value", numeric=True),
-            Column("unit"),
-            Column("spread", numeric=True),
-            Column("median of", numeric=True),
-            Column("source"),
+            text("constant", lambda each: printable(each[0])),
+            number("value", lambda each: _scaled(each[1].value, each[1].unit)[0]),
+            text("unit", lambda each: _scaled(each[1].value, each[1].unit)[1]),
+            number("spread", lambda each: percent(each[1].spread) if each[1].median_of else ""),
+            number("median of", lambda each: str(each[1].median_of or "")),
+            text("source", lambda each: printable(each[1].source, TEXT_LIMIT)),
         ),
-        tuple(_row(name, figure) for name, figure in figures.items()),
     )
-
-
-def _row(name: str, figure: SourcedFigure) -> tuple[str, ...]:
-    value, unit = _scaled(figure.value, figure.unit)
-    spread = percent(figure.spread) if figure.median_of else ""
-    count = str(figure.median_of) if figure.median_of else ""
-    return printable(name), value, unit, spread, count, printable(figure.source, TEXT_LIMIT)
 
 
 def _scaled(value: float, unit: str) -> tuple[str, str]:

@@ -47,17 +47,18 @@ from shardwright.runtime.fully_shard import (
     attach,
     check_members,
     check_offload,
-    make_storage,
+    make_unit,
 )
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.sharded_module import move_buffers
 from shardwright.runtime.units import replicas
-from shardwright.runtime.units.dstorage import storages_in
+from shardwright.runtime.units.cutting import Cutting, MixedPrecision, UnitNames
+from shardwright.runtime.units.dstorage import units_in
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.hooks import cast_inputs
 from shardwright.runtime.units.parameter import DTYPES, Member, find_members
-from shardwright.runtime.units.precision import MixedPrecision
+from shardwright.runtime.units.rebind import absorb
 from shardwright.trace.checkpointing import apply_checkpointing
 from shardwright.trace.tables import collected
 
@@ -164,27 +165,22 @@ def _shard_units(
         precision = _cast_as_recorded(model, plan, precision)
     for units in _inner_first(_together(plan) if in_buckets else [(u,) for u in plan.units]):
         modules = [model.get_submodule(path) for path in units[0].modules]
-        storages = []
+        made = []
         for unit in units:
             own = [members[fqn] for fqn in unit.tensors]
             check_members(own, modules, unit.name)
-            storages.append(
-                make_storage(
-                    own,
-                    comm if _replicated(unit) else shared,
-                    dict.fromkeys(unit.tensors, unit.optimizer_state),
-                    name="" if in_buckets else unit.name,
-                    module_names=unit.modules,
-                    bucket=unit.name if in_buckets else "",
-                    reshard_after_forward=unit.reshard_after_forward,
-                    precision=precision,
-                    zero=unit.roles.zero or 3,
-                    offloaded=unit.offloaded is True,
-                    block_size=OPTIMIZERS[unit.optimizer].block,
-                    initial=initial,
-                )
+            cutting = Cutting(
+                dict.fromkeys(unit.tensors, unit.optimizer_state),
+                precision,
+                unit.roles.zero or 3,
+                unit.offloaded is True,
+                OPTIMIZERS[unit.optimizer].block,
             )
-        attach(modules, units[0].modules, storages, flow, leads=_leads(units[0]))
+            name, bucket = ("", unit.name) if in_buckets else (unit.name, "")
+            names = UnitNames(name, unit.modules, bucket)
+            ranks = comm if _replicated(unit) else shared
+            made.append(make_unit(own, ranks, cutting, names, unit.reshard_after_forward, initial))
+        attach(modules, units[0].modules, made, flow, leads=_leads(units[0]))
         for unit in units:
             blocks = [model.get_submodule(path) for path in unit.checkpointed]
             apply_checkpointing(blocks, unit.checkpointing, preserve_rng_state=True)
@@ -251,9 +247,10 @@ class _Begin:
 def _agree_on_replicas(comm: Comm, model: nn.Module) -> None:
     """Ranks exchange only mean gradients, so replicas that start apart would stay apart."""
     facts: dict[str, str] = {}
-    for storage in storages_in(model):
-        if storage.is_replicated:
-            facts[f"start of unit '{storage.name}'"] = fingerprint_of(storage.byte_storage)
+    for unit in units_in(model):
+        if unit.is_replicated:
+            absorb(unit)
+            facts[f"start of unit '{unit.name}'"] = fingerprint_of(unit.buffers.shard)
     for module in model.modules():
         for store in module.replicas.stores if isinstance(module, ShardedTables) else ():
             name = f"start of replicas in {module.path}"

@@ -14,8 +14,9 @@ from shardwright.core.errors import InputError, UnsupportedError, check_type, ex
 from shardwright.core.placement import Replicate, Shard
 from shardwright.runtime.comm import check_mesh
 from shardwright.runtime.fully_shard import fully_shard_flat
-from shardwright.runtime.units.dstorage import storages_of
-from shardwright.runtime.units.precision import MixedPrecision
+from shardwright.runtime.units.cutting import MixedPrecision
+from shardwright.runtime.units.dstorage import storages_of, units_of
+from shardwright.runtime.units.rebind import absorb
 from shardwright.tracker.private import in_backward
 
 # Other fields of DistributedDataParallelConfig: the value that asks for nothing, and what to do.
@@ -103,6 +104,7 @@ class Buckets:
             bucket_size=bucket_size,
         )
         self.storages = tuple(storages_of(model))
+        self._units = units_of(model)
         if not overlap_grad_reduce:
             self.storages[0].set_requires_gradient_sync(False)
         if not overlap_param_gather:
@@ -113,13 +115,13 @@ class Buckets:
     ) -> None:
         """Gather what an optimizer has changed (collective), in the order of a forward: only begin
         to with ``overlap_param_gather``, unless ``force_sync``. A forward would do it, too."""
-        for storage in reversed(self.storages):
-            storage.absorb()
-            if not storage.is_current and not storage.is_present:
-                storage.start_gather()
+        for unit in reversed(self._units):
+            absorb(unit)
+            if not unit.is_current and not unit.is_present:
+                unit.start_gather()
         if force_sync or not self.overlap_param_gather:
-            for storage in self.storages:
-                storage.free()  # when it is there: modules show their own parameters again
+            for unit in self._units:
+                unit.free()  # when it is there: modules show their own parameters again
 
     def _before_forward(self, *_: Any) -> None:
         if not in_backward():
@@ -134,26 +136,26 @@ class Buckets:
     def start_grad_sync(self, *_: Any) -> None:
         """Begin to sum gradients that wait (collective): with ``overlap_grad_reduce`` what
         ``no_sync`` kept, else all. Every rank has to have some of the same buckets."""
-        for storage in self.storages:
-            if storage.gradients.is_here or not self.overlap_grad_reduce:
-                storage.start_reduce()
+        for unit in self._units:
+            if unit.gradients.is_here or not self.overlap_grad_reduce:
+                unit.start_reduce()
 
     def finish_grad_sync(self, *_: Any, force_all_reduce: bool = False) -> None:
         """Gradients are there: those that wait are summed (collective), sums are waited for."""
         if force_all_reduce:
             wanted, remedy = "False", "Do without use_distributed_optimizer."
             raise UnsupportedError(expected("force_all_reduce", wanted, "True", remedy))
-        if not any(storage.gradients.under_way for storage in self.storages):
+        if not any(unit.gradients.under_way for unit in self._units):
             self.start_grad_sync()
-        for storage in self.storages:
-            storage.finish_reduce()
-            storage.land()
+        for unit in self._units:
+            unit.finish_reduce()
+            unit.land()
 
     def zero_grad_buffer(self) -> None:
         """Drop all gradients, those that wait as well."""
-        for storage in self.storages:
-            storage.gradients.drop()
-            for member in storage.members:
+        for unit in self._units:
+            unit.gradients.drop()
+            for member in unit.members:
                 member.parameter.grad = None
 
 

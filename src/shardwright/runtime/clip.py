@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, RunError, check_type, expected
-from shardwright.runtime.torch_private import local_of
-from shardwright.runtime.units.dstorage import DStorage, storages_in
+from shardwright.runtime.torch_private import C_GRAD, local_of
+from shardwright.runtime.units.dstorage import units_in
 from shardwright.runtime.units.reductions import norms
 from shardwright.runtime.units.shard_tensor import ShardTensor
+from shardwright.runtime.units.unit import Unit
 
 
 @torch.no_grad()
@@ -44,7 +45,7 @@ def clip_grad_norm_(
     gradients = list(_gradients(model))
     total = _norm(gradients, norm_type)
     if error_if_nonfinite and not math.isfinite(total.item()):
-        raise _blame(list(storages_in(model)), total)
+        raise _blame(list(units_in(model)), total)
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         local_of(gradient).mul_(scale.to(gradient.device))
@@ -53,11 +54,12 @@ def clip_grad_norm_(
 
 def _gradients(model: nn.Module) -> Iterator[torch.Tensor]:
     """Every gradient once: of flat tensors, and of the parameters that none has."""
-    flats = {id(taker.flat): taker.flat for unit in storages_in(model) for taker in unit.all_takers}
+    flats = {id(s.flat): s.flat for unit in units_in(model) for s in unit.all_flat_parts}
     for flat in flats.values():
-        if flat.parameter.grad is not None:
-            yield flat.parameter.grad
-    sharded = [m.parameter for unit in storages_in(model) for m in unit.members]  # whatever shows
+        gradient = C_GRAD.__get__(flat.parameter)  # whether or not all of it has one
+        if gradient is not None:
+            yield gradient
+    sharded = [m.parameter for unit in units_in(model) for m in unit.members]  # whatever shows
     known = set(map(id, sharded))
     for parameter in (*sharded, *(p for p in model.parameters() if id(p) not in known)):
         if getattr(parameter, "home", None) is None and parameter.grad is not None:
@@ -73,7 +75,7 @@ def _norm(gradients: list[torch.Tensor], order: float) -> torch.Tensor:
     return total if wide else total.float()
 
 
-def _blame(units: list[DStorage], total: torch.Tensor) -> RunError:
+def _blame(units: list[Unit], total: torch.Tensor) -> RunError:
     """The first parameter whose gradient is not finite on some rank, known to every rank."""
     for unit in units:
         bad = torch.zeros(len(unit.members), device=unit.buffers.shard.device)

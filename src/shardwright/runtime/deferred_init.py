@@ -5,6 +5,12 @@ of the operations that lead to it, run again for it alone, each with the state o
 generator that it would have found: bit for bit what the function itself would have made.
 """
 
+# A job's function may build tables of which no rank has room for one, and a plan must not change a
+# run's numbers: so what is drawn is the numbers of one process, made tensor by tensor. For that
+# the generator's state before each random operation is found again, by running what comes before
+# it and dropping the result, in chunks where it can be. What cannot be followed is said
+# (``NotDeferredError``), and the caller builds the module with memory instead.
+
 from __future__ import annotations
 
 import gc
@@ -24,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright.runtime.fills import FILLS, Serial
-from shardwright.runtime.noted import Operation, Place, Stream, is_serial, places_in
+from shardwright.runtime.noted import NotedPlace, Operation, Stream, is_serial, places_in
 from shardwright.tracker.private import (
     key_of,
     operator_name,
@@ -114,7 +120,7 @@ class Deferred(TorchDispatchMode):
             self._constants.add(place.storage)
         return place
 
-    def place(self, tensor: torch.Tensor) -> Place:
+    def place(self, tensor: torch.Tensor) -> NotedPlace:
         """Where a fake tensor lies now."""
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             raise NotDeferredError("a tensor that is sparse or a conjugate")
@@ -123,13 +129,13 @@ class Deferred(TorchDispatchMode):
         if number == len(self._storages):
             self._storages.append(storage)
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return Place(number, tensor.dtype, shape, stride, int(tensor.storage_offset()))
+        return NotedPlace(number, tensor.dtype, shape, stride, int(tensor.storage_offset()))
 
     def _note(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
         results = tree_leaves(
             tree_map(lambda v: self.place(v) if isinstance(v, torch.Tensor) else v, result)
         )
-        places = [leaf for leaf in results if isinstance(leaf, Place)]
+        places = [leaf for leaf in results if isinstance(leaf, NotedPlace)]
         makes = {p.storage for p in places} - self._constants - set(self._writers)
         written = places_in(written_by(function, arguments, keywords))
         if self._constants & {p.storage for p in written}:
@@ -154,7 +160,7 @@ class Deferred(TorchDispatchMode):
         for storage in operation.makes | operation.writes:
             self._writers.setdefault(storage, []).append(index)
 
-    def _is_whole(self, place: Place) -> bool:
+    def _is_whole(self, place: NotedPlace) -> bool:
         """Whether the tensor is all of its storage."""
         reached = 1
         for stride, extent in sorted(zip(place.stride, place.shape, strict=True)):
@@ -183,11 +189,11 @@ class Deferred(TorchDispatchMode):
 
     # ---- running again ---------------------------------------------------------------------------
 
-    def value(self, tensor: torch.Tensor | Place) -> torch.Tensor:
+    def value(self, tensor: torch.Tensor | NotedPlace) -> torch.Tensor:
         """A fake tensor with its numbers, in memory of its own; a real one as it is."""
         if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
             return tensor
-        place = tensor if isinstance(tensor, Place) else self.place(tensor)
+        place = tensor if isinstance(tensor, NotedPlace) else self.place(tensor)
         with _again():
             found = self._leading_to([(place.storage, len(self._operations))])
             return place.over(self._run(found, {})[place.storage][1])
@@ -222,7 +228,7 @@ class Deferred(TorchDispatchMode):
 
     def _over(self, value: Any, real: Memory) -> Any:
         """A place as a tensor over ``real``, of which it gets some if it is about to be filled."""
-        if not isinstance(value, Place):
+        if not isinstance(value, NotedPlace):
             return value
         held = self._storages[value.storage]
         if value.storage in self._constants:
@@ -271,7 +277,7 @@ class Deferred(TorchDispatchMode):
             if turn is not None and len(turn[0].states) == turn[1] + 1:
                 turn[0].states.append(torch.get_rng_state())
             for place, found in zip(operation.results, leaves, strict=True):
-                if isinstance(place, Place) and place.storage in operation.makes:
+                if isinstance(place, NotedPlace) and place.storage in operation.makes:
                     is_ours = key_of(found.untyped_storage()) in self._numbers  # a constant's
                     found = place.as_noted(found.clone() if is_ours else found)
                     real[place.storage] = (index, found.untyped_storage())
@@ -279,7 +285,7 @@ class Deferred(TorchDispatchMode):
                 real[storage] = (index, real[storage][1])
         return real
 
-    def rows_of(self, place: Place) -> Serial | None:
+    def rows_of(self, place: NotedPlace) -> Serial | None:
         """The numbers of a matrix that is drawn row after row; None of another tensor."""
         found = self._leading_to([(place.storage, len(self._operations))])
         fills = [self._operations[index].fill_of(place) for index in found]
@@ -306,7 +312,7 @@ class Deferred(TorchDispatchMode):
         """What an operation draws, without the memory that it fills; None of others."""
         operation = self._operations[index]
         target = operation.arguments[0] if operation.fills else None
-        fill = operation.fill_of(target) if isinstance(target, Place) else None
+        fill = operation.fill_of(target) if isinstance(target, NotedPlace) else None
         if not is_serial([fill], target):
             return None
         return Serial([fill], target.shape, target.dtype, state)  # type: ignore[list-item,arg-type]
@@ -320,7 +326,7 @@ class Deferred(TorchDispatchMode):
         if self._lost is not None:
             raise self._lost
         names = {id(p): name for name, p in module.named_parameters()}
-        sources: dict[str, Place | torch.Tensor] = {}
+        sources: dict[str, NotedPlace | torch.Tensor] = {}
         done: dict[int, tuple[Any, Any]] = {}  # with what it was, so that its id stays its own
 
         def settled(value: Any) -> Any:
@@ -345,7 +351,7 @@ class Deferred(TorchDispatchMode):
             for name, value in list(vars(part).items()):
                 if name not in _OF_MODULES and _has_tensors(value):
                     vars(part)[name] = tree_map(settled, value)
-        storages = [s.storage for s in sources.values() if isinstance(s, Place)]
+        storages = [s.storage for s in sources.values() if isinstance(s, NotedPlace)]
         if len(set(storages)) < len(storages):
             raise NotDeferredError("parameters that share memory")
 
@@ -360,7 +366,7 @@ class Deferred(TorchDispatchMode):
             if fqn not in last:
                 last.clear()
                 source = sources[fqn]
-                serial = self.rows_of(source) if isinstance(source, Place) else None
+                serial = self.rows_of(source) if isinstance(source, NotedPlace) else None
                 last[fqn] = self.value(source) if serial is None else serial
             found = last[fqn]
             if isinstance(found, Serial):

@@ -1,20 +1,29 @@
-"""An optimizer's flat tensors: stretches of units' shards, each the memory of many parameters."""
+"""One parameter for an optimizer over neighbours in a unit's shard, and the gradient they share."""
+
+# An optimizer's step costs per tensor, so ``optimizer_parameters`` gives it a few: each is the
+# memory of many parameters that lie together, with one gradient. Users go on with their own
+# parameters all the same, whose gradients are views of it (``FlatHome``), both ways: what is
+# cleared, clipped or written there is here. What has one answer for the whole tensor, a gradient or
+# none, frozen or not, has to be the same for all of its parameters: an optimizer would move those
+# without a gradient by weight decay and momentum, which nobody would notice. So it is refused, and
+# where: at the moment somebody reads the gradient, for torch tells nobody but its own hooks, which
+# are of a process and not of a model, that an optimizer begins a step.
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.core.errors import InputError, expected
+from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import C_GRAD, local_of
 from shardwright.runtime.units.cut import Cut
-from shardwright.runtime.units.dstorage import DStorage
 from shardwright.runtime.units.linked import (
     FlatReplica,
     Home,
@@ -27,129 +36,49 @@ from shardwright.runtime.units.shard_tensor import OPERATORS, ShardTensor, as_pa
 from shardwright.tracker.private import gradient_hooks
 
 
-class Run(NamedTuple):
-    """Tensors of a unit's segment that follow each other and belong to one group.
+class FlatTensor(Home):
+    """A parameter over ``memory`` [n] of a shard, of which the ranks of ``comm`` have ``lengths``
+    elements; None: every rank has all of it. No cut divides ``block`` elements of it."""
 
-    ``places`` are theirs in the unit's layout. Of this rank's share they are ``lengths[rank]``
-    elements from ``begin``, padding after them included; on another rank they may be none.
-    """
-
-    unit: DStorage
-    segment: int
-    group: int
-    places: range
-    begin: int
-    lengths: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        """Elements on this rank."""
-        return self.lengths[self.unit.comm.rank]
-
-    @property
-    def block(self) -> int:
-        """Elements that are cut together; 1 of tensors that may be cut anywhere."""
-        segment = self.unit.buffers.segments[self.segment].segment
-        first = self.unit.sharded.places[self.segment][0]
-        return segment.block if self.places[0] - first < segment.quantized else 1
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Runs of one kind can be one tensor, if they touch."""
-        views = self.unit.buffers.segments[self.segment]
-        comm, segment = self.unit.comm, views.segment
-        return (
-            self.group,
-            self.block,
-            views.dtype,
-            segment.cut == "replicated",
-            segment.trainable,
-            self.unit.members[self.places[0]].parameter.requires_grad,
-            id(comm.mesh),
-            comm.size,
-        )
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """Its elements on this rank, a view of the shard."""
-        share = self.unit.buffers.segments[self.segment].share.detach()
-        return share[self.begin : self.begin + self.length]
-
-
-def runs_of(unit: DStorage, group_of: Mapping[tuple[int, str], int]) -> Iterator[Run]:
-    """The runs of a unit, cut where frozen tensors begin and end, and after those that are
-    quantized; what no group has is in none. The same on every rank."""
-    first = 0
-    for index, views in enumerate(unit.buffers.segments):
-        segment = views.segment
-        groups = [group_of.get((id(unit), slot.tensor.fqn)) for slot in segment.slots]
-        members = unit.members[first : first + len(groups)]
-        large = segment.quantized
-        kinds = [
-            (group, member.parameter.requires_grad, place < large)
-            for place, (group, member) in enumerate(zip(groups, members, strict=True))
-        ]
-        heads = [i for i, kind in enumerate(kinds) if not i or kind != kinds[i - 1]]
-        ends = [*heads[1:], len(groups)]
-        each = [segment.starts(heads, rank) for rank in range(unit.comm.size)]
-        for number, (head, end) in enumerate(zip(heads, ends, strict=True)):
-            group = groups[head]
-            if group is not None:
-                lengths = tuple(starts[number + 1] - starts[number] for starts in each)
-                begin = each[unit.comm.rank][number]
-                yield Run(unit, index, group, range(first + head, first + end), begin, lengths)
-        first += len(groups)
-
-
-class FlatTensor:
-    """One parameter for an optimizer over ``runs`` that touch, and the gradient they share."""
-
-    def __init__(self, runs: Sequence[Run], name: str) -> None:
-        unit = runs[0].unit
-        views = unit.buffers.segments[runs[0].segment]
-        length = self.length = sum(run.length for run in runs)
-        memory = torch.as_strided(
-            views.share.detach(), (length,), (1,), views.share.storage_offset() + runs[0].begin
-        )
-        trains = any(
-            unit.members[place].parameter.requires_grad
-            for run in runs
-            for unit, place in ((run.unit, place) for place in run.places)
-        )
-        self.block = runs[0].block
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        name: str,
+        comm: Comm,
+        lengths: tuple[int, ...] | None,
+        *,
+        block: int,
+        trains: bool,
+    ) -> None:
+        self.length = memory.numel()
+        self.block = block
         self.cut: Cut | None = None
-        if views.segment.cut == "replicated":
+        if lengths is None:
             self.parameter: nn.Parameter = FlatReplica(memory, requires_grad=trains)
         else:
-            lengths = tuple(map(sum, zip(*(run.lengths for run in runs), strict=True)))
-            self.cut = Cut.of_runs(name, lengths, unit.comm)
-            own = Cut.of_runs(name, lengths, unit.comm)
+            self.cut = Cut.of_runs(name, lengths, comm)
+            own = Cut.of_runs(name, lengths, comm)
             own.is_of_many = True
             self.parameter = as_parameter(ShardTensor(memory, own), trains)
-        setattr(self.parameter, FLAT, weakref.ref(self))
+        self.parameter.home = self  # type: ignore[attr-defined]
         self.homes: list[FlatHome] = []
         self.cleared = 0  # homes whose gradient is nothing
-        offset = 0
-        for run in runs:
-            self._take(run, offset)
-            offset += run.length
+
+    def add(self, homes: Sequence[FlatHome]) -> None:
+        """Have parameters, whose gradients are nothing so far."""
+        self.homes.extend(homes)
         self.cleared = len(self.homes)
 
-    def _take(self, run: Run, offset: int) -> None:
-        unit = run.unit
-        segment = unit.buffers.segments[run.segment].segment
-        homes = []
-        for place in run.places:
-            member, piece = unit.members[place], unit.buffers.pieces[place]
-            begin = segment.begin(piece) - run.begin + offset if piece.numel else offset
-            cut = unit.sharded.cuts[place]
-            where = f"{member.fqn} of unit '{unit.name}'"
-            home = FlatHome(self, member.parameter, where, begin, piece.sizes, cut)
-            if cut is not None and member.parameter.dtype.is_floating_point:
-                home.follow_strays()
-            homes.append(home)
-        self.homes.extend(homes)
-        unit.takers.setdefault(run.segment, []).append(Stretch(self, run, offset, homes))
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient, to whoever asks the flat parameter for it. All of it has one or nothing;
+        only who is about to clear it may ask for another."""
+        found: torch.Tensor | None = C_GRAD.__get__(self.parameter)
+        if self.cleared and found is not None:
+            frame = inspect.currentframe()
+            reader = frame.f_back and frame.f_back.f_back if frame else None  # past the property
+            if reader is None or reader.f_code.co_name != "zero_grad":
+                self.check()
+        return found
 
     @property
     def local_gradient(self) -> torch.Tensor | None:
@@ -157,11 +86,11 @@ class FlatTensor:
         found = C_GRAD.__get__(self.parameter)
         return None if found is None else local_of(found)
 
-    def set_gradient(self, local: torch.Tensor | None) -> None:
-        """Let ``local`` [length] be this rank's part of the gradient."""
-        if local is not None and self.cut is not None:
-            local = ShardTensor(local, self.cut)
-        C_GRAD.__set__(self.parameter, local)
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Let ``gradient``, or this rank's part of it [length], be the gradient."""
+        if self.cut is not None and gradient is not None and not isinstance(gradient, ShardTensor):
+            gradient = ShardTensor(gradient, self.cut)
+        C_GRAD.__set__(self.parameter, gradient)
 
     def gradient_to_write(self) -> torch.Tensor:
         """This rank's part of the gradient, zero where nothing has been written."""
@@ -175,9 +104,7 @@ class FlatTensor:
         return found
 
     def check(self) -> None:
-        """Before an optimizer's step: all of it has a gradient or nothing, for all of it moves."""
-        if not self.cleared or self.local_gradient is None:
-            return
+        """Raise InputError where some of it has a gradient and another part of it has none."""
         for home in self.homes:
             if home.is_cleared and home.parameter.requires_grad and home.parameter.numel():
                 raise InputError(
@@ -207,62 +134,37 @@ class FlatTensor:
         if not any(trains):
             C_GRAD.__set__(self.parameter, None)
 
-
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            own = vars(parameter)
-            if TAKEN in own:
-                name, unit = own[TAKEN]
-                raise InputError(
-                    expected(
-                        f"an optimizer's {name} of unit '{unit}'",
-                        "the sharded parameter",
-                        "the one from before it was sharded, which nothing trains",
-                        "Make the optimizer after sharding.",
-                    )
-                )
-            flat = flat_tensor_of(parameter)
-            if flat is not None:
-                flat.check()
+    def refusal(self) -> InputError:
+        """Its memory is the shard's."""
+        return InputError(
+            expected(
+                "a flat optimizer tensor",
+                "to keep its memory, which is that of the model's parameters",
+                "other memory",
+                "Copy values (tensor.copy_(value) under no_grad).",
+            )
+        )
 
 
-def flat_tensor_of(parameter: torch.Tensor) -> FlatTensor | None:
-    """The flat tensor whose parameter this is."""
-    own = vars(parameter)
-    found: FlatTensor | None = own[FLAT]() if FLAT in own else None
-    return found
-
-
-TAKEN = "_taken_by"  # what an original parameter says once it is sharded: its name and unit
-FLAT = "_flat_tensor"  # what a flat tensor's parameter says: whose it is
-
-
-@cache
-def follow_optimizers() -> None:
-    """Look at every optimizer before its steps, from now on: that of a parameter which was sharded
-    since cannot be known otherwise. A process in which nothing is sharded has no such hook."""
-    register_optimizer_step_pre_hook(_before_step)
-
-
-class Stretch(NamedTuple):
-    """Where a flat tensor has a run: from ``offset``."""
+class FlatPart(NamedTuple):
+    """What a flat tensor has of a segment's share: ``length`` elements from ``begin``, where it
+    has them itself from ``offset`` on. Its first tensor is at ``place`` of the segment's."""
 
     flat: FlatTensor
-    run: Run
     offset: int
+    begin: int
+    length: int
+    place: int
     homes: Sequence[FlatHome]
 
     def accept(self, share: torch.Tensor, present: Sequence[bool]) -> None:
-        """Take the mean gradient of the run out of that of its segment, whose tensors have one
-        where ``present``."""
-        flat, run = self.flat, self.run
-        first = run.places.start - run.unit.sharded.places[run.segment][0]
-        here = present[first : first + len(run.places)]
+        """Take its part of the mean gradient of the segment, whose tensors have one where
+        ``present``."""
+        flat, length = self.flat, self.length
+        here = present[self.place : self.place + len(self.homes)]
         if not flat.parameter.requires_grad or not any(here):
             return
-        length = run.length
-        part = share[run.begin : run.begin + length]
+        part = share[self.begin : self.begin + length]
         self._call_hooks(part)
         if length == flat.length and flat.local_gradient is None:
             flat.set_gradient(part)
@@ -279,7 +181,7 @@ class Stretch(NamedTuple):
         flat = self.flat
         if not gradient_hooks(flat.parameter):
             return
-        if self.run.length != flat.length:
+        if self.length != flat.length:
             raise InputError(
                 expected(
                     f"a hook on {self.homes[0].where} and others",
@@ -290,10 +192,6 @@ class Stretch(NamedTuple):
             )
         gradient = part if flat.cut is None else ShardTensor(part, flat.cut)
         call_gradient_hooks(flat.parameter, gradient)
-
-    def follow_freezing(self) -> None:
-        """See :meth:`FlatTensor.follow_freezing`."""
-        self.flat.follow_freezing()
 
 
 class FlatHome(Home):
@@ -379,3 +277,40 @@ def _take_stray(home: weakref.ref[FlatHome], parameter: torch.Tensor) -> None:
     found = home()
     if found is not None:
         found.take_stray(parameter)
+
+
+TAKEN = "_taken_by"  # what an original parameter says once it is sharded: its name and unit
+
+
+def take(parameter: nn.Parameter, fqn: str, unit: str) -> None:
+    """Let an original parameter, which nothing trains once it is sharded, say so to optimizers and
+    whoever else asks for its gradient, and to units that would have it too."""
+    setattr(parameter, TAKEN, (fqn, unit))
+    parameter.__class__ = _taken(type(parameter))
+
+
+@cache
+def _taken(kind: type[Any]) -> type[Any]:
+    """``kind`` of parameters that have no gradient any more. Pickles and copies are plain ones."""
+    return type(kind.__name__, (kind,), {"grad": property(_refuse_gradient, C_GRAD.__set__)})
+
+
+def _refuse_gradient(parameter: Any) -> torch.Tensor | None:
+    taken = vars(parameter).get(TAKEN)
+    if taken is None:  # a copy
+        found: torch.Tensor | None = C_GRAD.__get__(parameter)
+        return found
+    raise InputError(
+        expected(
+            f"an optimizer's {taken[0]} of unit '{taken[1]}'",
+            "the sharded parameter",
+            "the one from before it was sharded, which nothing trains",
+            "Make the optimizer after sharding.",
+        )
+    )
+
+
+def flat_tensor_of(parameter: torch.Tensor) -> FlatTensor | None:
+    """The flat tensor whose parameter this is."""
+    home = getattr(parameter, "home", None)
+    return home if isinstance(home, FlatTensor) else None

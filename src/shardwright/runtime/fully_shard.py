@@ -1,5 +1,9 @@
 """``fully_shard_flat``: wrap modules so that their parameters live as one sharded buffer."""
 
+# Ranks that disagree on what a unit is would exchange bytes of other tensors, or wait for ever. So
+# everything is checked before anything moves, the arguments by each rank and that all have the same
+# ones by one exchange (``_agree``), and an error is one on every rank.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,22 +20,24 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.layout import balanced_owners
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard, Zero
 from shardwright.runtime.comm import Comm, CutTwice, check_mesh
-from shardwright.runtime.flat_tensors import TAKEN, follow_optimizers
+from shardwright.runtime.flat_tensors import TAKEN, take
 from shardwright.runtime.sharded_module import as_sharded, class_name, move_buffers
 from shardwright.runtime.state import follow_state_dict
 from shardwright.runtime.units import replicas
+from shardwright.runtime.units.cutting import Cutting, UnitNames, as_precision
 from shardwright.runtime.units.dstorage import (
     DStorage,
     get_dstorage,
     holder_of,
     register,
-    storages_in,
     storages_of,
+    units_in,
+    units_of,
 )
 from shardwright.runtime.units.flow import Flow
 from shardwright.runtime.units.hooks import UnitHooks
 from shardwright.runtime.units.parameter import Member, check_materials, find_members
-from shardwright.runtime.units.precision import as_precision
+from shardwright.runtime.units.unit import Initial, Unit
 from shardwright.tracker.private import own_parameters
 
 STRATEGIES = ("per_param", "param_boundary", "flat")
@@ -103,23 +109,18 @@ def fully_shard_flat(
     _check_sizes(bucket_size, block_size, chosen, zero, register_hooks)
     cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size, cpu_offload, block_size)
     _agree(comm, members, chosen, (*cut, register_hooks, precision, prefetch))
-    storages = _storages(
-        [("", members)] if bucket_size is None else _buckets(members, bucket_size),
-        comm,
-        chosen,
-        [n for m in modules for n, p in m.named_parameters() if _among(p, ignored_params)],
-        name=unit,
-        module_names=[unit] * len(modules),
-        reshard_after_forward=reshard_after_forward,
-        driven_by_hand=not register_hooks,
-        precision=precision,
-        zero=zero,
-        offloaded=cpu_offload,
-        block_size=block_size,
-    )
-    attach(modules, names, storages, Flow(prefetch), register_hooks=register_hooks)
-    _settle(modules, names)
-    return storages[0]
+    cutting = Cutting(chosen, precision, zero, cpu_offload, block_size)
+    parts = [("", members)] if bucket_size is None else _buckets(members, bucket_size)
+    called = (unit,) * len(modules)
+    units = [
+        make_unit(part, comm, cutting, UnitNames(unit, called, bucket), reshard_after_forward)
+        for bucket, part in parts
+    ]
+    left_out = (n for m in modules for n, p in m.named_parameters() if _among(p, ignored_params))
+    units[0].structure.left_out = tuple(left_out)
+    attach(modules, names, units, Flow(prefetch), register_hooks=register_hooks)
+    _begin_alike(modules, names)
+    return storages_of(modules[0])[0]
 
 
 def _agree(
@@ -138,15 +139,15 @@ def _agree(
     replicas.agree("fully_shard_flat", comm, facts, cut)
 
 
-def _settle(modules: Sequence[nn.Module], names: Sequence[str]) -> None:
+def _begin_alike(modules: Sequence[nn.Module], names: Sequence[str]) -> None:
     """Let replicas begin with the values of one of them, inner units have their paths, and buffers
     be where parameters are."""
     for module, name in zip(modules, names, strict=True):
         _name_inner(module, name)
-        move_buffers(module, torch.device(storages_of(module)[0].mesh.device_type))
-    for storage in storages_of(modules[0]):
-        if replicas.differ(storage.name, storage.buffers, storage.comm):
-            replicas.level(storage.name, storage.buffers, storage.comm)
+        move_buffers(module, torch.device(units_of(module)[0].mesh.device_type))
+    for unit in units_of(modules[0]):
+        if replicas.differ(unit.name, unit.buffers, unit.comm):
+            replicas.level(unit.name, unit.buffers, unit.comm)
 
 
 def _ranks(mesh: DeviceMesh, zero: Zero | tuple[Zero, Zero]) -> tuple[Comm, Zero]:
@@ -197,12 +198,12 @@ def _names(modules: Sequence[nn.Module]) -> list[str]:
 
 def _name_inner(module: nn.Module, prefix: str) -> None:
     """Call inner units by their paths from here, which their own calls could not know."""
-    found: dict[int, tuple[DStorage, list[str]]] = {}
+    found: dict[Unit, list[str]] = {}
     for path, inner in module.named_modules(prefix=prefix):
-        for storage in () if inner is module else storages_of(inner):
-            found.setdefault(id(storage), (storage, []))[1].append(path)
-    for storage, paths in found.values():
-        storage.rename(paths)
+        for unit in () if inner is module else units_of(inner):
+            found.setdefault(unit, []).append(path)
+    for unit, paths in found.items():
+        unit.rename(paths)
 
 
 def _among(parameter: nn.Parameter, others: Collection[nn.Parameter]) -> bool:
@@ -332,7 +333,7 @@ def check_members(members: Sequence[Member], modules: Sequence[nn.Module], unit:
                     "first, or untie them.",
                 )
             )
-    if members or not any(True for module in modules for _ in storages_in(module)):
+    if members or not any(True for module in modules for _ in units_in(module)):
         check_materials(members, unit)
 
 
@@ -414,64 +415,47 @@ def _check_fits(member: Member, placement: Placement, size: int) -> None:
             pass
 
 
-def make_storage(
+def make_unit(
     members: Sequence[Member],
     comm: Comm,
-    placements: Mapping[str, Placement],
-    *,
-    name: str,
-    bucket: str = "",
-    **options: Any,
-) -> DStorage:
-    """The storage of ``members``, whose parameters no other unit can have from then on."""
+    cutting: Cutting,
+    names: UnitNames,
+    reshard_after_forward: bool | int | None = None,
+    initial: Initial | None = None,
+) -> Unit:
+    """The unit of ``members``, whose parameters no other unit can have from then on."""
     originals = [(member.parameter, member.fqn) for member in members]
-    storage = DStorage(members, comm, placements, name=name, bucket=bucket, **options)
-    follow_optimizers()
+    unit = Unit(members, comm, cutting, names, reshard_after_forward, initial)
     for parameter, fqn in originals:
-        setattr(parameter, TAKEN, (fqn, name or bucket))
-    return storage
-
-
-def _storages(
-    parts: Sequence[tuple[str, Sequence[Member]]],
-    comm: Comm,
-    placements: Mapping[str, Placement],
-    ignored: Sequence[str],
-    **options: Any,
-) -> list[DStorage]:
-    """A unit's storage, or one for each of its buckets; the first has what is ignored."""
-    found: list[DStorage] = []
-    for bucket, part in parts:
-        options["ignored"] = () if found else ignored
-        found.append(make_storage(part, comm, placements, bucket=bucket, **options))
-    return found
+        take(parameter, fqn, names.name or names.bucket)
+    return unit
 
 
 def attach(
     modules: Sequence[nn.Module],
     prefixes: Sequence[str],
-    storages: Sequence[DStorage],
+    units: Sequence[Unit],
     flow: Flow,
     *,
     leads: bool = True,
     register_hooks: bool = True,
 ) -> None:
-    """What ``fully_shard_flat`` and ``apply`` share: give modules their storage, or one for each
+    """What ``fully_shard_flat`` and ``apply`` share: give modules their unit, or one for each
     bucket, and the hooks."""
-    storage = storages[0]
-    for each in storages:
-        flow.add(each)
-    inner = [s for module in modules for s in storages_in(module)]
+    first = units[0]
+    for unit in units:
+        flow.add(unit)
+    inner = [unit for module in modules for unit in units_in(module)]
     for module, prefix in zip(modules, prefixes, strict=True):
-        storage.structure.add(module, prefix, _is_unit)
+        first.structure.add(module, prefix, _is_unit)
         as_sharded(module)
-        for each in storages:
-            register(module, each)
-            follow_state_dict(module, each, prefix)
+        for unit in units:
+            register(module, unit)
+            follow_state_dict(module, unit, prefix)
     for other in {id(unit.flow): unit.flow for unit in inner if unit.flow is not flow}.values():
         flow.join(other)
     if register_hooks:
-        hooks = UnitHooks(storages)
+        hooks = UnitHooks(units)
         if leads:
-            flow.lead(storage)
+            flow.lead(first)
         hooks.register(modules)

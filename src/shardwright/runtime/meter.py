@@ -19,16 +19,17 @@ from torch.utils._pytree import tree_iter
 
 from shardwright.core.amount import ceil_div
 from shardwright.core.errors import InputError, expected
-from shardwright.core.profile import Meeting
+from shardwright.core.measurement import Meeting
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import PEAK, Event, Kind, Phase
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.flat_tensors import Stretch
+from shardwright.runtime.flat_tensors import FlatPart
 from shardwright.runtime.optimizer_state import per_block
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.torch_private import following_backwards
-from shardwright.runtime.units.dstorage import DStorage, storages_in
+from shardwright.runtime.units.dstorage import units_in
+from shardwright.runtime.units.unit import Unit
 from shardwright.tracker.memory import MemoryTracker
 from shardwright.tracker.private import in_backward
 
@@ -229,8 +230,8 @@ class Meter(Probe):
         for reference in self._inputs:  # of the batch that was loaded in the step before
             if (loaded := reference()) is not None:
                 tracker.adopt(loaded, "input")
-        for storage in storages_in(self.model):
-            for handle in storage.gradients.follow(self._left):
+        for unit in units_in(self.model):
+            for handle in unit.gradients.follow(self._left):
                 self._around_tracker.callback(handle.remove)
         tracker.__enter__()
         return tracker
@@ -334,7 +335,7 @@ class Meter(Probe):
 
 def comm_of(model: nn.Module) -> Comm:
     """The collectives of a sharded model."""
-    found = next((storage.comm for storage in storages_in(model)), None)
+    found = next((unit.comm for unit in units_in(model)), None)
     tables = (module.comm for module in model.modules() if isinstance(module, ShardedTables))
     found = found or next(tables, None)
     if found is None:
@@ -353,8 +354,8 @@ def _lasting(
                 yield from store.lasting()
             for lookup in module.ahead:
                 yield from ((tensor, "communication") for tensor in lookup.under_way())
-    for storage in storages_in(model):
-        yield from storage.lasting()
+    for unit in units_in(model):
+        yield from unit.lasting()
     for buffer in model.buffers():
         yield buffer, "buffer"
     for state in optimizer.state.values():
@@ -372,8 +373,8 @@ def exact_events(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) 
     for module in model.modules():
         if isinstance(module, ShardedTables):
             events.extend(_table_events(rank, module))
-    for storage in storages_in(model):
-        events.extend(_unit_events(rank, storage, optimizer))
+    for unit in units_in(model):
+        events.extend(_unit_events(rank, unit, optimizer))
     return events
 
 
@@ -387,38 +388,38 @@ def _table_events(rank: int, tables: ShardedTables) -> Iterator[Event]:
             yield Event(rank, STEADY, "reduce", "gradient", name, size)
 
 
-def _unit_events(rank: int, storage: DStorage, optimizer: torch.optim.Optimizer) -> Iterator[Event]:
-    padding = storage.layout.stored_padding(storage.comm.rank)
-    trained = storage.layout.trained.padding_bytes(storage.comm.rank)
-    buffer = storage.byte_storage.nbytes
-    yield Event(rank, 0, "setup", "weight", storage.name, buffer - padding)
-    yield Event(rank, 0, "setup", "padding", f"{storage.name}.parameter", padding)
+def _unit_events(rank: int, unit: Unit, optimizer: torch.optim.Optimizer) -> Iterator[Event]:
+    padding = unit.layout.stored_padding(unit.comm.rank)
+    trained = unit.layout.trained.padding_bytes(unit.comm.rank)
+    buffer = unit.buffers.shard.nbytes
+    yield Event(rank, 0, "setup", "weight", unit.name, buffer - padding)
+    yield Event(rank, 0, "setup", "padding", f"{unit.name}.parameter", padding)
     gradient = state = extra = 0
-    for taker in storage.all_takers:
-        flat = taker.flat.parameter
-        size = taker.run.length * flat.element_size()
+    for part in unit.all_flat_parts:
+        flat = part.flat.parameter
+        size = part.length * flat.element_size()
         gradient += size if flat.grad is not None else 0
-        kept, rest = _state_bytes(taker, optimizer)
+        kept, rest = _state_bytes(part, optimizer)
         state, extra = state + kept, extra + rest
     if gradient:
-        yield Event(rank, STEADY, "reduce", "gradient", storage.name, gradient - trained)
-        yield Event(rank, STEADY, "reduce", "padding", f"{storage.name}.gradient", trained)
+        yield Event(rank, STEADY, "reduce", "gradient", unit.name, gradient - trained)
+        yield Event(rank, STEADY, "reduce", "padding", f"{unit.name}.gradient", trained)
     if state:
-        yield Event(rank, STEADY, "step", "optimizer_state", storage.name, state - extra)
-        yield Event(rank, STEADY, "step", "padding", f"{storage.name}.optimizer_state", extra)
+        yield Event(rank, STEADY, "step", "optimizer_state", unit.name, state - extra)
+        yield Event(rank, STEADY, "step", "padding", f"{unit.name}.optimizer_state", extra)
 
 
-def _state_bytes(taker: Stretch, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Bytes of state of a stretch, and those of them that belong to padding."""
+def _state_bytes(part: FlatPart, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Bytes of state of a part, and those of them that belong to padding."""
     found = extra = 0
     blocks = per_block(optimizer)
-    for name, value in optimizer.state.get(taker.flat.parameter, {}).items():
+    for name, value in optimizer.state.get(part.flat.parameter, {}).items():
         if not torch.is_tensor(value) or not value.dim():
             found += _bytes(value) if torch.is_tensor(value) else 0
             continue
         block, item = blocks.get(name, 1), value.element_size()
-        kept = ceil_div(taker.run.length, block)
-        own = sum(ceil_div(home.sizes.numel(), block) for home in taker.homes)
+        kept = ceil_div(part.length, block)
+        own = sum(ceil_div(home.sizes.numel(), block) for home in part.homes)
         found, extra = found + kept * item, extra + (kept - own) * item
     return found, extra
 

@@ -17,8 +17,10 @@ from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.disk import DiskStore
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.embeddings.update import RULES
-from shardwright.runtime.units.dstorage import DStorage, storages_in
+from shardwright.runtime.units.dstorage import units_in
 from shardwright.runtime.units.parameter import plain_name
+from shardwright.runtime.units.rebind import absorb
+from shardwright.runtime.units.unit import Unit
 from shardwright.tracker.private import own_buffers
 
 STATE = "optimizer/"  # what names of optimizer state begin with
@@ -35,7 +37,7 @@ class Part(NamedTuple):
 
     held: TensorPart
     parameter: nn.Parameter
-    unit: DStorage | None = None
+    unit: Unit | None = None
     slot: int = 0
 
     @property
@@ -49,12 +51,12 @@ class Part(NamedTuple):
         return self.held.tensor.numel()
 
 
-def settle(model: nn.Module) -> list[DStorage]:
+def settle(model: nn.Module) -> list[Unit]:
     """Every unit of the model, SHARDED, with the values its parameters have now (collective)."""
-    units = list(storages_in(model))
+    units = list(units_in(model))
     for unit in units:
         unit.free()
-        unit.absorb()
+        absorb(unit)
         if unit.buffers.shard.is_meta:
             raise InputError(
                 expected(
@@ -75,7 +77,7 @@ def comm_of(model: nn.Module, mesh: DeviceMesh | None = None) -> Comm | None:
     """
     if mesh is not None:
         return Comm(mesh)
-    units = list(storages_in(model))
+    units = list(units_in(model))
     for joint in (joint for unit in units for joint in unit.joints.values()):
         return joint.grid.comm
     found = [unit.comm for unit in units]
@@ -104,7 +106,7 @@ def parts_of(model: nn.Module) -> list[Part]:
     """Every parameter of the model once, tied ones by their first name; units must be settled."""
     places = {
         id(member.parameter): (unit, index)
-        for unit in storages_in(model)
+        for unit in units_in(model)
         for index, member in enumerate(unit.members)
     }
     parts = []

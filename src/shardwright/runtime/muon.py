@@ -169,7 +169,7 @@ def _orthogonal(matrix: _Matrix, update: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _MatrixPart:
     """Where a rank's part of a matrix is: in its local tensor, and in the matrix, which is flat
     where the part is a range of elements."""
 
@@ -182,7 +182,7 @@ class _Part:
         return (matrix.view(-1) if len(self.whole) == 1 else matrix)[self.whole]
 
 
-def _part(matrix: _Matrix, region: Region) -> _Part | None:
+def _part(matrix: _Matrix, region: Region) -> _MatrixPart | None:
     """What of ``matrix`` is in a rank's ``region`` of the parameter."""
     (offset, *across), (size, *columns) = region
     width = 1 if columns else matrix.parameter.shape[1]
@@ -195,7 +195,7 @@ def _part(matrix: _Matrix, region: Region) -> _Part | None:
     if columns:
         local.append(slice(0, columns[0]))
         whole.append(slice(across[0], across[0] + columns[0]))
-    return _Part(tuple(local), tuple(whole), numel)
+    return _MatrixPart(tuple(local), tuple(whole), numel)
 
 
 Layout = list[tuple[Cut, int, int]]
@@ -217,7 +217,7 @@ class _Exchange:
     def __init__(self, matrices: Sequence[_Matrix]) -> None:
         self.of = _layout(matrices)
         self.comm: Comm = self.of[0][0].comm
-        self.parts: list[dict[int, _Part]] = [
+        self.parts: list[dict[int, _MatrixPart]] = [
             {
                 rank: part
                 for rank in range(self.comm.size)

@@ -14,7 +14,7 @@ from shardwright.runtime.fills import ELEMENTWISE, FILLS, SERIAL, Fill
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NotedPlace:
     """Where a tensor lies: the number of its storage, and what of it."""
 
     storage: int
@@ -66,10 +66,10 @@ class Operation:
         """All storages that it has to do with."""
         return self.makes | self.writes | self.reads
 
-    def fill_of(self, place: Place) -> Fill | None:
+    def fill_of(self, place: NotedPlace) -> Fill | None:
         """What it does to rows of the tensor at ``place``, and to nothing else."""
         target, *others = self.arguments or (None,)
-        if not isinstance(target, Place) or target.storage != place.storage or not place.shape:
+        if not isinstance(target, NotedPlace) or target.storage != place.storage or not place.shape:
             return None
         width = max(math.prod(place.shape[1:]), 1)
         rows, over = divmod(math.prod(target.shape), width)
@@ -81,12 +81,12 @@ class Operation:
         return Fill(self.function, first, rows, tuple(others), self.keywords)
 
 
-def places_in(values: Any) -> list[Place]:
+def places_in(values: Any) -> list[NotedPlace]:
     """All in a nest of values."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Place)]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, NotedPlace)]
 
 
-def _is_contiguous(place: Place) -> bool:
+def _is_contiguous(place: NotedPlace) -> bool:
     reached = 1
     for stride, extent in zip(reversed(place.stride), reversed(place.shape), strict=True):
         if extent != 1 and stride != reached:
@@ -95,7 +95,7 @@ def _is_contiguous(place: Place) -> bool:
     return True
 
 
-def is_serial(fills: Sequence[Fill | None], place: Place | None) -> bool:
+def is_serial(fills: Sequence[Fill | None], place: NotedPlace | None) -> bool:
     """Whether ``fills`` make a matrix of which the numbers are drawn row after row."""
     if place is None or len(place.shape) != 2 or math.prod(place.shape) < 16 or place.offset:
         return False

@@ -6,7 +6,7 @@ import fnmatch
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import nn
@@ -15,12 +15,13 @@ from torch.optim.sgd import sgd
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.optimizers import MADE, Implementation, OptimizerName, optimizer_named
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.flat_tensors import FlatTensor, Run, runs_of
+from shardwright.runtime.flat_tensors import FlatHome, FlatPart, FlatTensor
 from shardwright.runtime.torch_private import storage_of
-from shardwright.runtime.units.dstorage import DStorage, storages_in
+from shardwright.runtime.units.dstorage import units_in
 from shardwright.runtime.units.host_memory import shard_room
 from shardwright.runtime.units.parameter import plain_name
-from shardwright.runtime.units.rebind import rebase
+from shardwright.runtime.units.rebind import absorb, rebase
+from shardwright.runtime.units.unit import Unit
 
 PROBED = 64  # values: more than a vector of any machine has
 Groups = Sequence[Mapping[str, Any]]
@@ -64,7 +65,7 @@ def optimizer_parameters(
     Raises InputError for parameters that other flat tensors have; the same call again gives the
     same tensors.
     """
-    units = list(storages_in(model))
+    units = list(units_in(model))
     if not units and any(isinstance(module, ShardedTables) for module in model.modules()):
         return [{"params": []}]  # no optimizer takes a list without any
     if not units:
@@ -78,22 +79,95 @@ def optimizer_parameters(
             remedy = "Give the optimizer model.parameters()."
             raise UnsupportedError(expected("optimizer_parameters", wanted, found, remedy))
         unit.free()
-        unit.absorb()
+        absorb(unit)
     options, group_of = _grouping(model, groups, units)
-    if not per_unit and not any(unit.takers for unit in units):
+    if not per_unit and not any(unit.flat_parts for unit in units):
         for offloaded in (False, True):
             _share_one_store([unit for unit in units if unit.offloaded is offloaded])
     made: list[list[nn.Parameter]] = [[] for _ in options]
-    for runs in _joined([r for u in units for r in runs_of(u, group_of)], per_unit=per_unit):
+    for runs in _joined([r for u in units for r in _runs_of(u, group_of)], per_unit=per_unit):
         made[runs[0].group].append(_flat(runs))
     if groups is None:
         return made[0]
     return [{**given, "params": flat} for given, flat in zip(options, made, strict=True)]
 
 
-def _joined(runs: Sequence[Run], *, per_unit: bool) -> Iterator[list[Run]]:
+class GroupRun(NamedTuple):
+    """Tensors of a unit's segment that follow each other and belong to one group.
+
+    ``places`` are theirs in the unit's layout. Of this rank's share they are ``lengths[rank]``
+    elements from ``begin``, padding after them included; on another rank they may be none.
+    """
+
+    unit: Unit
+    segment: int
+    group: int
+    places: range
+    begin: int
+    lengths: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Elements on this rank."""
+        return self.lengths[self.unit.comm.rank]
+
+    @property
+    def block(self) -> int:
+        """Elements that are cut together; 1 of tensors that may be cut anywhere."""
+        segment = self.unit.buffers.segments[self.segment].segment
+        first = self.unit.sharded.places[self.segment][0]
+        return segment.block if self.places[0] - first < segment.quantized else 1
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Runs of one kind can be one tensor, if they touch."""
+        views = self.unit.buffers.segments[self.segment]
+        comm, segment = self.unit.comm, views.segment
+        return (
+            self.group,
+            self.block,
+            views.dtype,
+            segment.cut == "replicated",
+            segment.trainable,
+            self.trains,
+            id(comm.mesh),
+            comm.size,
+        )
+
+    @property
+    def trains(self) -> bool:
+        """Whether its tensors do, which are all frozen or none."""
+        return self.unit.members[self.places[0]].parameter.requires_grad
+
+
+def _runs_of(unit: Unit, group_of: Mapping[tuple[int, str], int]) -> Iterator[GroupRun]:
+    """The runs of a unit, cut where frozen tensors begin and end, and after those that are
+    quantized; what no group has is in none. The same on every rank."""
+    first = 0
+    for index, views in enumerate(unit.buffers.segments):
+        segment = views.segment
+        groups = [group_of.get((id(unit), slot.tensor.fqn)) for slot in segment.slots]
+        members = unit.members[first : first + len(groups)]
+        large = segment.quantized
+        kinds = [
+            (group, member.parameter.requires_grad, place < large)
+            for place, (group, member) in enumerate(zip(groups, members, strict=True))
+        ]
+        heads = [i for i, kind in enumerate(kinds) if not i or kind != kinds[i - 1]]
+        ends = [*heads[1:], len(groups)]
+        each = [segment.starts(heads, rank) for rank in range(unit.comm.size)]
+        for number, (head, end) in enumerate(zip(heads, ends, strict=True)):
+            group = groups[head]
+            if group is not None:
+                lengths = tuple(starts[number + 1] - starts[number] for starts in each)
+                begin = each[unit.comm.rank][number]
+                yield GroupRun(unit, index, group, range(first + head, first + end), begin, lengths)
+        first += len(groups)
+
+
+def _joined(runs: Sequence[GroupRun], *, per_unit: bool) -> Iterator[list[GroupRun]]:
     """Runs that touch and can be one tensor."""
-    group: list[Run] = []
+    group: list[GroupRun] = []
     for run in runs:
         if group and not (
             run.kind == group[-1].kind
@@ -107,18 +181,18 @@ def _joined(runs: Sequence[Run], *, per_unit: bool) -> Iterator[list[Run]]:
         yield group
 
 
-def _begin(run: Run) -> tuple[int, int]:
+def _begin(run: GroupRun) -> tuple[int, int]:
     """The storage that a run is in, and where it begins there, in elements."""
     share = run.unit.buffers.segments[run.segment].share
     return storage_of(share), share.storage_offset() + run.begin
 
 
-def _end(run: Run) -> tuple[int, int]:
+def _end(run: GroupRun) -> tuple[int, int]:
     storage, begin = _begin(run)
     return storage, begin + run.length
 
 
-def _flat(runs: list[Run]) -> nn.Parameter:
+def _flat(runs: list[GroupRun]) -> nn.Parameter:
     """The flat parameter over ``runs``, the one that exists already if there is one."""
     members = [run.unit.members[place] for run in runs for place in run.places]
     homes = [getattr(member.parameter, "home", None) for member in members]
@@ -140,14 +214,59 @@ def _flat(runs: list[Run]) -> nn.Parameter:
     earlier = [(member.parameter, member.parameter.grad) for member in members]
     for parameter, _ in earlier:
         parameter.grad = None
-    flat = FlatTensor(runs, f"{runs[0].unit.name} optimizer tensor")
+    flat = _made(runs)
     for parameter, gradient in earlier:
         if gradient is not None:
             parameter.grad = gradient
     return flat.parameter
 
 
-def _share_one_store(units: Sequence[DStorage]) -> None:
+def _made(runs: list[GroupRun]) -> FlatTensor:
+    """A flat tensor over ``runs``, whose units know of it from then on."""
+    unit, length = runs[0].unit, sum(run.length for run in runs)
+    views = unit.buffers.segments[runs[0].segment]
+    begin = views.share.storage_offset() + runs[0].begin
+    lengths = None
+    if views.segment.cut != "replicated":
+        lengths = tuple(map(sum, zip(*(run.lengths for run in runs), strict=True)))
+    flat = FlatTensor(
+        torch.as_strided(views.share.detach(), (length,), (1,), begin),
+        f"{unit.name} optimizer tensor",
+        unit.comm,
+        lengths,
+        block=runs[0].block,
+        trains=any(run.trains for run in runs),
+    )
+    offset = 0
+    for run in runs:
+        homes = list(_homes(run, flat, offset))
+        flat.add(homes)
+        first = run.unit.sharded.places[run.segment][0]
+        part = FlatPart(flat, offset, run.begin, run.length, run.places[0] - first, homes)
+        run.unit.flat_parts.setdefault(run.segment, []).append(part)
+        offset += run.length
+    return flat
+
+
+def _homes(run: GroupRun, flat: FlatTensor, offset: int) -> Iterator[FlatHome]:
+    """Where the parameters of a run are in ``flat``, which has the run from ``offset`` on."""
+    unit = run.unit
+    segment = unit.buffers.segments[run.segment].segment
+    for place in run.places:
+        member, piece, cut = (
+            unit.members[place],
+            unit.buffers.pieces[place],
+            unit.sharded.cuts[place],
+        )
+        begin = segment.begin(piece) - run.begin + offset if piece.numel else offset
+        where = f"{member.fqn} of unit '{unit.name}'"
+        home = FlatHome(flat, member.parameter, where, begin, piece.sizes, cut)
+        if cut is not None and member.parameter.dtype.is_floating_point:
+            home.follow_strays()
+        yield home
+
+
+def _share_one_store(units: Sequence[Unit]) -> None:
     """Let the shards of all units, which are in the same memory, be slices of one tensor."""
     if len(units) < 2:
         return
@@ -167,7 +286,7 @@ GroupOfPlace = dict[tuple[int, str], int]  # by unit and fqn
 
 
 def _grouping(
-    model: nn.Module, groups: Groups | GroupOf | None, units: Sequence[DStorage]
+    model: nn.Module, groups: Groups | GroupOf | None, units: Sequence[Unit]
 ) -> tuple[list[dict[str, Any]], GroupOfPlace]:
     """The options of every group, and the number of the group of every member."""
     places = {id(m.parameter): (id(unit), m.fqn) for unit in units for m in unit.members}

@@ -7,6 +7,11 @@ every parameter that the tensor has. So a state has one value for some elements 
 each, for as many as ``blocks`` of the optimizer says, or, ``ONCE``, for all.
 """
 
+# A checkpoint knows parameters by name and no flat tensor, so that it loads into any optimizer over
+# any cut: states are named, cut and joined here on their way out and in. A load must not leave an
+# optimizer half old and half new, on this rank or on another: memory is prepared first, everything
+# is checked on all ranks, and only ``install`` changes the optimizer.
+
 from __future__ import annotations
 
 import copy
@@ -69,7 +74,7 @@ def uses_of(parts: Sequence[Part], optimizer: Optimizer) -> Uses:
     """For every parameter of the optimizer, in its order, the parts of the model it has."""
     known: dict[int, list[Use]] = {id(part.parameter): [Use(part)] for part in parts}
     for unit in {id(p.unit): p.unit for p in parts if p.unit is not None}.values():
-        known.update({id(taker.flat.parameter): [] for taker in unit.all_takers})
+        known.update({id(each.flat.parameter): [] for each in unit.all_flat_parts})
     for part in parts:
         home = getattr(part.parameter, "home", None)
         if isinstance(home, FlatHome) and part.numel:

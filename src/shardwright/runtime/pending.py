@@ -13,7 +13,7 @@ from typing import NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwright.core.profile import Meeting
+from shardwright.core.measurement import Meeting
 from shardwright.runtime.probe import Probe
 
 

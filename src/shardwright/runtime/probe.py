@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from shardwright.core.profile import Meeting
+from shardwright.core.measurement import Meeting
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import Kind, Phase
 from shardwright.tracker.announce import announce

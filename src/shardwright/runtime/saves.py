@@ -92,6 +92,9 @@ class Saves:
 
         def note(number: int, _frame: FrameType | None) -> None:
             now = self._clock()
+            # torchrun passes a signal on that the scheduler may have sent to every process as well:
+            # the same one twice within a moment is one wish, and only a later one means that
+            # somebody has lost patience.
             if self._signal and now - self._heard > _ONE_SIGNAL:
                 signal.signal(number, before[signal.Signals(number)])
                 signal.raise_signal(number)
@@ -198,6 +201,7 @@ class Saves:
         )
         self._go_on()
         self._cost += time.perf_counter() - began
+        # At the end of a run, or where a copy has no room, training waits for the files.
         if not overlap:
             self._drain()
 

@@ -138,6 +138,7 @@ def save_parts(
         return held, scalars
 
     held, scalars = together(comm, "hold", hold, _failure("the model to save"))
+    # For whoever reads the checkpoint in years; nothing here depends on them.
     versions = {"torch": str(torch.__version__), "shardwright": __version__}
     return save_in_parts(
         folder,
@@ -209,6 +210,8 @@ def load_checkpoint(
             held.extend(incoming[-1].held())
         return held
 
+    # A model alone is loaded without its optimizer's states; that a checkpoint has more is then no
+    # error.
     skip = () if optimizers else (STATE,)
     found = read_checkpoint(
         folder, wanted, comm, step=step, allow_smaller_dtype=allow_smaller_dtype, skip=skip
@@ -216,6 +219,8 @@ def load_checkpoint(
 
     def install() -> None:
         tables_filled(model)
+        # All are looked at before one is changed: a mismatch of the second would leave the first
+        # loaded.
         for each in incoming:
             each.check()
         for each in incoming:
@@ -227,7 +232,11 @@ def load_checkpoint(
         file = found.folder / list_name(0)
         with contextlib.suppress(OSError), _NEWEST.setdefault(model, Newest()).becomes(file):
             pass  # what a run goes on from is its newest until it saves
-    rank, size = rank_and_size(comm)
+    return _resumed(found, *rank_and_size(comm), random_state=random_state)
+
+
+def _resumed(found: Stored, rank: int, size: int, *, random_state: bool) -> Resumed:
+    """What a checkpoint says to ``rank`` of so many, whose random numbers may go on."""
     saved = found.manifest
     scalars = found.lists[rank % saved.world_size].scalars
     restored = random_state and restore(scalars, saved.world_size, size)

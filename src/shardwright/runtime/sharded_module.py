@@ -12,13 +12,15 @@ from torch import nn
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.runtime.units.dstorage import (
-    DStorage,
     divide_factor,
     get_dstorage,
     register,
-    storages_in,
     storages_of,
+    units_in,
+    units_of,
 )
+from shardwright.runtime.units.rebind import start_gather
+from shardwright.runtime.units.unit import Unit
 from shardwright.tracker.private import own_buffers
 
 
@@ -32,55 +34,55 @@ class ShardedModule:
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own unit (collective); with ``async_op`` only begin to."""
-        for storage in _own(self):
+        for storage in storages_of(self):  # type: ignore[arg-type]
             if not async_op:
                 storage.unshard()
-            elif not storage.is_present:
-                storage.start_gather()
+            elif not storage.unit.is_present:
+                start_gather(storage.unit)
         return UnshardHandle(_own(self)) if async_op else None
 
     def reshard(self) -> None:
         """Free this module's own unit; driven by hand also reduce gradients."""
-        for storage in _own(self):
+        for storage in storages_of(self):  # type: ignore[arg-type]
             storage.reshard()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Whether backwards reduce gradients; else they are held, whole, until one does."""
-        for storage in _units(self, recurse):
-            storage.synchronise = bool(requires_gradient_sync)
+        for unit in _units(self, recurse):
+            unit.take_settings(bool(requires_gradient_sync))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside hold the gradients of all units of the model back, as DDP's do."""
-        return _own(self)[0].no_sync()
+        return _own(self)[0].flow.no_sync()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backwards sum gradients over replicas, too; else their sums over shards are kept
         until one does. What is cut over replicas as well, or whole on all ranks, is held whole."""
-        for storage in _units(self, recurse):
-            storage.over_replicas = bool(requires_all_reduce)
+        for unit in _units(self, recurse):
+            unit.over_replicas = bool(requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted and not needed: a backward leaves nothing that a later one would have to end."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether full parameters go after a forward and are gathered again in the backward."""
-        for storage in _units(self, recurse):
-            storage.reshard_after_forward = bool(reshard_after_forward)
+        for unit in _units(self, recurse):
+            unit.reshard_after_forward = bool(reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Whether full parameters go after a backward. Kept ones serve the next forward, until the
         weights change."""
-        for storage in _units(self, recurse):
-            storage.reshard_after_backward = bool(reshard_after_backward)
+        for unit in _units(self, recurse):
+            unit.reshard_after_backward = bool(reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: this unit's backward does without its parameters, as that of an embedding."""
-        for storage in _own(self):
-            storage.unshard_in_backward = bool(unshard_in_backward)
+        for unit in _own(self):
+            unit.unshard_in_backward = bool(unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """The sharded modules to gather while this one computes its forward, instead of those that
@@ -94,8 +96,8 @@ class ShardedModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients of all units below by ``factor`` instead of the number of
         ranks."""
-        for storage in _units(self, recurse=True):
-            storage.divisor = divide_factor(factor)
+        for unit in _units(self, recurse=True):
+            unit.take_settings(divisor=divide_factor(factor))
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
@@ -134,20 +136,20 @@ class ShardedModule:
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        storages = _own(self)
-        storages[0].flow.recover()
+        units = _own(self)
+        units[0].flow.recover()
         made = object.__new__(self.__class__)
         memo[id(self)] = made
         for name, value in self.__dict__.items():
             made.__dict__[name] = copy.deepcopy(value, memo)
-        copies = [copy.deepcopy(storage, memo) for storage in storages]
+        copies = [copy.deepcopy(unit, memo) for unit in units]
         for copied in copies:
             register(made, copied)  # type: ignore[arg-type]
         copies[0].structure.add(made, "", lambda m: m is not made and get_dstorage(m) is not None)  # type: ignore[arg-type]
         return made
 
     def __reduce__(self) -> NoReturn:
-        _own(self)[0].__reduce__()
+        storages_of(self)[0].__reduce__()  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.__reduce__()
@@ -156,13 +158,13 @@ class ShardedModule:
 class UnshardHandle:
     """A gather under way."""
 
-    def __init__(self, storages: Sequence[DStorage]) -> None:
-        self._storages = storages
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
 
     def wait(self) -> None:
         """Until the unit is there."""
-        for storage in self._storages:
-            storage.finish_gather()
+        for unit in self._units:
+            unit.finish_gather()
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
@@ -201,23 +203,23 @@ def mix_in(module: nn.Module, methods: type, name: str, **more: Any) -> None:
 _CLASSES: dict[tuple[type, type], type] = {}
 
 
-def _own(module: Any) -> Sequence[DStorage]:
-    found = storages_of(module)
-    assert found, "a sharded module has a storage"
+def _own(module: Any) -> list[Unit]:
+    found = units_of(module)
+    assert found, "a sharded module has a unit"
     return found
 
 
-def _sharded(modules: Sequence[nn.Module]) -> list[DStorage]:
+def _sharded(modules: Sequence[nn.Module]) -> list[Unit]:
     for module in modules:
         if not storages_of(module):
             raise InputError(
                 expected("modules to prefetch", "sharded modules", f"a {type(module).__name__}")
             )
-    return [storage for module in modules for storage in storages_of(module)]
+    return [unit for module in modules for unit in units_of(module)]
 
 
-def _units(module: Any, recurse: bool) -> Iterator[DStorage]:
-    yield from storages_in(module) if recurse else _own(module)
+def _units(module: Any, recurse: bool) -> Iterator[Unit]:
+    yield from units_in(module) if recurse else _own(module)
 
 
 def _refused(name: str) -> UnsupportedError:

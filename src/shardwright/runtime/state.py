@@ -11,9 +11,11 @@ from torch import nn
 from shardwright.core.errors import check_type
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.patience import patience
-from shardwright.runtime.units.dstorage import DStorage, storages_in
+from shardwright.runtime.units.dstorage import DStorage, units_in
 from shardwright.runtime.units.parameter import DTYPES, plain_name
+from shardwright.runtime.units.rebind import absorb
 from shardwright.runtime.units.shard_tensor import OPERATORS
+from shardwright.runtime.units.unit import Unit
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -31,13 +33,13 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(module, ShardedTables):
             with patience.asked_of_all("sw.full_state_dict", module.comm):
                 found.update(_whole_tables(module))
-    for storage in storages_in(model):
-        with patience.asked_of_all("sw.full_state_dict", storage.comm):
-            gathered = storage.all_gather()
-        wholes = _wholes(storage, gathered)
-        rows = zip(wholes, storage.sharded.cuts, storage.buffers.locals, strict=True)
-        wholes |= {n: cut.whole(part) for n, cut, part in rows if cut and n in storage.joints}
-        found.update(_named(model, storage, wholes))
+    for unit in units_in(model):
+        with patience.asked_of_all("sw.full_state_dict", unit.comm):
+            gathered = DStorage(unit).all_gather()
+        wholes = _wholes(unit, gathered)
+        rows = zip(wholes, unit.sharded.cuts, unit.buffers.locals, strict=True)
+        wholes |= {n: cut.whole(part) for n, cut, part in rows if cut and n in unit.joints}
+        found.update(_named(model, unit, wholes))
     state = {plain_name(n): each for n, each in model.state_dict(keep_vars=True).items()}
     copies: dict[int, torch.Tensor] = {}
     for name, tensor in state.items():
@@ -49,19 +51,19 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _named(
-    model: nn.Module, storage: DStorage, wholes: dict[str, torch.Tensor]
+    model: nn.Module, unit: Unit, wholes: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A unit's whole tensors by the names that ``model`` has for them."""
-    shown = {id(m.shown()): m.fqn for m in storage.members}
+    shown = {id(m.shown()): m.fqn for m in unit.members}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in shown:
             yield plain_name(name), wholes[shown[id(parameter)]]
 
 
-def _wholes(storage: DStorage, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+def _wholes(unit: Unit, flat: torch.Tensor) -> dict[str, torch.Tensor]:
     """Every tensor of a unit, out of its unsharded bytes."""
     found = {}
-    for info in storage.param_infos.values():
+    for info in unit.param_infos.values():
         start = info.unsharded_byte_offset
         size = info.global_shape.numel() * info.dtype.itemsize
         part = flat[start : start + size].view(info.dtype)
@@ -87,56 +89,56 @@ def _whole_tables(tables: ShardedTables) -> dict[str, torch.Tensor]:
     return whole
 
 
-def follow_state_dict(module: nn.Module, storage: DStorage, prefix: str) -> None:
+def follow_state_dict(module: nn.Module, unit: Unit, prefix: str) -> None:
     """Let ``module.state_dict()`` show sharded tensors at any time, and assigning loads
     (``load_state_dict(..., assign=True)``) take whole tensors and DTensors of any mesh and
     placement. Loads that copy need no help: a sharded tensor takes its part of a whole one.
 
     ``prefix`` is what the unit's names have before the module's.
     """
-    module.register_state_dict_pre_hook(_Saving(storage))
-    module.register_state_dict_post_hook(_Saved(storage))
-    module.register_load_state_dict_pre_hook(_Loading(storage, prefix))
-    module.register_load_state_dict_post_hook(_Loaded(storage))
+    module.register_state_dict_pre_hook(_Saving(unit))
+    module.register_state_dict_post_hook(_Saved(unit))
+    module.register_load_state_dict_pre_hook(_Loading(unit, prefix))
+    module.register_load_state_dict_post_hook(_Loaded(unit))
 
 
 class _Saving:
     """Shows sharded parameters, also where a forward has left whole ones."""
 
-    def __init__(self, storage: DStorage) -> None:
-        self.storage = storage
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
 
     def __call__(self, *_: Any) -> None:
-        self.storage.absorb()
-        self.storage.show_sharded()
+        absorb(self.unit)
+        self.unit.show_sharded()
 
 
 class _Saved(_Saving):
     """Shows what was there before."""
 
     def __call__(self, *_: Any) -> None:
-        self.storage.show_again()
+        self.unit.show_again()
 
 
 class _Loading(_Saving):
     """Cuts what is about to be assigned."""
 
-    def __init__(self, storage: DStorage, prefix: str) -> None:
-        super().__init__(storage)
+    def __init__(self, unit: Unit, prefix: str) -> None:
+        super().__init__(unit)
         self.start = f"{prefix}." if prefix else ""
 
     def __call__(
         self, module: nn.Module, state: dict[str, Any], prefix: str, local: Any, *_: Any
     ) -> None:
-        storage = self.storage
-        storage.free()
-        storage.absorb()
+        unit = self.unit
+        unit.free()
+        absorb(unit)
         if not local.get("assign_to_params_buffers", False):
             return
         keys = {plain_name(key): key for key in state if key.startswith(prefix)}
-        device = storage.buffers.shard.device
-        device = torch.device(storage.mesh.device_type) if device.type == "meta" else device
-        for member, cut in zip(storage.members, storage.sharded.cuts, strict=True):
+        device = unit.buffers.shard.device
+        device = torch.device(unit.mesh.device_type) if device.type == "meta" else device
+        for member, cut in zip(unit.members, unit.sharded.cuts, strict=True):
             for name in (member.fqn, *member.aliases):
                 key = keys.get(plain_name(prefix) + name.removeprefix(self.start), "")
                 given = state.get(key)
@@ -150,4 +152,4 @@ class _Loaded(_Saving):
     """What an assigning load put in place of the parameters becomes their values."""
 
     def __call__(self, *_: Any) -> None:
-        self.storage.absorb()
+        absorb(self.unit)

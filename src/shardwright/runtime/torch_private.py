@@ -128,7 +128,18 @@ def of_bits(bits: Iterable[object], length: int, like: torch.Tensor) -> torch.Te
 def outside_graphs(function: _Function) -> _Function:
     """``function``, which torch.compile calls instead of tracing; torch._dynamo is imported by the
     first call, as by the first optimizer."""
-    return cast(_Function, torch._disable_dynamo(function))
+    apart = torch._disable_dynamo(function)
+    asked = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+    @wraps(function)
+    def called(*arguments: Any, **keywords: Any) -> Any:
+        # Where nothing is being compiled in this thread there is nothing to keep away from: torch's
+        # way around takes 12 calls and as long as what a unit's hook does itself.
+        if asked() is None:
+            return function(*arguments, **keywords)
+        return apart(*arguments, **keywords)
+
+    return cast(_Function, called)
 
 
 def fused_adamw(

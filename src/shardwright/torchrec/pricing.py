@@ -19,14 +19,14 @@ from shardwright.core.option import Option
 from shardwright.core.sharding import traits
 from shardwright.core.tensor import ELEMENT_BYTES, element_bytes
 from shardwright.cost.embedding import Demand
-from shardwright.planner.choice import Choice
+from shardwright.planner.choice import Choice, Cost
 from shardwright.planner.pricing.evaluate import (
     Derived,
-    Group,
     PricingContext,
     constants_of,
     costs,
     faster_kernels,
+    priced,
     tier_totals,
 )
 from shardwright.torchrec import storage, times
@@ -38,29 +38,26 @@ REDUCED = {"fp8": "fp16"}  # what TorchRec reduces in instead of a dtype that ca
 
 def price(context: PricingContext, cases: Sequence[tuple[TableSpec, Option]]) -> list[Choice]:
     """What each option costs, in the order of ``cases``."""
-    groups: dict[tuple[object, ...], _Group] = {}
-    tables: dict[int, int] = {}
-    facts: list[tuple[Any, ...]] = []
-    placed: list[tuple[_Group, list[int]]] = []
-    for table, option in cases:
-        number = tables.setdefault(id(table), len(facts))
-        if number == len(facts):
-            facts.append(_facts(context, table, context.values, bare))
-        key = (option.sharding_type, option.compute_kernel, *_flags(context, table))
-        group = groups.get(key)
-        if group is None:
-            group = groups[key] = _Group(
-                _scheme(context, table, option.sharding_type, option.compute_kernel)
-            )
-        placed.append((group, group.add(number, option)))
-    if not facts:
-        return []
-    quantities = np.array(facts, dtype=object).T
-    for group in groups.values():
-        group.evaluate(context, quantities)
+    ranks, c = _ranks(context.cluster, bare), context.values
+
+    def costs_of(scheme: ShardScheme, exact: list[Any]) -> list[Cost]:
+        fast = Shards(*(np.asarray(values, dtype=np.float64) for values in exact))
+        seconds = times.shard_seconds(scheme, fast, ranks, c)
+        hidden = {"input_dist": seconds.pop("input_dist")}
+        kept = storage.shard_bytes(scheme, Shards(*exact), ranks, c)
+        return costs(seconds, kept, len(exact[0]), hidden)
+
+    found = priced(
+        cases,
+        lambda table: _facts(context, table, c, bare),
+        lambda table, option, _: _scheme(
+            context, table, option.sharding_type, option.compute_kernel
+        ),
+        costs_of,
+    )
     return [
-        Choice(table, option, tuple([group.costs[slot] for slot in slots]))
-        for (table, option), (group, slots) in zip(cases, placed, strict=True)
+        Choice(table, option, each)
+        for (table, option), (_, _, each) in zip(cases, found, strict=True)
     ]
 
 
@@ -81,21 +78,6 @@ def faster(
         lambda table, sharding_type, kernel: _scheme(context, table, sharding_type, kernel),
         seconds,
     )
-
-
-class _Group(Group[ShardScheme]):
-    """Evaluated over arrays of all its shards."""
-
-    def evaluate(self, context: PricingContext, facts: Any) -> None:
-        """Fill in the costs; ``facts`` are the quantities of all tables, one row for each."""
-        own = [np.array(sizes, dtype=object) for sizes in (self.rows, self.columns)]
-        exact = Shards(*own, *facts[:, self.tables])
-        fast = Shards(*(np.asarray(values, dtype=np.float64) for values in exact))
-        ranks, c = _ranks(context.cluster, bare), context.values
-        seconds = times.shard_seconds(self.scheme, fast, ranks, c)
-        hidden = {"input_dist": seconds.pop("input_dist")}
-        kept = storage.shard_bytes(self.scheme, exact, ranks, c)
-        self.costs = costs(seconds, kept, len(self.rows), hidden)
 
 
 def exchange_bytes(

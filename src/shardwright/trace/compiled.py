@@ -6,6 +6,11 @@ one would: results of products, attention and reductions, and what those read. W
 fused into kernels and never stored.
 """
 
+# Why no compiler runs: Inductor's code decides which buffers exist, but takes seconds a block and
+# a device. What is kept for the backward is decided before that, by the partitioner, which runs
+# on fake tensors; what exists within a pass is what products, attention and reductions write, for
+# all that is between them is fused into their kernels.
+
 from __future__ import annotations
 
 import gc
@@ -139,7 +144,7 @@ class _Block:
         graphs = self.cache[key]
         if graphs is None:
             return self.original(*arguments, **keywords)
-        outputs = _Run.apply(graphs, *tensors)
+        outputs = _CompiledRun.apply(graphs, *tensors)
         return tree_unflatten(list(outputs), graphs.tree)
 
     def _trace(self, state: dict[str, Tensor], leaves: list[Any], tree: Any) -> _Graphs | None:
@@ -273,7 +278,7 @@ def _tag(joint: fx.GraphModule, chosen: Policy, outputs: int) -> None:
             )
 
 
-class _Run(torch.autograd.Function):
+class _CompiledRun(torch.autograd.Function):
     """A compiled block in a trace: takes and frees what its graphs do."""
 
     @staticmethod

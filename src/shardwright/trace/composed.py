@@ -7,6 +7,21 @@ that one gave, the same parts must run. Where one of this is not so, or where th
 run with fewer parts, it is recorded in full.
 """
 
+# Why few parts: a trace of a model of 100 layers takes 100 times as long as one of a layer, and
+# the recording travels inside of every plan. Recorded with a few layers, both cost the same at
+# any depth. Why three periods and not one: the first part may keep what came before the series,
+# the last one what comes after it; only one between others shows what all those between keep.
+#
+# What must stay true: a recording that is unfolded says of every piece what the whole module
+# would have. A wrong one gives a wrong peak that nobody notices, so two checks look for a
+# difference: with one period more everything must go up by that period (a list of all layers'
+# results does not), and in a run of the whole module the same parts must be entered (a module
+# that skips every second layer, or routes by number, is found so). Recording in full is always
+# right and only slow: in doubt, differ.
+#
+# The user's module is borrowed: children are taken out of containers and forwards replaced while
+# it runs, and all that it remembers is put back, for the same object may be trained afterwards.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +45,7 @@ from shardwright.core.recording import (
     moments,
 )
 from shardwright.core.tensor import TensorSpec
-from shardwright.heap.pieces import Summaries
+from shardwright.heap.ledger import Summaries
 from shardwright.trace.checks import Untraceable, first_line
 from shardwright.trace.module import NoUnitsError
 from shardwright.trace.structure import FEW, Container, called, containers, large_parts, repeats
@@ -138,6 +153,9 @@ class Composer:
                             vars(part)["forward"] = passing
             try:
                 self.forward()
+            # A module that computes with what the replaced parts gave may fail on values that
+            # mean nothing. That says nothing against the recording, which the other check has
+            # passed.
             except Exception:  # as modules fail that look at what a part of them gave
                 return ""
         entered = {m.unit for m in Unfolded(found).forward if m.piece.point == "enter"}

@@ -24,7 +24,7 @@ from shardwright.tracker.tensors import NAMES
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class TracedModule:
     """What is traced: ``module`` called with ``inputs``, then ``loss`` of its result.
 
     ``units`` are the modules that share a unit, by the unit's name, in the order of their forward;
@@ -45,7 +45,7 @@ class Subject:
     apart: Sequence[str] = ()  # units that are one only if nobody else uses their parameters
     freezes: bool = False
     checkpointed: Mapping[nn.Module, str] = field(default_factory=dict)  # and each one's policy
-    call: Callable[[Subject, Recorder], Any] | None = None
+    call: Callable[[TracedModule, Recorder], Any] | None = None
 
 
 class NoUnitsError(Exception):
@@ -56,7 +56,7 @@ class NoUnitsError(Exception):
         self.units = frozenset(units)
 
 
-def record(subject: Subject) -> Recording:
+def record(subject: TracedModule) -> Recording:
     """Run one step of ``subject`` and cut it in pieces.
 
     Call under the fake mode that the module and its inputs were made in.
@@ -105,6 +105,9 @@ def record(subject: Subject) -> Recording:
 @contextmanager
 def _garbage_stays() -> Iterator[None]:
     """No collection inside: what cycles hold would be freed at random."""
+    # A model with a cycle (a hook that knows its module) frees its activations when Python
+    # collects, which in a trace is at another moment in every run. Off, they stay in every run
+    # alike.
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -114,7 +117,7 @@ def _garbage_stays() -> Iterator[None]:
             gc.enable()
 
 
-def _step(recorder: Recorder, subject: Subject) -> int:
+def _step(recorder: Recorder, subject: TracedModule) -> int:
     """One forward and backward; the bytes of a result that a stage sends on."""
     if subject.call is not None:
         result = subject.call(subject, recorder)

@@ -5,6 +5,16 @@ runtime's garbage collection does it. Under fake tensors nothing is computed and
 allocated.
 """
 
+# Why storages and not tensors: views share one, and memory goes when the last view does. Why
+# kinds are guessed by how long something lives: nobody says of a tensor that it is an activation.
+# What outlives the piece that made it was kept for the backward, all else was temporary.
+#
+# What must stay true: nothing here may hold a tensor, not even through the traceback of an error
+# (``failed`` has its id), or its storage is freed later than in training and every peak after
+# that is wrong. Pieces name storages by slots, for a piece runs again for each of the parts that
+# were left out. And two processes must write the same recording, for ranks compare plans by their
+# digest: what may come in any order (sets of a model's own) is put in one order at the end.
+
 from __future__ import annotations
 
 import math

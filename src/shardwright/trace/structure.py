@@ -7,6 +7,12 @@ a part is and not how it is built. Parts that share parameters with others are l
 parts without a forward that have parameters beside those of their own parts that run.
 """
 
+# Why parts are compared by all that they have and not by class and shapes: two layers of one
+# class may differ by a flag, a function or a number, and one would be recorded for both. Whatever
+# cannot be compared makes parts different, which costs time only; alike parts that are not would
+# cost a wrong estimate. A number that goes up evenly is the exception, since nearly every layer
+# knows its place.
+
 from __future__ import annotations
 
 import math
@@ -38,7 +44,7 @@ class Container(NamedTuple):
     module: nn.Module
     names: tuple[str, ...]
     children: tuple[nn.Module, ...]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[PartRange, ...]
     units: tuple[int, ...]
 
 
@@ -138,7 +144,7 @@ def _container(module: nn.Module, path: str, sharing: _Sharing) -> Container | N
     return Container(path, module, names, children, tuple(cut), units)
 
 
-def repeats(cut: Stretch) -> bool:
+def repeats(cut: PartRange) -> bool:
     """Whether a stretch comes at least twice."""
     return cut.length >= 2 * cut.period
 
@@ -274,7 +280,7 @@ LONGEST_PERIOD = 8
 FEW = 3  # periods that are recorded: the first, one between, the last
 
 
-class Stretch(NamedTuple):
+class PartRange(NamedTuple):
     """``length`` layers from ``start`` on, the same again after ``period``."""
 
     start: int
@@ -305,11 +311,11 @@ class Stretch(NamedTuple):
         return max(0, self.length // self.period - FEW)
 
 
-def stretches(signatures: Sequence[Hashable]) -> list[Stretch]:
+def stretches(signatures: Sequence[Hashable]) -> list[PartRange]:
     """Cut layers into stretches that repeat, longest first where there is a choice."""
     found, start = [], 0
     while start < len(signatures):
-        best = Stretch(start, 1, 1)
+        best = PartRange(start, 1, 1)
         for period in range(1, LONGEST_PERIOD + 1):
             end = start + period
             while end < len(signatures) and signatures[end] == signatures[end - period]:
@@ -318,14 +324,14 @@ def stretches(signatures: Sequence[Hashable]) -> list[Stretch]:
                 break
             length = end - start
             if length > period and length - period > best.length - best.period:
-                best = Stretch(start, length, period)
+                best = PartRange(start, length, period)
         found.append(best)
         start += best.length
     return found
 
 
 def series_of(
-    stretch: Stretch, names: Sequence[str], recorded: Sequence[str], title: str
+    stretch: PartRange, names: Sequence[str], recorded: Sequence[str], title: str
 ) -> Series:
     """The series of a stretch of layers: all their ``names``, and those in a recording."""
     return Series(title, tuple(names), tuple(recorded), stretch.period)

@@ -164,13 +164,13 @@ class RoutedRows(nn.Module):
         return len(bag[0]) if name in self.each else len(bag[1]) - 1
 
     def _rows(self, shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
-        rows: tuple[torch.Tensor, ...] = _Rows.apply(self.handle, shapes, self.path, self.mark)
+        rows: tuple[torch.Tensor, ...] = _TableRows.apply(self.handle, shapes, self.path, self.mark)
         if self.mark is not None:
             self.mark(self.path, "rows")
         return rows
 
 
-class _Rows(torch.autograd.Function):
+class _TableRows(torch.autograd.Function):
     """Rows come; their gradient goes back and is gone."""
 
     @staticmethod
@@ -196,7 +196,7 @@ class _Rows(torch.autograd.Function):
 # ---- what is asked for as it is given ------------------------------------------------------------
 
 
-class Given(NamedTuple):
+class GivenArguments(NamedTuple):
     """Where a part's arguments are among those of the module."""
 
     arguments: tuple[Path, ...]
@@ -208,7 +208,7 @@ class Reached:
     nothing but what the module was given."""
 
     def __init__(self, root: nn.Module, parts: Mapping[str, nn.Module]) -> None:
-        self.found: dict[str, Given] = {}
+        self.found: dict[str, GivenArguments] = {}
         self._places: list[tuple[Path, Any]] = []
         self._seen: set[str] = set()
         self._handles: list[Any] = [
@@ -241,7 +241,7 @@ class Reached:
             self._seen.add(path)
             self.found.pop(path, None)
             if once and None not in given and None not in named.values():
-                self.found[path] = Given(
+                self.found[path] = GivenArguments(
                     tuple(p for p in given if p is not None),
                     tuple((key, p) for key, p in named.items() if p is not None),
                 )

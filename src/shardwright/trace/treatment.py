@@ -28,12 +28,12 @@ class Treatment(msgspec.Struct, frozen=True):
     @contextmanager
     def applied(
         self, model: nn.Module, blocks: Sequence[nn.Module], treated: Sequence[int]
-    ) -> Iterator[Applied]:
+    ) -> Iterator[AppliedTreatment]:
         """``model`` treated so inside; ``treated`` are the blocks that a policy picks."""
         chosen = policy(self.checkpointing).of_a_block
         picked = [blocks[place] for place in treated]
         others = [block for place, block in enumerate(blocks) if place not in treated]
-        result = Applied(self)
+        result = AppliedTreatment(self)
         if chosen.kind != "none":
             result.checkpointed = dict.fromkeys(picked, chosen.name)
         with ExitStack() as stack:
@@ -51,7 +51,7 @@ class Treatment(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Applied:
+class AppliedTreatment:
     """A treatment at work. ``checkpointed`` blocks each have a policy's name."""
 
     treatment: Treatment

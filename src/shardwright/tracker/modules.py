@@ -40,7 +40,7 @@ class Mark(NamedTuple):
     call: int
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """A forward of a module, from its first moment to its last."""
 
     module: str
@@ -84,7 +84,7 @@ class Modules:
         self.listener = listener
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.marks: list[Mark] = []
-        self.calls: list[Call] = []
+        self.calls: list[ModuleCall] = []
         self.iteration = 1
         self.backwards = Backwards(self._mark)
         self._frames: list[_Frame] = []
@@ -189,7 +189,7 @@ class Modules:
             self._reach("after recompute", frame)
             return
         self._reach("after post-forward", frame)
-        self.calls.append(Call(path, self.iteration, frame.begin, self.log.now))
+        self.calls.append(ModuleCall(path, self.iteration, frame.begin, self.log.now))
         if torch.is_grad_enabled():
             self.backwards.watch_outputs(frame.backward, _with_gradient(output), inner=False)
         if module is self.model:

@@ -7,8 +7,10 @@ method makes counts as that collective's buffer, unless it is found in a better 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +27,18 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.timeline import Kind, Phase
 from shardwright.tracker.log import DECLARED, INFERRED, MOVED
 from shardwright.tracker.modules import Modules
-from shardwright.tracker.private import after_backward, in_backward, is_compiled, own_parameters
+from shardwright.tracker.private import (
+    after_backward,
+    fsdp_groups,
+    in_backward,
+    is_compiled,
+    own_parameters,
+    wrapping_groups,
+)
 from shardwright.tracker.storages import given_tensors, is_constant
 
 if TYPE_CHECKING:
     from shardwright.tracker.memory import MemoryTracker
-import sys
-from collections.abc import Callable
-from functools import cache
-
-from shardwright.tracker.private import fsdp_groups, wrapping_groups
 
 
 class Owners:

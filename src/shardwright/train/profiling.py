@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwright.core.document import write_atomically
-from shardwright.core.profile import Meeting, RankProfile
+from shardwright.core.measurement import Meeting, RankProfile
 from shardwright.launcher.folder import trace_file
 from shardwright.runtime.clock import clock_offset
 from shardwright.runtime.meter import MEMORY_STEPS, OUTSIDE, Meter

@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 from msgspec import UNSET
 from torch import nn
 
-from shardwright.core.measurement import BINS, EDGE, SIZE, Scores, scores_of, scores_text
+from shardwright.core.measurement import Scores, scores_text
 from shardwright.estimate.own_model import Batch, FunctionCall, InputsOf, naming_errors
 from shardwright.job.job import checkpoint_folder
 from shardwright.job.train import rate_factor
@@ -201,6 +202,18 @@ class Steps:
         )
 
 
+# ---- scores --------------------------------------------------------------------------------------
+
+# How well clicks were told is found from sums that add up over ranks: clicks and other rows by the
+# logit that they were given, in ``BINS`` equal bins, and five totals. A mean of ranks' AUCs is no
+# AUC, and all logits of a run are too many to keep. All figures but AUC are exact; for AUC pairs
+# within one bin count half, which is wrong by half of them at most, and that is said with it.
+BINS = 8192
+EDGE = 16.0  # logits beyond it, on either side, fall into the last bin
+TOTALS = ("rows", "clicks", "log_loss", "predicted", "right")  # behind both halves of the bins
+SIZE = 2 * BINS + len(TOTALS)
+
+
 class Scoring:
     """Adds up every batch on its rank, and every so many steps over all ranks: one collective then,
     and none on other steps."""
@@ -233,3 +246,29 @@ class Scoring:
             return None
         self.found.append(scores_of(step, sums))
         return self.found[-1]
+
+
+def scores_of(step: int, sums: Sequence[float]) -> Scores:
+    """The figures of ``sums`` [SIZE]: bins of other rows, bins of clicks, totals."""
+    others, clicked = sums[:BINS], sums[BINS : 2 * BINS]
+    rows, clicks, loss, predicted, right = sums[2 * BINS :]
+    share = clicks / rows
+    found = Scores(step, int(rows), loss / rows, right / rows, max(share, 1 - share))
+    if not 0 < clicks < rows:
+        return (
+            found if not clicks else msgspec.structs.replace(found, calibration=predicted / clicks)
+        )
+    pairs = clicks * (rows - clicks)
+    below = ordered = tied = 0.0
+    for other, click in zip(others, clicked, strict=True):
+        ordered += click * below
+        tied += click * other
+        below += other
+    base = -(share * math.log(share) + (1 - share) * math.log1p(-share))
+    return msgspec.structs.replace(
+        found,
+        auc=(ordered + tied / 2) / pairs,
+        auc_error=tied / 2 / pairs,
+        normalized_entropy=loss / rows / base,
+        calibration=predicted / clicks,
+    )

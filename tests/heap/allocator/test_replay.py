@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
 from shardwright.heap.allocator import AllocatorSettings, PoolBytes, Replay, Request, replay
-from shardwright.heap.allocator.allocator import Allocator
-from shardwright.heap.allocator.blocks import Block
+from shardwright.heap.allocator.allocator import Allocator, Block
 
 KIB, MIB = 2**10, 2**20
 EXPANDABLE = AllocatorSettings(expandable_segments=True)

@@ -15,7 +15,6 @@ from shardwright.planner.search import moves
 from shardwright.planner.search.placing import spread
 from shardwright.planner.search.reoption import (
     cheapest_changes,
-    hopeful,
     promising,
     weigh,
 )
@@ -186,36 +185,6 @@ def test_what_is_weighed_is_what_put_brings(space_of_seed: SpaceOf, seed: int) -
         assert costs.sum() == pytest.approx(other.rank_costs().sum())
         assert kept in (np.inf, pytest.approx(costs.sum()))
         assert kept < np.inf or costs.sum() >= middle * (1 - 1e-9)
-
-
-@given(seed=st.integers(0, 10**9), memory=st.sampled_from(["tight", "plenty"]))
-def test_what_is_hoped_for_is_never_above_what_is_weighed(
-    space_of_seed: SpaceOf, seed: int, memory: str
-) -> None:
-    space = space_of_seed(seed, memory=memory)
-    state = _wandered(space, seed, 5)
-    ways = [(i, o) for i, item in enumerate(space.items) for o in range(len(item.options))]
-    costs = dict(zip(ways, weigh(state, ways)[1].sum(axis=1).tolist(), strict=True))
-    middle = float(np.median([*costs.values()]))
-    hopes = hopeful(state, ways, middle)
-    assert hopes == sorted(hopes)
-    for least, way in hopes:
-        assert least <= costs[way] * (1 + 1e-9)
-    for way in set(ways) - {way for _, way in hopes}:
-        assert costs[way] >= middle * (1 - 1e-9)
-
-
-@given(seed=st.integers(0, 10**9), memory=st.sampled_from(["tight", "plenty"]))
-@settings(deadline=None, max_examples=20)
-def test_what_is_hoped_for_of_many_ways_at_once_is_that_of_each_alone(
-    space_of_seed: SpaceOf, seed: int, memory: str
-) -> None:
-    space = space_of_seed(seed, memory=memory)
-    state = _wandered(space, seed, 5)
-    ways = [(i, o) for i, item in enumerate(space.items) for o in range(len(item.options))]
-    together = {way: least for least, way in hopeful(state, ways, np.inf)}
-    alone = {way: least for way in ways for least, _ in hopeful(state, [way], np.inf)}
-    assert together == pytest.approx(alone)
 
 
 @given(seed=st.integers(0, 10**9), memory=st.sampled_from(["tight", "plenty"]))

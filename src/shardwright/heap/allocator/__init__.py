@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from shardwright.heap.allocator.replay import ASSUMPTION, PoolBytes, Replay, Request, replay
+from shardwright.heap.allocator.replay import (
+    ASSUMPTION,
+    AllocatorRequest,
+    PoolBytes,
+    Replay,
+    replay,
+)
 from shardwright.heap.allocator.settings import AllocatorSettings
 
-__all__ = ["ASSUMPTION", "AllocatorSettings", "PoolBytes", "Replay", "Request", "replay"]
+__all__ = ["ASSUMPTION", "AllocatorRequest", "AllocatorSettings", "PoolBytes", "Replay", "replay"]

@@ -7,11 +7,15 @@ private pools of CUDA graphs, memory shared between processes. New segments have
 which decides between free blocks of one size.
 """
 
+# Why the rules of torch's allocator are followed and not approximated: what it holds beyond live
+# bytes depends on the order of sizes alone, and no share of the peak stands for it. Which free
+# block is taken, whether its rest is cut off, and when cached segments are given back decide it,
+# so each of these is the same comparison as in CUDACachingAllocator.cpp, in the same order.
+
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 
-from shardwright.heap.allocator.blocks import Age, Block, DeviceMemory, Expandable, Pool
 from shardwright.heap.allocator.settings import (
     MIN_BLOCK,
     SMALL_REQUEST,
@@ -20,9 +24,169 @@ from shardwright.heap.allocator.settings import (
 )
 
 
+class CachedBlock:
+    """A stretch of a segment. ``prev`` and ``next`` are its neighbours there.
+
+    ``busy`` from its allocation until its memory may be used again. A block of an expandable
+    segment may be without memory: not ``mapped``. ``born`` is the age of its pool when it was last
+    freed.
+    """
+
+    __slots__ = ("address", "born", "busy", "expandable", "mapped", "next", "pool", "prev", "size")
+
+    def __init__(self, pool: BlockPool, address: int, size: int) -> None:
+        self.pool = pool
+        self.address = address
+        self.size = size
+        self.busy = False
+        self.mapped = True
+        self.expandable: Expandable | None = None
+        self.prev: CachedBlock | None = None
+        self.next: CachedBlock | None = None
+        self.born = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a segment of its own."""
+        return self.prev is None and self.next is None
+
+    def split(self, size: int) -> CachedBlock:
+        """Cut the first ``size`` bytes off as a block of their own."""
+        head = CachedBlock(self.pool, self.address, size)
+        head.expandable = self.expandable
+        head.mapped = self.mapped
+        head.prev, head.next = self.prev, self
+        if self.prev is not None:
+            self.prev.next = head
+        self.prev = head
+        self.address += size
+        self.size -= size
+        return head
+
+    def absorb(self, other: CachedBlock) -> None:
+        """Take a neighbour in; it is in no list any more."""
+        if self.prev is other:
+            self.address = other.address
+            self.prev = other.prev
+            if self.prev is not None:
+                self.prev.next = self
+        else:
+            self.next = other.next
+            if self.next is not None:
+                self.next.prev = self
+        self.size += other.size
+
+
+class Expandable:
+    """Address space of ``size`` bytes; pages of ``page`` bytes are mapped as they are needed."""
+
+    __slots__ = ("page", "size", "start")
+
+    def __init__(self, start: int, size: int, page: int) -> None:
+        self.start = start
+        self.size = size
+        self.page = page
+
+
+class Age:
+    """How often a pool was searched, all streams together."""
+
+    __slots__ = ("searches",)
+
+    def __init__(self) -> None:
+        self.searches = 0
+
+
+class BlockPool:
+    """The free blocks of one stream and one range of sizes.
+
+    ``free`` is sorted by size and address, ``unmapped`` by address.
+    """
+
+    __slots__ = ("age", "free", "small", "stream", "unmapped")
+
+    def __init__(self, small: bool, stream: int | str, age: Age) -> None:
+        self.small = small
+        self.stream = stream
+        self.age = age
+        self.free: list[tuple[int, int, CachedBlock]] = []
+        self.unmapped: list[tuple[int, CachedBlock]] = []
+
+    def add(self, block: CachedBlock) -> None:
+        """A block that is free from now on."""
+        block.born = self.age.searches
+        insort(self.free, (block.size, block.address, block))
+
+    def remove(self, block: CachedBlock) -> None:
+        """A block that is free no more, before its size or address changes."""
+        del self.free[bisect_left(self.free, (block.size, block.address))]
+
+    def add_unmapped(self, block: CachedBlock) -> None:
+        """A block that has no memory from now on."""
+        insort(self.unmapped, (block.address, block))
+
+    def remove_unmapped(self, block: CachedBlock) -> None:
+        """A block that gets memory, or a part of it, before its size or address changes."""
+        del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+    def merge(self, block: CachedBlock, other: CachedBlock | None) -> None:
+        """Take a neighbour in if it is free as well and of the same state."""
+        if other is None or other.busy or other.mapped is not block.mapped:
+            return
+        if other.mapped:
+            self.remove(other)
+        else:
+            self.remove_unmapped(other)
+        block.absorb(other)
+
+
+_APART = 2**50  # addresses between segments: they never touch
+
+
+class DeviceMemory:
+    """What the device gives: at most ``capacity`` bytes, or any number."""
+
+    __slots__ = ("_segments", "at_peak", "by_pool", "capacity", "limit", "peak", "reserved")
+
+    def __init__(self, capacity: int | None, fraction: float | None) -> None:
+        self.capacity = capacity
+        self.limit = None if capacity is None or fraction is None else int(fraction * capacity)
+        self.reserved = 0
+        self.peak = 0
+        self.by_pool: dict[BlockPool, int] = {}
+        self.at_peak: dict[BlockPool, int] = {}
+        self._segments = 0
+
+    def take(self, pool: BlockPool, nbytes: int) -> bool:
+        """Reserve, if there is room."""
+        if self.capacity is not None and self.reserved + nbytes > self.capacity:
+            return False
+        self.reserved += nbytes
+        self.by_pool[pool] = self.by_pool.get(pool, 0) + nbytes
+        if self.reserved > self.peak:
+            self.peak = self.reserved
+            self.at_peak = dict(self.by_pool)
+        return True
+
+    def give_back(self, pool: BlockPool, nbytes: int) -> None:
+        """Reserve no more."""
+        self.reserved -= nbytes
+        self.by_pool[pool] -= nbytes
+
+    def address(self) -> int:
+        """Where the next segment begins."""
+        self._segments += 1
+        return self._segments * _APART
+
+    @property
+    def address_space(self) -> int:
+        """Bytes of an expandable segment: an eighth more than the device has."""
+        return _APART // 2 if self.capacity is None else self.capacity * 9 // 8
+
+
 def expand(
-    device: DeviceMemory, pool: Pool, size: int, settings: AllocatorSettings
-) -> Block | None:
+    device: DeviceMemory, pool: BlockPool, size: int, settings: AllocatorSettings
+) -> CachedBlock | None:
     """A block of at least ``size`` bytes where address space is free, at the lowest address, with
     memory mapped to what of it has none. None if the device has too little."""
     page = SMALL_SEGMENT if pool.small else settings.large_segment
@@ -40,7 +204,7 @@ def expand(
     return block
 
 
-def unmap(device: DeviceMemory, block: Block) -> None:
+def unmap(device: DeviceMemory, block: CachedBlock) -> None:
     """Give back the pages that lie wholly in a free block."""
     segment = block.expandable
     assert segment is not None
@@ -64,7 +228,7 @@ def unmap(device: DeviceMemory, block: Block) -> None:
         pool.add_unmapped(middle)
 
 
-def _room(pool: Pool, size: int) -> Block | None:
+def _room(pool: BlockPool, size: int) -> CachedBlock | None:
     """The first of the blocks one behind another that are free or unmapped and large enough."""
     for _, unmapped in pool.unmapped:
         first = unmapped
@@ -81,17 +245,17 @@ def _room(pool: Pool, size: int) -> Block | None:
     return None
 
 
-def _new_range(device: DeviceMemory, pool: Pool, page: int) -> Block:
+def _new_range(device: DeviceMemory, pool: BlockPool, page: int) -> CachedBlock:
     start = device.address()
     size = -(-device.address_space // page) * page
-    block = Block(pool, start, size)
+    block = CachedBlock(pool, start, size)
     block.expandable = Expandable(start, size, page)
     block.mapped = False
     pool.add_unmapped(block)
     return block
 
 
-def _map(device: DeviceMemory, block: Block, size: int) -> bool:
+def _map(device: DeviceMemory, block: CachedBlock, size: int) -> bool:
     """Map whole pages to the beginning of a block; it becomes free and takes its neighbours in."""
     segment = block.expandable
     assert segment is not None
@@ -109,9 +273,9 @@ def _map(device: DeviceMemory, block: Block, size: int) -> bool:
     return True
 
 
-def _keep_behind(block: Block, nbytes: int) -> None:
+def _keep_behind(block: CachedBlock, nbytes: int) -> None:
     """Shorten a block; what is behind stays unmapped."""
-    rest = Block(block.pool, block.address + nbytes, block.size - nbytes)
+    rest = CachedBlock(block.pool, block.address + nbytes, block.size - nbytes)
     rest.expandable = block.expandable
     rest.mapped = False
     rest.prev, rest.next = block, block.next
@@ -132,15 +296,15 @@ class Allocator:
         self.settings = settings
         self.device = DeviceMemory(capacity, settings.memory_fraction)
         self.retries = 0
-        self.late: list[tuple[int, Block]] = []
+        self.late: list[tuple[int, CachedBlock]] = []
         self._ages = (Age(), Age())
-        self._pools: dict[tuple[bool, Stream], Pool] = {}
+        self._pools: dict[tuple[bool, Stream], BlockPool] = {}
         self._most = settings.max_split_size or 2**63
         self._collects = settings.garbage_collection_threshold > 0 and (
             self.device.limit is not None
         )
 
-    def take(self, size: int, stream: Stream) -> Block | None:
+    def take(self, size: int, stream: Stream) -> CachedBlock | None:
         """A block of at least ``size`` bytes (rounded already), or None: out of memory."""
         small = size <= SMALL_REQUEST
         pool = self._pools.get((small, stream)) or self._new_pool(small, stream)
@@ -162,7 +326,7 @@ class Allocator:
         block.busy = True
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: CachedBlock) -> None:
         """Cache a block: merged with its free neighbours it serves other requests."""
         block.busy = False
         pool = block.pool
@@ -170,7 +334,7 @@ class Allocator:
         pool.merge(block, block.next)
         pool.add(block)
 
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[BlockPool]:
         """Every pool, the large ones first."""
         return sorted(self._pools.values(), key=lambda pool: pool.small)
 
@@ -187,12 +351,12 @@ class Allocator:
             for block in expandable:
                 unmap(self.device, block)
 
-    def _new_pool(self, small: bool, stream: Stream) -> Pool:
-        pool = Pool(small, stream, self._ages[small])
+    def _new_pool(self, small: bool, stream: Stream) -> BlockPool:
+        pool = BlockPool(small, stream, self._ages[small])
         self._pools[small, stream] = pool
         return pool
 
-    def _cached(self, pool: Pool, size: int) -> Block | None:
+    def _cached(self, pool: BlockPool, size: int) -> CachedBlock | None:
         """The smallest free block that is large enough; one that can still grow counts as if it
         had, so it is taken last."""
         free = pool.free
@@ -211,7 +375,7 @@ class Allocator:
         del free[at]
         return block
 
-    def _new(self, pool: Pool, size: int) -> Block | None:
+    def _new(self, pool: BlockPool, size: int) -> CachedBlock | None:
         """A block of new memory; when there is none left, cached segments are given back first."""
         if self._collects:
             self._collect()
@@ -224,7 +388,7 @@ class Allocator:
             block = self._ask(pool, size)
         return block
 
-    def _ask(self, pool: Pool, size: int) -> Block | None:
+    def _ask(self, pool: BlockPool, size: int) -> CachedBlock | None:
         segment = self.settings.segment(size)
         limit = self.device.limit
         if limit is not None and self.device.reserved + segment > limit:
@@ -233,13 +397,13 @@ class Allocator:
             return expand(self.device, pool, size, self.settings)
         if not self.device.take(pool, segment):
             return None
-        return Block(pool, self.device.address(), segment)
+        return CachedBlock(pool, self.device.address(), segment)
 
-    def _release(self, block: Block) -> None:
+    def _release(self, block: CachedBlock) -> None:
         block.pool.remove(block)
         self.device.give_back(block.pool, block.size)
 
-    def _release_oversize(self, pool: Pool, size: int) -> bool:
+    def _release_oversize(self, pool: BlockPool, size: int) -> bool:
         """Give back cached blocks that are too large to be split, as many as the request needs."""
         if self.settings.max_split_size is None:
             return False
@@ -281,7 +445,7 @@ class Allocator:
                 self._release(block)
 
 
-def _can_be(block: Block) -> int:
+def _can_be(block: CachedBlock) -> int:
     """Bytes of a block with the address space behind it."""
     behind = block.next
     return block.size + (behind.size if behind is not None and not behind.mapped else 0)

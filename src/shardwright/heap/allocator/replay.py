@@ -9,15 +9,14 @@ from typing import NamedTuple
 import msgspec
 
 from shardwright.core.errors import InputError, expected
-from shardwright.heap.allocator.allocator import Allocator, Stream
-from shardwright.heap.allocator.blocks import Block, Pool
+from shardwright.heap.allocator.allocator import Allocator, BlockPool, CachedBlock, Stream
 from shardwright.heap.allocator.settings import AllocatorSettings
 
 # What a figure of a replay rests on, for the list of assumptions.
 ASSUMPTION = "reserved memory follows PyTorch's allocator by its source; not compared with a device"
 
 
-class Request(NamedTuple):
+class AllocatorRequest(NamedTuple):
     """Take ``bytes`` under a name, or with bytes below 0 free what the name holds.
 
     Blocks are cached for their stream alone. What another stream still uses when it is freed
@@ -88,7 +87,7 @@ class _Player:
 
     def __init__(self, settings: AllocatorSettings, capacity: int | None) -> None:
         self.allocator = Allocator(settings, capacity)
-        self.held: dict[Hashable, tuple[Block, int]] = {}
+        self.held: dict[Hashable, tuple[CachedBlock, int]] = {}
         self.sizes: dict[int, int] = {}
         self.requested = self.requested_peak = 0
         self.allocated = self.allocated_peak = 0
@@ -181,5 +180,5 @@ class _Player:
         self.allocator.late = waiting
 
 
-def _pool_bytes(pool: Pool, nbytes: int) -> PoolBytes:
+def _pool_bytes(pool: BlockPool, nbytes: int) -> PoolBytes:
     return PoolBytes(pool.stream, pool.small, nbytes)

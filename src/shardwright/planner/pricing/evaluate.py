@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from shardwright.job.planner import EstimatorSection
 from shardwright.planner.choice import Cost, cost
 
 S = TypeVar("S", bound=Hashable)
+F = TypeVar("F", bound=Sequence[Any])
 Floats = NDArray[np.float64]
 Tiers = Mapping[Tier, Mapping[str, Any]]
 
@@ -127,10 +128,10 @@ def shard_shape(table: TableSpec, option: Option, run_index: int, parts: Any) ->
 
 
 @dataclass
-class Group(Generic[S]):
-    """Shards of one scheme: for each a table's number, rows and columns; then its cost."""
+class ShardGroup:
+    """Shards that one set of formulas serves: for each a table's number, rows and columns; then its
+    cost."""
 
-    scheme: S
     tables: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
@@ -152,6 +153,41 @@ class Group(Generic[S]):
         return slots * times
 
 
+def priced(
+    cases: Sequence[tuple[TableSpec, Option]],
+    facts_of: Callable[[TableSpec], F],
+    scheme_of: Callable[[TableSpec, Option, F], S],
+    costs_of: Callable[[S, list[Any]], list[Cost]],
+) -> Iterator[tuple[F, S, tuple[Cost, ...]]]:
+    """Of every case the quantities of its table, the scheme of its shards, and what each run costs.
+
+    Shards of one scheme are priced together, as arrays of Python ints: ``costs_of`` is given their
+    rows, columns and quantities.
+
+    :param facts_of: the quantities of a table.
+    :param scheme_of: what formulas branch on.
+    """
+    numbers: dict[int, int] = {}
+    facts: list[F] = []
+    groups: dict[S, ShardGroup] = {}
+    placed: list[tuple[int, S, ShardGroup, list[int]]] = []
+    for table, option in cases:
+        number = numbers.setdefault(id(table), len(facts))
+        if number == len(facts):
+            facts.append(facts_of(table))
+        scheme = scheme_of(table, option, facts[number])
+        group = groups.get(scheme)
+        if group is None:
+            group = groups[scheme] = ShardGroup()
+        placed.append((number, scheme, group, group.add(number, option)))
+    quantities = np.array(facts, dtype=object).T
+    for scheme, group in groups.items():
+        sizes = [np.array(sizes, dtype=object) for sizes in (group.rows, group.columns)]
+        group.costs = costs_of(scheme, [*sizes, *quantities[:, group.tables]])
+    for number, scheme, group, slots in placed:
+        yield facts[number], scheme, tuple([group.costs[slot] for slot in slots])
+
+
 def faster_kernels(
     cases: Sequence[tuple[TableSpec, Option]],
     kernels: Sequence[str],
@@ -167,8 +203,8 @@ def faster_kernels(
     """
     numbers: dict[int, int] = {}
     facts: list[Sequence[Any]] = []
-    known: dict[tuple[int, str, str], tuple[Group[tuple[S, ...]], list[int]]] = {}
-    groups: dict[tuple[S, ...], tuple[Group[tuple[S, ...]], list[int]]] = {}
+    known: dict[tuple[int, str, str], tuple[ShardGroup, list[int]]] = {}
+    groups: dict[tuple[S, ...], tuple[ShardGroup, list[int]]] = {}
     for case, (table, option) in enumerate(cases):
         number = numbers.setdefault(id(table), len(facts))
         if number == len(facts):
@@ -177,7 +213,7 @@ def faster_kernels(
         if place not in known:
             own = (option.compute_kernel, *kernels)
             schemes = tuple(scheme_of(table, option.sharding_type, kernel) for kernel in own)
-            known[place] = groups.setdefault(schemes, (Group(schemes), []))
+            known[place] = groups.setdefault(schemes, (ShardGroup(), []))
         group, owners = known[place]
         group.add(number, option)
         owners += [case] * (len(group.tables) - len(owners))

@@ -23,14 +23,14 @@ from shardwright.core.sharding import traits
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding, optimizer
 from shardwright.cost.embedding import CACHED_KERNELS, Cache, Demand, cache_bytes, cached_rows
-from shardwright.planner.choice import Choice
+from shardwright.planner.choice import Choice, Cost
 from shardwright.planner.pricing.evaluate import (
     Derived,
-    Group,
     PricingContext,
     constants_of,
     costs,
     faster_kernels,
+    priced,
     shard_shape,
     tier_totals,
     traffic,
@@ -58,7 +58,7 @@ class Scheme(NamedTuple):
     sums: bool = False
 
 
-class Facts(NamedTuple):
+class TableFacts(NamedTuple):
     """The quantities of a table, or of each shard's table as arrays.
 
     Elements take ``forward`` and ``backward`` bytes in the exchange and ``output`` bytes after it.
@@ -78,7 +78,7 @@ class Facts(NamedTuple):
     swept: Any
 
 
-class Mesh(NamedTuple):
+class LinkedRanks(NamedTuple):
     """All ranks, and those of a host or pod; None where that is all of them."""
 
     ranks: Any
@@ -89,37 +89,34 @@ def price(
     context: PricingContext, cases: Sequence[tuple[TableSpec, Option]], *, exchange: bool
 ) -> list[Choice]:
     """What each option costs, in the order of ``cases``; ``exchange`` adds transient buffers."""
-    ranks = context.cluster.world_size
-    numbers: dict[int, int] = {}
-    facts: list[Facts] = []
-    groups: dict[Scheme, _Group] = {}
-    placed: list[tuple[_Group, list[int], float]] = []
-    mesh = _mesh(context, bare)
-    for table, option in cases:
-        number = numbers.setdefault(id(table), len(facts))
-        if number == len(facts):
-            facts.append(_facts(context, table, ranks, context.values, bare))
+    c, mesh = context.values, _mesh(context, bare)
+    batches = _in_flight(context, bare) if exchange else None
+
+    def facts_of(table: TableSpec) -> TableFacts:
+        return _facts(context, table, mesh.ranks, c, bare)
+
+    def scheme_of(table: TableSpec, option: Option, facts: TableFacts) -> Scheme:
         scheme = _scheme(context, table, option.sharding_type, option.compute_kernel)
-        scheme = scheme._replace(dedup=_dedups(context, table, option, facts[number], mesh))
-        group = groups.get(scheme)
-        if group is None:
-            group = groups[scheme] = _Group(scheme)
-        everywhere = _everywhere(context, option, facts[number], scheme)
-        placed.append((group, group.add(number, option), everywhere))
-    if not facts:
-        return []
-    quantities = np.array(facts, dtype=object).T
-    for group in groups.values():
-        group.evaluate(context, quantities, exchange)
+        return scheme._replace(dedup=_dedups(context, table, option, facts, mesh))
+
+    def costs_of(scheme: Scheme, exact: list[Any]) -> list[Cost]:
+        fast = [values.astype(np.float64) for values in exact]
+        seconds = _seconds(context, scheme, _arrays(scheme, fast, c), mesh, c)
+        output = exact[2:][TableFacts._fields.index("output")]
+        kept = _arrays(scheme, exact, c)
+        storage = _storage(context, scheme, kept, output, mesh, batches)
+        return costs(seconds, storage, len(output))
+
+    found = priced(cases, facts_of, scheme_of, costs_of)
     return [
         Choice(
             table,
             option,
-            tuple([group.costs[slot] for slot in slots]),
-            everywhere,
-            dedup=group.scheme.dedup,
+            each,
+            _everywhere(context, option, facts, scheme),
+            dedup=scheme.dedup,
         )
-        for (table, option), (group, slots, everywhere) in zip(cases, placed, strict=True)
+        for (table, option), (facts, scheme, each) in zip(cases, found, strict=True)
     ]
 
 
@@ -146,7 +143,8 @@ def derive(
     parts = embedding.row_parts(scheme.sharding_type, *mesh)
     demand = _demand(scheme, *shard_shape(table, option, run_index, parts), facts, c)
     seconds = _seconds(context, scheme, demand, mesh, c)
-    storage = _storage(context, scheme, demand, facts.output, mesh, exchange, leaf)
+    batches = _in_flight(context, leaf) if exchange else None
+    storage = _storage(context, scheme, demand, facts.output, mesh, batches)
     spent = named("seconds_per_step", total(seconds.values()), "s")
     return Derived(spent, tier_totals(storage))
 
@@ -169,28 +167,12 @@ def faster(
     )
 
 
-class _Group(Group[Scheme]):
-    """Evaluated over arrays of all its shards."""
-
-    def evaluate(self, context: PricingContext, facts: Any, exchange: bool) -> None:
-        """Fill in the costs; ``facts`` are the quantities of all tables, one row for each."""
-        scheme, c, mesh = self.scheme, context.values, _mesh(context, bare)
-        sizes = [np.array(sizes, dtype=object) for sizes in (self.rows, self.columns)]
-        exact = [*sizes, *facts[:, self.tables]]
-        fast = [values.astype(np.float64) for values in exact]
-        output = exact[2:][Facts._fields.index("output")]
-        seconds = _seconds(context, scheme, _arrays(scheme, fast, c), mesh, c)
-        kept = _arrays(scheme, exact, c)
-        storage = _storage(context, scheme, kept, output, mesh, exchange, bare)
-        self.costs = costs(seconds, storage, len(self.rows))
-
-
 def _arrays(scheme: Scheme, columns: Sequence[Any], c: Any) -> Demand:
     rows, width, *facts = columns
-    return _demand(scheme, rows, width, Facts(*facts), c)
+    return _demand(scheme, rows, width, TableFacts(*facts), c)
 
 
-def _demand(scheme: Scheme, rows: Any, columns: Any, facts: Facts, c: Any) -> Demand:
+def _demand(scheme: Scheme, rows: Any, columns: Any, facts: TableFacts, c: Any) -> Demand:
     """What a step asks of a shard."""
     row = embedding.row_bytes(columns, scheme.dtype, scheme.kernel)
     cache = None
@@ -220,7 +202,9 @@ def _cached_row_bytes(scheme: Scheme, columns: Any, row_bytes: Any) -> Any:
     return row_bytes + optimizer.table_state_bytes(one, columns, scheme.optimizer)
 
 
-def _seconds(context: PricingContext, scheme: Scheme, demand: Demand, mesh: Mesh, c: Any) -> Any:
+def _seconds(
+    context: PricingContext, scheme: Scheme, demand: Demand, mesh: LinkedRanks, c: Any
+) -> Any:
     return embedding.shard_seconds(
         demand,
         scheme.sharding_type,
@@ -238,11 +222,10 @@ def _storage(
     scheme: Scheme,
     demand: Demand,
     output: Any,
-    mesh: Mesh,
-    exchange: bool,
-    lift: Lift,
+    mesh: LinkedRanks,
+    batches: Any,
 ) -> dict[Tier, dict[str, Any]]:
-    """Bytes of a shard by tier and kind."""
+    """Bytes of a shard by tier and kind; its exchange is of ``batches`` at once, None without."""
     device = context.cluster.compute_device
     near: Tier = "ddr" if device == "cpu" else "hbm"
     kept = embedding.shard_bytes(
@@ -258,21 +241,23 @@ def _storage(
     if demand.cache is not None:
         kept_row = _cached_row_bytes(scheme, demand.columns, demand.row_bytes)
         found[near]["cache"] = cache_bytes(demand.rows, demand.cache.rows, kept_row)
-    if exchange:
-        pipeline = context.estimator.pipeline_type
-        batches = lift(
-            embedding.INPUTS_IN_FLIGHT[pipeline],
-            "batches_in_flight",
-            "batches",
-            f"planner.estimator.pipeline_type {pipeline}",
-        )
+    if batches is not None:
         found[near] |= embedding.exchange_bytes(
             demand, scheme.sharding_type, output, batches, *mesh
         )
     return found
 
 
-def _everywhere(context: PricingContext, option: Option, facts: Facts, scheme: Scheme) -> float:
+def _in_flight(context: PricingContext, lift: Lift) -> Any:
+    """Batches whose inputs a step keeps at once."""
+    pipeline = context.estimator.pipeline_type
+    source = f"planner.estimator.pipeline_type {pipeline}"
+    return lift(embedding.INPUTS_IN_FLIGHT[pipeline], "batches_in_flight", "batches", source)
+
+
+def _everywhere(
+    context: PricingContext, option: Option, facts: TableFacts, scheme: Scheme
+) -> float:
     """Seconds that every rank spends to address its own ids."""
     if option.traits.replicated:
         return 0.0
@@ -283,7 +268,7 @@ def _everywhere(context: PricingContext, option: Option, facts: Facts, scheme: S
 
 
 def _dedups(
-    context: PricingContext, table: TableSpec, option: Option, facts: Facts, mesh: Mesh
+    context: PricingContext, table: TableSpec, option: Option, facts: TableFacts, mesh: LinkedRanks
 ) -> bool:
     """Whether a row of ``option`` travels once to a rank that asks for it several times."""
     routed = option.compute_kernel == "fused" and not option.traits.replicated
@@ -303,15 +288,15 @@ def _is_single(table: TableSpec) -> bool:
     return not (table.jagged or table.weighted)
 
 
-def _mesh(context: PricingContext, lift: Lift) -> Mesh:
+def _mesh(context: PricingContext, lift: Lift) -> LinkedRanks:
     cluster = context.cluster
     ranks = lift(cluster.world_size, "ranks", "", "cluster.world_size")
     if cluster.group >= cluster.world_size:
-        return Mesh(ranks, None)
+        return LinkedRanks(ranks, None)
     source = "cluster.pod_size x cluster.local_world_size"
     if cluster.group == cluster.local_world_size:
         source = "cluster.local_world_size"
-    return Mesh(ranks, lift(cluster.group, "ranks_of_host", "", source))
+    return LinkedRanks(ranks, lift(cluster.group, "ranks_of_host", "", source))
 
 
 def _scheme(context: PricingContext, table: TableSpec, sharding_type: str, kernel: str) -> Scheme:
@@ -328,7 +313,7 @@ def _scheme(context: PricingContext, table: TableSpec, sharding_type: str, kerne
     return Scheme(sharding_type, kernel, kept, kind, prefetch, limited, sums=sums)
 
 
-def _facts(context: PricingContext, table: TableSpec, ranks: Any, c: Any, lift: Lift) -> Facts:
+def _facts(context: PricingContext, table: TableSpec, ranks: Any, c: Any, lift: Lift) -> TableFacts:
     where = f"tables.{table.name}"
     ids, bags = traffic(context, table, lift)
     dtype, source = table.dtype, f"{where}.dtype"
@@ -356,7 +341,7 @@ def _facts(context: PricingContext, table: TableSpec, ranks: Any, c: Any, lift: 
     dim = lift(table.dim, "dim", "columns", f"{where}.dim")
     source = f"{where}: expected of all ranks' ids"
     swept = lift(_swept(context, table), "different_rows_of_all_ranks", "rows", source)
-    return Facts(ids, bags, forward, backward, output, *cache, touched, dim, swept)
+    return TableFacts(ids, bags, forward, backward, output, *cache, touched, dim, swept)
 
 
 def _swept(context: PricingContext, table: TableSpec) -> int:

@@ -39,11 +39,14 @@ class _Column:
 
 @dataclass
 class _Program:
-    """Columns and rows of the program; column 0 is T."""
+    """Columns and rows of the program; column 0 is T. ``load`` and ``memory`` are terms of the rows
+    of ranks, and of ranks and tiers."""
 
     columns: list[_Column] = field(default_factory=lambda: [_Column(-1, -1, -1)])
     upper: list[float] = field(default_factory=lambda: [np.inf])
     rows: list[tuple[list[int], list[float], float, float]] = field(default_factory=list)
+    load: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    memory: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)
 
     def column(self, item: int, option: int, slot: int, upper: float) -> int:
         self.columns.append(_Column(item, option, slot))
@@ -119,8 +122,7 @@ def _useful(space: Space, start: SearchOutcome) -> list[list[int]]:
 def _build(space: Space, useful: list[list[int]], scale: float) -> tuple[_Program, list[list[int]]]:
     """The program, and the column of every useful option of every item."""
     program = _Program()
-    load: list[list[tuple[int, float]]] = [[(0, -1.0)] for _ in range(space.ranks)]
-    memory: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    program.load = {rank: [(0, -1.0)] for rank in range(space.ranks)}
     everywhere: list[tuple[int, float]] = []
     choices = []
     for item, rule in enumerate(space.items):
@@ -133,12 +135,12 @@ def _build(space: Space, useful: list[list[int]], scale: float) -> tuple[_Progra
                 everywhere.append((choice, option.everywhere / scale))
             times = len(option.widths) if option.widths[0] == space.ranks else 1
             for column, slot in _counts(program, space, item, number, option, choice):
-                _add_block(space, option, column, slot, scale / times, load, memory, times)
-    for rank, terms in enumerate(load):
+                _add_block(program, space, option, (column, slot), scale / times, times)
+    for rank, terms in program.load.items():
         program.row([*terms, *everywhere], -np.inf, 0.0)
         for tier in range(3):
-            if (rank, tier) in memory:
-                program.row(memory[rank, tier], -np.inf, 1.0)
+            if (rank, tier) in program.memory:
+                program.row(program.memory[rank, tier], -np.inf, 1.0)
     _keep_apart(program, space)
     return program, choices
 
@@ -177,25 +179,24 @@ def _keep_close(
 
 
 def _add_block(
+    program: _Program,
     space: Space,
     option: ItemOption,
-    column: int,
-    slot: int,
+    place: tuple[int, int],
     scale: float,
-    load: list[list[tuple[int, float]]],
-    memory: dict[tuple[int, int], list[tuple[int, float]]],
     times: int,
 ) -> None:
-    """``times``: blocks that a column stands for at once."""
+    """A block at a ``place``, its column and slot; ``times``: blocks that a column stands for."""
     block = option.blocks[0]
+    column, slot = place
     for offset in range(block.width):
         rank = slot + offset
         if block.seconds[offset]:
-            load[rank].append((column, float(block.seconds[offset]) / scale))
+            program.load[rank].append((column, float(block.seconds[offset]) / scale))
         for tier in range(3):
             if size := float(block.storage[offset, tier]):
                 share = times * size / max(space.capacity[tier], 1)
-                memory.setdefault((rank, tier), []).append((column, share))
+                program.memory.setdefault((rank, tier), []).append((column, share))
 
 
 def _keep_apart(program: _Program, space: Space) -> None:

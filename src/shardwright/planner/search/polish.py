@@ -91,13 +91,13 @@ def annealed(
     space: Space,
     best: Assignment,
     target: float,
-    improve: Improve,
-    moves_only: Improve,
+    improve: Callable[..., SearchState],
     over: Callable[[], bool],
     seed: int = 0,
 ) -> SearchState:
     """The best state found by changes of one or two items' options at a time, judged by a quick
-    placement. Changes for the worse are taken too, ever smaller ones; the best few are improved."""
+    placement. Changes for the worse are taken too, ever smaller ones; the best few are improved,
+    by moves alone first."""
     state = restored(space, target, SHARPEST, best)
     draw = random.Random(seed).random  # the same problem is searched the same way
     most = state.worst * space.ranks  # of all work: no better plan has as much
@@ -132,7 +132,7 @@ def annealed(
                 found[options] = placed
     nearest = sorted(found.items(), key=lambda each: each[1])[:MOVED]
     moved = [
-        moves_only(restored(space, target, SHARP, Assignment(chosen, slots)))
+        improve(restored(space, target, SHARP, Assignment(chosen, slots)), reoption=False)
         for chosen, (_, slots) in nearest
     ]
     moved.sort(key=lambda own: (not own.fits, own.worst))

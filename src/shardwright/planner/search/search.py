@@ -134,7 +134,8 @@ def search(
     best = _BestSoFar(watch, _most_steps(space), found.seconds)
     proved = found.seconds
     few = quick or found.seconds >= known_bound * (1 - SAME_BOUND)
-    fresh = _fresh(space, options, found, best, known_start, few=few, quick=quick)
+    most = (1 if quick or len(space.items) <= MAX_ITEMS else FEW_OF_MANY) if few else None
+    fresh = _fresh(space, options, found, best, known_start, most)
     for start in itertools.chain(begun, fresh):
         if few and best.tried > len(begun) and best.seconds <= proved * (1 + NEAR):
             break
@@ -251,12 +252,10 @@ def _fresh(
     found: Bound,
     best: _BestSoFar,
     known_start: Sequence[int],
-    *,
-    few: bool,
-    quick: bool,
+    most: int | None,
 ) -> Iterator[SearchState]:
-    """Relaxed choices, placed; of many items only those whose work, shared evenly, is less than the
-    ``best`` takes."""
+    """At ``most`` so many relaxed choices, placed; of many items only those whose work, shared
+    evenly, is less than the ``best`` takes."""
     target = max(found.seconds, TINY)
     many = len(space.items) > MAX_ITEMS
 
@@ -268,8 +267,7 @@ def _fresh(
             return False
         return not many or even(chosen) < best.seconds * WORTHWHILE
 
-    least = FEW_OF_MANY if many and not quick else 1
-    chosen = itertools.islice(starts(space, options, found), least if few else None)
+    chosen = itertools.islice(starts(space, options, found), most)
     if not space.ranks > len(space.items) > MAX_ITEMS:
         yield from (placed(space, own, target) for own in chosen if worthwhile(own))
         return
@@ -299,7 +297,7 @@ def _finished(
         for seed in range(len(FAR) if is_small else 0):
             if seconds <= max(bound * (1 + FAR[seed]), enough):
                 break
-            other = annealed(space, best, target, improved, moved, watch.over, seed)
+            other = annealed(space, best, target, improved, watch.over, seed)
             if other.worst < seconds:
                 best, seconds = other.assignment(), other.worst
             elif seconds == before:

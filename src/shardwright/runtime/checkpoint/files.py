@@ -145,6 +145,8 @@ def read_manifest(path: Path, step: int) -> Manifest:
     """The manifest of ``step``; InputError for another schema or type, MismatchError if changed."""
     raw = read_bytes(path, "manifest")
     manifest = _decode(raw, path, Manifest, SCHEMA)
+    # The digest of a document that has its own digest in it: taken with zeros there. The first
+    # place that reads like it is the field's, which comes right behind the schema.
     zeroed = raw.replace(manifest.sha256.encode(), _NO_DIGEST.encode(), 1)
     check_digest(path, manifest.sha256, hashlib.sha256(zeroed).hexdigest())
     if manifest.step != step:
@@ -254,6 +256,7 @@ def _chunks(ordered: Sequence[TensorPart]) -> Iterator[bytes | memoryview]:
 
 def check_shard(path: Path, file: FileDigest, pieces: Sequence[StoredPart]) -> None:
     """Raise unless the file is the one that was written and holds exactly ``pieces``."""
+    # Before the file is hashed: a list that was made up may declare any size.
     declared = sum(math.prod(p.sizes) * dtype_of(p.dtype, p.tensor).itemsize for p in pieces)
     if declared >= file.nbytes:
         wanted = f"more than the {declared} bytes of its tensors"
@@ -323,6 +326,8 @@ class MappedShard:
             raise InputError(expected(f"tensor '{name}'", f"one of {known}", entry["dtype"]))
         if start == end:
             return torch.empty(entry["shape"], dtype=dtype)
+        # torch warns of memory that cannot be written to, and a read-only map is the point; so it
+        # is given an address, and the object that keeps it alive.
         address = np.frombuffer(self._memory, np.uint8).ctypes.data + self._start + start
         data = (ctypes.c_char * (end - start)).from_address(address)
         data.mapping = self._memory  # type: ignore[attr-defined]  # which ends with the tensor

@@ -178,6 +178,8 @@ def room(folder: Path, step: int, number: int) -> Iterator[None]:
     refuse_existing(step_folder(folder, step))
     folder.mkdir(parents=True, exist_ok=True)
     temporary = temporary_folder(folder, step, number)
+    # Left-overs get other names while the lock is exclusive and are removed once it is shared: that
+    # may take minutes, and other saves need not wait for it.
     with saving(folder, lambda: _taken_away(folder)) as left_over:
         for path in left_over:
             _remove(path)
@@ -200,6 +202,9 @@ def give_name(temporary: Path, final: Path) -> None:
 
     The system refuses to rename a folder over a file, and over a folder with anything in it.
     """
+    # The system refuses to rename over a folder with anything in it, which is what makes this safe
+    # against a save of the same step that was a moment earlier; the look before gives the better
+    # words.
     refuse_existing(final)
     try:
         temporary.rename(final)

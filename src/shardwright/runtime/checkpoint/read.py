@@ -112,6 +112,8 @@ def open_stored(folder: Path, step: int) -> Stored:
     lists = tuple(
         read_list(folder / list_name(rank), manifest.lists[rank], manifest, rank) for rank in ranks
     )
+    # Sizes cost nothing, digests minutes: a file that was cut short is refused before any is
+    # hashed.
     for rank, found in enumerate(lists):
         check_size(folder / shard_name(rank), found.file.nbytes, sizes[shard_name(rank)])
     return Stored(folder, manifest, lists, _tensors(folder, lists))
@@ -213,6 +215,7 @@ def read_checkpoint(
         where = f"{folder} on rank {global_rank(comm, rank)}"
         return InputError(expected(where, "a readable checkpoint", f"'{reason(error)}'"))
 
+    # Ranks that ask for different steps would each fill theirs, and nobody would notice.
     if comm is not None:
         said = {"step": str(step), "skip": repr(skip), "dtypes": str(allow_smaller_dtype)}
         comm.agree(f"checkpoint in {folder}", said)

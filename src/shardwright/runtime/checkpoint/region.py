@@ -136,6 +136,7 @@ def _in_row(shape: Ints, row: int, start: int, stop: int) -> Iterator[Box]:
 
 def shared(shape: Ints, first: Box, second: Box) -> Iterator[Shared]:
     """What two regions of one tensor have in common; two ranges as ranges."""
+    # Two ranges have one range in common; as rectangles of all dimensions it would be up to 2N - 1.
     if is_range(shape, first.offsets) and is_range(shape, second.offsets):
         shape = (math.prod(shape),)
     theirs = parts(shape, *second)
@@ -292,6 +293,8 @@ def checked(held: Sequence[TensorPart]) -> list[TensorPart]:
     """
     kept: dict[tuple[str, Box], TensorPart] = {}
     looks: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    # Sizes come from users' own code as torch.Size or numpy integers, which would be written into
+    # JSON as something else, or not at all.
     for part in map(_plain, held):
         _check(part)
         look = (part.shape, part.tensor.dtype)

@@ -145,6 +145,8 @@ def save_in_parts(
             return own
 
         def commit_by_first() -> None:
+            # Held before it has its final name: between the rename and the lock another run's
+            # `keep` could remove it.
             if rank == 0:
                 with (newest or Newest()).becomes(temporary / list_name(0)):
                     commit(temporary, final, step, size, facts)
@@ -156,7 +158,10 @@ def save_in_parts(
         mine = without_copies(own, comm)
         if copied:
             mine = together(comm, "copy", lambda: [_on_host(part) for part in mine], failure)
+        # What this rank does not write is not kept alive while files are written.
         del own
+        # Two parts for two fates: files may fail on any rank, and then nothing was saved; the
+        # commit is rank 0's alone, after all have written.
         write = SaveWork(lambda: write_rank(temporary, step, rank, size, mine, values))
         yield write
         together(comm, "write", write.check, failure)
@@ -194,6 +199,7 @@ def commit(
         digest_of((temporary / list_name(rank)).read_bytes()) for rank in range(world_size)
     )
     _write(temporary / MANIFEST, sealed(step, facts, lists))
+    # As a reader would: what it would refuse must not become a checkpoint.
     open_stored(temporary, step)
     sync(temporary)
     give_name(temporary, final)

@@ -15,7 +15,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.runtime.embeddings.module import Entrance
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.torch_private import outside_graphs
-from shardwright.trace.tables import Given, Reached, value_at
+from shardwright.trace.tables import GivenArguments, Reached, value_at
 from shardwright.tracker.private import in_backward
 
 
@@ -27,7 +27,7 @@ class Ahead:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.given: dict[str, Given] = {}
+        self.given: dict[str, GivenArguments] = {}
         self._first: Reached | None = Reached(model, dict(_entrances(model)))
         self._around: Any = model.register_forward_hook(self._learn)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)

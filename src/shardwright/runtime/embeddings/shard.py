@@ -244,7 +244,7 @@ def check_kernels(tables: Iterable[TablePlan], mesh: DeviceMesh) -> None:
             wanted = f"a kernel of {', '.join(known)} on {mesh.device_type}"
             remedy = "Plan it with one of these as its compute_kernels."
             if table.compute_kernel in QUANTIZED:
-                remedy = "One process looks rows of bytes up: shardwright.train.serving."
+                remedy = "One process looks rows of bytes up: examples/packing.py."
             raise UnsupportedError(expected(table.fqn, wanted, table.compute_kernel, remedy))
 
 

@@ -4,6 +4,13 @@ Nothing here is allocated or sliced after construction: storages are resized to 
 which keeps every view of them valid, so a step only walks lists that exist already.
 """
 
+# Views must stay valid because others hold them: autograd has saved them in graphs, modules show
+# them. Freed by ``resize_(0)`` a storage keeps its address, so no view has to be made again, which
+# would cost more than many a collective. Two rules follow. A refill writes through ``alias``, which
+# has a version counter of its own, for autograd would refuse a backward whose saved weights were
+# "changed" by being gathered again. And nothing but the layout decides what is made here: ranks
+# that make other buffers would send each other bytes of other tensors.
+
 from __future__ import annotations
 
 import itertools
@@ -17,9 +24,9 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import Segment, ShardPiece, UnitLayout
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.torch_private import storage_of
+from shardwright.runtime.units.cutting import MixedPrecision
 from shardwright.runtime.units.host_memory import IN_ORDER, copy_stream, shard_room
 from shardwright.runtime.units.linked import LinkedParameter
-from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.regroup import Together
 from shardwright.tracker.tensors import DTYPES
 

@@ -1,5 +1,10 @@
 """How one tensor is divided among ranks: what each holds, and how the parts come together."""
 
+# Everything that has to know where elements are asks a Cut: operators on sharded tensors, norms,
+# checkpoints, optimizer states. Two tensors meet element by element without communication only if
+# they lie alike on every rank, which ``key`` says and not the placement: torch's words cannot tell
+# a range of elements, or blocks, from rows.
+
 from __future__ import annotations
 
 import math

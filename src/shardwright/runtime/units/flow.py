@@ -1,19 +1,81 @@
 """The schedule of a step, carried out on the units of a model."""
 
+# Every rank has to issue the same collectives in the same order, or all wait for ever (or, of equal
+# sizes, mix up weights, which ``note`` in gradients.py finds). Nothing here may therefore depend on
+# what only this rank knows: which inputs need gradients, which of them arrived, how fast it was.
+# What to do next follows from the order in which passes enter units, which is the model's own and
+# the same everywhere, and is said by ``UnitFlow``, which the estimator of memory asks as well: that
+# is why a predicted step has the collectives, and the moments of freeing, of a real one.
+#
+# Users drive units as they like: losses of two forwards, backwards in pieces, an exception half
+# way, a forward in a backward (checkpointing), ``torch.autograd.grad``. So a forward of the whole
+# model first drops what any of these left (``recover``), and the end of a backward, which only
+# autograd's engine knows, does what no input announced (``end_backward``).
+
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.schedule import Action, Direction, Modes, UnitFlow
+from shardwright.core.schedule import Action, Direction, Order, UnitFlow
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import adds_to, outside_of_transforms
 from shardwright.runtime.units.linked import asked_for
-from shardwright.runtime.units.rebind import absorb
+from shardwright.runtime.units.rebind import absorb, copied, start_gather
 from shardwright.runtime.units.unit import Unit
 from shardwright.tracker.private import after_backward, in_backward
+
+
+class Arrivals:
+    """The tensors of a bucket by their places, whose gradients come one by one.
+
+    Each is waited for as often as it ever came in a backward: with reentrant checkpoints it comes
+    with every use. So nothing is complete before the end of a first backward.
+    """
+
+    _END = -1  # among places that are waited for: the end of the backward
+
+    def __init__(self) -> None:
+        self.awaited: set[int] = set()
+        self._came: dict[int, int] = {}
+        self._most: dict[int, int] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is waited for."""
+        return not self.awaited
+
+    def begin(self, places: Collection[int]) -> None:
+        """A backward begins, in which the tensors at ``places`` train."""
+        for place, times in self._came.items():
+            self._most[place] = max(times, self._most.get(place, 1))
+        self.awaited = set(places)
+        if places and not self._came:
+            self.awaited.add(self._END)
+        self._came.clear()
+
+    def wait_for_end(self) -> None:
+        """Nothing tells which gradients are still to come."""
+        self.awaited.add(self._END)
+
+    def come(self, place: int) -> bool:
+        """The gradient of the tensor at ``place`` has come; whether it was the last."""
+        came = self._came[place] = self._came.get(place, 0) + 1
+        if not self.awaited or came < self._most.get(place, 1):
+            return False
+        self.awaited.discard(place)
+        return not self.awaited
+
+
+class Settings(NamedTuple):
+    """What was set for every unit of a model; None is what nobody has set."""
+
+    synchronise: bool | None = None
+    divisor: float | None = None
 
 
 class Flow(UnitFlow):
@@ -26,47 +88,65 @@ class Flow(UnitFlow):
     """
 
     def __init__(self, prefetch: int = 1, guard: Guard | None = None) -> None:
-        super().__init__((), Modes(frozenset(), frozenset()))
-        self.prefetch = prefetch
+        super().__init__(prefetch, Order(), Order())
         self.guard = guard  # looks at every gradient before it is summed
         self.after: Any = None  # an event of another stream that a forward waits for
-        self.settings: dict[str, Any] = {}  # what was set for every unit of the model
+        self.settings = Settings()
         self._leader: weakref.ref[Unit] | None = None
+        # Weakly: hooks of modules hold units and these their flow, so a deleted model frees its
+        # memory at once and not when a garbage collector comes.
         self._units: dict[str, weakref.ref[Unit]] = {}
-        self._next = 0
+        self._arrivals: dict[str, Arrivals] = {}  # of units that are buckets
         self._is_open = False  # a forward that trains, whose backward has not ended
         self._open = 0  # such forwards one after the other
         self._agreed = 0  # as many as all ranks had at some time
 
     def add(self, unit: Unit) -> None:
         """Drive a unit from now on, under the settings of the model."""
-        for name, value in self.settings.items():
-            setattr(unit, name, value)
-        unit.flow, unit.key = self, str(self._next)
-        self._units[unit.key] = weakref.ref(unit)
-        self._next += 1
+        key = str(len(self._units))
+        unit.follow(self, key)
+        unit.take_settings(*self.settings)
+        self._units[key] = weakref.ref(unit)
+        if unit.is_bucket:
+            self._arrivals[key] = Arrivals()
 
-    def set(self, name: str, value: Any) -> None:
-        """Set an attribute of every unit, of those to come as well."""
-        self.settings[name] = value
+    def set(self, *, synchronise: bool | None = None, divisor: float | None = None) -> None:
+        """Let every unit reduce gradients or not, or divide them; those to come as well."""
+        given = Settings(synchronise, divisor)
+        kept = {name: value for name, value in given._asdict().items() if value is not None}
+        self.settings = self.settings._replace(**kept)
         for unit in self.units():
-            setattr(unit, name, value)
+            unit.take_settings(*given)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside hold the gradients of all units back."""
+        settings, before = self.settings, {unit: unit.synchronise for unit in self.units()}
+        self.set(synchronise=False)
+        try:
+            yield
+        finally:
+            self.set(synchronise=settings.synchronise is not False)  # of units that came inside
+            self.settings = settings
+            for unit, synchronise in before.items():
+                unit.take_settings(synchronise)
 
     def join(self, other: Flow) -> None:
         """Take in every unit of another flow, whose forwards are parts of this one's. What was set
         there before this flow began holds here too."""
         other.lead(None)
-        for name, value in other.settings.items():
-            if self.settings.get(name, value) != value:
+        own = self.settings._asdict()
+        for name, value in other.settings._asdict().items():
+            if None not in (own[name], value) and own[name] != value:
                 raise InputError(
                     expected(
                         f"'{name}' of the units of a model",
-                        f"{self.settings[name]}, as of other ones",
+                        f"{own[name]}, as of other ones",
                         f"{value}",
                         "Make such settings after the whole model is sharded.",
                     )
                 )
-            self.set(name, value)
+        self.set(synchronise=other.settings.synchronise, divisor=other.settings.divisor)
         for unit in list(other.units()):
             self.add(unit)
 
@@ -107,7 +187,15 @@ class Flow(UnitFlow):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Flow:
         made = memo[id(self)] = Flow(self.prefetch, self.guard)
-        made.settings = dict(self.settings)
+        made.settings = self.settings
+        return made
+
+    def copied(self, unit: Unit, memo: dict[int, Any]) -> Unit:
+        """``unit`` of modules that are being copied, in one flow with the others of them."""
+        made, flow = copied(unit, memo), copy.deepcopy(self, memo)
+        if self.is_led_by(unit) or not flow.has_units:
+            flow.lead(made)
+        flow.add(made)
         return made
 
     # ---- what the schedule asks ------------------------------------------------------------------
@@ -115,7 +203,7 @@ class Flow(UnitFlow):
     def _unit(self, key: str) -> Unit | None:
         return self._units[key]()
 
-    def is_sharded(self, unit: str) -> bool:
+    def is_freed(self, unit: str) -> bool:
         """Every unit is freed after a backward, if only to show its sharded parameters."""
         return True
 
@@ -153,7 +241,7 @@ class Flow(UnitFlow):
             if verb == "gather":
                 if unit.is_present:  # asked for twice, by someone who looks far ahead
                     continue
-                unit.start_gather()
+                start_gather(unit)
             elif verb == "free":
                 unit.free(after_forward=action.phase == "forward")
                 if unit.keeps_whole:
@@ -165,15 +253,13 @@ class Flow(UnitFlow):
             else:
                 unit.gradients.keep()
                 continue
-            if reports:
+            if reports and unit.comm.probe.listens:
                 self._report(unit, action)
             if verb == "reduce" and self.pending != action.target:
                 unit.finish_reduce()
 
     def _report(self, unit: Unit, action: Action) -> None:
-        probe = unit.comm.probe
-        if probe.listens:
-            probe.did(Action(action.verb, unit.name, action.phase, action.direction))
+        unit.comm.probe.did(Action(action.verb, unit.name, action.phase, action.direction))
 
     # ---- a forward ------------------------------------------------------------------------------
 
@@ -237,7 +323,7 @@ class Flow(UnitFlow):
             self._is_open = False
         unit.free()
         unit.buffers.let_change()
-        if not unit.keeps_whole:
+        if not unit.keeps_whole and unit.comm.probe.listens:
             self._report(unit, Action("free", unit.key, "forward"))
 
     def recover(self, *, absorbs: bool = True) -> None:
@@ -255,7 +341,7 @@ class Flow(UnitFlow):
         with outside_of_transforms():
             if unit.is_current and not unit.is_coming:  # nothing travels
                 if not unit.is_present:
-                    unit.start_gather()
+                    start_gather(unit)
                 unit.finish_gather()
                 return
             if unit.writes.is_changed:
@@ -267,8 +353,10 @@ class Flow(UnitFlow):
             for reference in chosen or ():
                 following = reference()
                 if following and not (following.is_present or following.is_current):
-                    following.start_gather()
-                    self._report(following, Action("gather", following.key, direction, direction))
+                    start_gather(following)
+                    if following.comm.probe.listens:
+                        action = Action("gather", following.key, direction, direction)
+                        self._report(following, action)
             unit.finish_gather()
 
     # ---- a backward -----------------------------------------------------------------------------
@@ -280,25 +368,29 @@ class Flow(UnitFlow):
             if any(adds_to(parameter) is not False for parameter in trains):
                 raise asked_for(unit.name)
         self._begin_backward()
-        if unit.keeps_whole and unit.arrivals is None and unit.writes.is_changed:
+        arrivals = self._arrivals.get(unit.key)
+        if unit.keeps_whole and arrivals is None and unit.writes.is_changed:
             raise _changed(unit.name)
         if unit.unshard_in_backward:  # also for a forward that a checkpoint runs again inside
             self.need(unit, "backward")
-        if unit.arrivals is not None and unit.key not in self.touched:
+        if arrivals is not None and unit.key not in self.touched:
             wholes = enumerate(unit.buffers.parameters)
-            unit.arrivals.begin([place for place, whole in wholes if whole.requires_grad])
+            arrivals.begin([place for place, whole in wholes if whole.requires_grad])
         self._do(self.touch(unit.key))
         if accumulates:
             unit.gradients.expect()
 
-    def reduce_complete(self) -> None:
-        """A bucket has all its gradients: reduce it, unless one before it waits for some. So ranks
-        that use other parameters reduce in one order all the same."""
+    def come(self, bucket: Unit, place: int) -> None:
+        """A backward has left the gradient of a bucket's tensor at ``place``. Of one that has all
+        of them now the reduce begins, unless a bucket before it waits for some: so ranks that use
+        other parameters reduce in one order all the same."""
+        if not self._arrivals[bucket.key].come(place):
+            return
         for key in list(self.touched):
-            unit = self._unit(key)
-            if unit is None or unit.arrivals is None:
+            unit, arrivals = self._unit(key), self._arrivals.get(key)
+            if unit is None or arrivals is None:
                 continue
-            if not unit.arrivals.is_complete:
+            if not arrivals.is_complete:
                 return
             self.leave_backward(unit)
 
@@ -306,8 +398,8 @@ class Flow(UnitFlow):
         """A gradient comes to ``unit`` that none of its outputs announced: what was captured inside
         of its forward, or a parameter that was used outside of it."""
         self._begin_backward()
-        if unit.arrivals is not None:
-            unit.arrivals.wait_for_end()
+        if unit.key in self._arrivals:
+            self._arrivals[unit.key].wait_for_end()
         self._do(self.touch(unit.key))
         unit.gradients.expect()
 
@@ -333,7 +425,7 @@ class Flow(UnitFlow):
             self.reduce(
                 unit.key,
                 # before the sum, which takes memory of its own; of buckets all at the end
-                frees=unit.reshard_after_backward and unit.arrivals is None,
+                frees=unit.reshard_after_backward and not unit.is_bucket,
                 sums=unit.gradients.expected,  # torch.autograd.grad asks for others
                 holds=unit.holds,
             )

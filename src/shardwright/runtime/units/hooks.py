@@ -1,5 +1,17 @@
 """When a unit is gathered, reduced and freed: hooks on its modules and marks in the graph."""
 
+# A unit has to be there before its modules compute and before the first of its gradients is
+# computed, and may go when the last one is. Modules' own backward hooks tell neither of units of
+# several modules, nor of outputs in containers, so the graph itself is marked: an identity on every
+# output, whose backward is the first thing of the unit that runs (``_BeforeBackward``), and one
+# identity on all inputs together, whose backward runs when the gradients of all of them are there
+# (``_AfterBackward``). Of inputs that need no gradient nothing tells; the end of the backward does.
+# ``anchor``, a leaf in every graph of the unit, tells a mark whether the backward adds gradients to
+# leaves, or somebody asked torch.autograd.grad for others and parameters get none.
+#
+# Hooks come before a user's (``prepend``), who may look at whole parameters, and are called when a
+# forward raised (``always_call``), or a unit would stay whole for ever.
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +30,8 @@ from shardwright.runtime.torch_private import (
     unwrapped,
     will_accumulate,
 )
-from shardwright.runtime.units.dstorage import DStorage, holder_of
-from shardwright.runtime.units.unit import UNSHARDED
+from shardwright.runtime.units.dstorage import holder_of
+from shardwright.runtime.units.unit import UNSHARDED, Unit
 from shardwright.tracker.private import in_backward, own_parameters
 from shardwright.tracker.tensors import map_tensors
 
@@ -29,7 +41,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))  # what every module has
 
 
 class UnitHooks:
-    """The hooks of one unit, or of all buckets of the same modules. They hold the storages; the
+    """The hooks of one unit, or of all buckets of the same modules. They hold the units; the
     modules hold them.
 
     What is ``early`` is there before the forward begins. Of buckets that are gathered ahead those
@@ -37,61 +49,63 @@ class UnitHooks:
     forward shows: they are there when such a module begins.
     """
 
-    def __init__(self, storages: Sequence[DStorage]) -> None:
-        self.storages = tuple(storages)
-        self.storage = self.storages[0]
-        self.early = self.storages
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = tuple(units)
+        self.unit = self.units[0]
+        for unit in self.units:
+            unit.driven_by_hand = False
+        self.early = self.units
         self.owners: list[_Owner] = []
         self.is_running = False  # a forward of one of its modules
         self.anchor = torch.empty(0, requires_grad=True)  # a leaf of every graph of the unit
-        self.lent: Lent = []  # callers' containers that have marked tensors during a forward
+        self.replaced: Replaced = []  # in callers' containers, during a forward
         self._looks = LOOKS
         self._stashes: dict[tuple[int, str], dict[str, Any]] = {}
 
     def register(self, modules: Sequence[nn.Module]) -> None:
         """Put the hooks on the unit's modules, which run in this order."""
         last = len(modules) - 1
-        names = self.storage.module_names
+        names = self.unit.module_names
         for index, module in enumerate(modules):
             before = _Before(self, first=index == 0)
             after = _After(self, names[index], last=index == last)
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             module.register_forward_hook(after, always_call=True)
-        if len(self.storages) > 1 and self.storage.flow.prefetch:
-            for owner, storages in _owners(modules, self.storages):
+        if len(self.units) > 1 and self.unit.flow.prefetch:
+            for owner, units in _owners(modules, self.units):
                 if owner not in modules:
-                    self.owners.append(_Owner(self, storages))
+                    self.owners.append(_Owner(self, units))
                     owner.register_forward_pre_hook(self.owners[-1], prepend=True)
 
     def begin(self, *, first: bool) -> None:
         """The forward of a module begins, and what is early is there."""
         self.is_running = True
-        for storage in self.early:
+        for unit in self.early:
             if first:
-                storage.check()
-            storage.writes.watch()
+                unit.check()
+            unit.writes.watch()
 
     def end(self, *, last: bool) -> None:
         """It is over: raise if it wrote a parameter. After that of the last module the next forward
         waits for less."""
         self.is_running = False
-        refused = [error for storage in self.storages if (error := storage.unwatch())]
+        refused = [error for unit in self.units if (error := unit.unwatch())]
         if refused:
             raise refused[0]
-        if last and self.early is self.storages and self.owners and torch.is_grad_enabled():
-            idle = [s for owner in self.owners if not owner.ran for s in owner.storages]
-            owned = [s for owner in self.owners for s in owner.storages]
-            self.early = tuple(s for s in self.storages if s in idle or s not in owned)
+        if last and self.early is self.units and self.owners and torch.is_grad_enabled():
+            idle = [s for owner in self.owners if not owner.ran for s in owner.units]
+            owned = [s for owner in self.owners for s in owner.units]
+            self.early = tuple(s for s in self.units if s in idle or s not in owned)
 
     def fail(self, *, recomputed: bool) -> None:
         """The forward raised."""
         self.is_running = False
-        for storage in self.storages:
-            storage.writes.watched = None
+        for unit in self.units:
+            unit.writes.watched = None
             if not recomputed:
-                storage.free()
-        if not recomputed and self.storage.flow.is_led_by(self.storage):
-            self.storage.flow.recover(absorbs=False)
+                unit.free()
+        if not recomputed and self.unit.flow.is_led_by(self.unit):
+            self.unit.flow.recover(absorbs=False)
 
     def announce(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, with a hook by which a backward reaches this unit."""
@@ -117,7 +131,7 @@ class UnitHooks:
         if self._looks:
             self._looks -= 1
             for inner in module.modules():
-                if holder_of(inner) is self.storage:
+                if holder_of(inner) is self.unit:
                     for name, value in vars(inner).items():
                         if name not in _OF_MODULES and _has_unmarked(value):
                             self._stashes[id(vars(inner)), name] = vars(inner)
@@ -137,23 +151,23 @@ class UnitHooks:
     def enter_backward(self, accumulates: bool | None) -> None:
         """A gradient arrives at an output, of a backward that leaves gradients on parameters, of
         torch.autograd.grad for others (False), or of one of torch.func's (None)."""
-        for storage in self.storages:
-            storage.flow.enter_backward(storage, accumulates)
+        for unit in self.units:
+            unit.flow.enter_backward(unit, accumulates)
 
     def leave_backward(self) -> None:
         """The gradients of all inputs are there."""
-        for storage in self.storages:
-            storage.flow.leave_backward(storage)
+        for unit in self.units:
+            unit.flow.leave_backward(unit)
 
 
 def _owners(
-    modules: Sequence[nn.Module], storages: Sequence[DStorage]
-) -> Iterator[tuple[nn.Module, list[DStorage]]]:
-    """Modules that have parameters of their own, and the storages that these are in."""
-    shown: dict[int, list[DStorage]] = {}
-    for storage in storages:
-        for place in {id(place) for member in storage.members for place, _ in member.places}:
-            shown.setdefault(place, []).append(storage)
+    modules: Sequence[nn.Module], units: Sequence[Unit]
+) -> Iterator[tuple[nn.Module, list[Unit]]]:
+    """Modules that have parameters of their own, and the units that these are in."""
+    shown: dict[int, list[Unit]] = {}
+    for unit in units:
+        for place in {id(place) for member in unit.members for place, _ in member.places}:
+            shown.setdefault(place, []).append(unit)
     inside = {id(m): m for module in modules for m in module.modules()}
     for inner in inside.values():
         found = shown.get(id(own_parameters(inner)))
@@ -164,22 +178,22 @@ def _owners(
 class _Owner:
     """Before a module runs that has parameters in buckets: they are there."""
 
-    __slots__ = ("hooks", "ran", "storages")
+    __slots__ = ("hooks", "ran", "units")
 
-    def __init__(self, hooks: UnitHooks, storages: Sequence[DStorage]) -> None:
+    def __init__(self, hooks: UnitHooks, units: Sequence[Unit]) -> None:
         self.hooks = hooks
-        self.storages = tuple(storages)
+        self.units = tuple(units)
         self.ran = False
 
     @outside_graphs
     def __call__(self, module: nn.Module, arguments: Any) -> None:
         self.ran = True
-        for storage in self.storages:
-            if storage.state is not UNSHARDED and not in_backward():
-                storage.flow.need(storage, "forward")
+        for unit in self.units:
+            if unit.state is not UNSHARDED and not in_backward():
+                unit.flow.need(unit, "forward")
                 if self.hooks.is_running:
-                    storage.check()
-                    storage.writes.watch()
+                    unit.check()
+                    unit.writes.watch()
 
 
 class _Before:
@@ -193,19 +207,19 @@ class _Before:
 
     @outside_graphs
     def __call__(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:
-        hooks, storage = self.hooks, self.hooks.storage
+        hooks, unit = self.hooks, self.hooks.unit
         recomputed = in_backward()
         if not recomputed:
-            if self.first and storage.flow.is_led_by(storage):
-                storage.flow.begin_forward()
+            if self.first and unit.flow.is_led_by(unit):
+                unit.flow.begin_forward()
             else:
-                storage.flow.enter_forward()
+                unit.flow.enter_forward()
         for each in reversed(hooks.early):  # as a forward comes to them
             each.flow.need(each, "backward" if recomputed else "forward")
         hooks.begin(first=self.first)
         if not self.first:
             return None
-        dtype = storage.precision.param_dtype if storage.precision.cast_forward_inputs else None
+        dtype = unit.precision.param_dtype if unit.precision.cast_forward_inputs else None
         if not torch.is_grad_enabled() and dtype is None:
             return None
         if len(arguments) == 1 and not keywords and type(arguments[0]) is torch.Tensor:
@@ -230,40 +244,40 @@ class _Before:
         if all(new is old for new, old in zip(changed, leaves, strict=True)):
             return None
         found = {id(old): new for old, new in zip(leaves, changed, strict=True)}
-        return _put(given, found, self.hooks.lent)
+        return _with_leaves(given, found, self.hooks.replaced)
 
 
-Lent = list[tuple[Any, Any, Any, Any]]  # a container, where in it, what it had and what it has
+Replaced = list[tuple[Any, Any, Any, Any]]  # a container, where in it, what it had and what it has
 
 
-def _put(value: Any, found: dict[int, Any], lent: Lent) -> Any:
+def _with_leaves(value: Any, found: dict[int, Any], replaced: Replaced) -> Any:
     """``value`` with other leaves; lists and dictionaries are the same objects as before."""
     if id(value) in found:
         return found[id(value)]
     if isinstance(value, list | dict):
         places = enumerate(value) if isinstance(value, list) else value.items()
         for key, before in list(places):
-            after = _put(before, found, lent)
+            after = _with_leaves(before, found, replaced)
             if after is not before:
                 value[key] = after
-                lent.append((value, key, before, after))
+                replaced.append((value, key, before, after))
     elif isinstance(value, tuple):
-        every = [_put(each, found, lent) for each in value]
+        every = [_with_leaves(each, found, replaced) for each in value]
         return type(value)(*every) if hasattr(value, "_fields") else type(value)(every)
     else:
         leaves, shape = tree_flatten(value)
-        return tree_unflatten([_put(leaf, found, lent) for leaf in leaves], shape)
+        return tree_unflatten([_with_leaves(leaf, found, replaced) for leaf in leaves], shape)
     return value
 
 
-def _give_back(lent: Lent) -> None:
+def _restore(replaced: Replaced) -> None:
     """Let callers' containers have their own again, where a forward left what it was given."""
-    for value, key, before, after in reversed(lent):
+    for value, key, before, after in reversed(replaced):
         places = enumerate(value) if isinstance(value, list) else [(key, value.get(key))]
         for place, each in list(places):
             if each is after:
                 value[place] = before
-    lent.clear()
+    replaced.clear()
 
 
 class _After:
@@ -278,9 +292,9 @@ class _After:
 
     @outside_graphs
     def __call__(self, module: nn.Module, arguments: Any, output: Any) -> Any:
-        storage = self.hooks.storage
+        unit = self.hooks.unit
         recomputed = in_backward()
-        _give_back(self.hooks.lent)
+        _restore(self.hooks.replaced)
         if output is None:  # it raised, or has nothing to say
             self.hooks.fail(recomputed=recomputed)
             return None
@@ -289,26 +303,26 @@ class _After:
         output = self._marked(output, module, counts)
         if counts:
             self.hooks.mark_stashed(module)
-        probe = storage.comm.probe
+        probe = unit.comm.probe
         if probe.listens:
             probe.did(Action("compute", self.name, "forward"))
         if not self.last or recomputed:
             return output
-        for each in self.hooks.storages:
+        for each in self.hooks.units:
             each.flow.leave_forward(each, trains=counts)
         return output
 
     def _marked(self, output: Any, module: nn.Module, counts: bool) -> Any:
         """The output with nothing that points into the unit's memory, announcing its backward."""
-        storage = self.hooks.storage
-        dtype = storage.precision.output_dtype if self.last else None
+        unit = self.hooks.unit
+        dtype = unit.precision.output_dtype if self.last else None
         found = 0
 
         def mark(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal found
             found += 1
             inner = unwrapped(tensor)
-            for each in self.hooks.storages:
+            for each in self.hooks.units:
                 if each.shares_full_buffer(inner):
                     tensor = tensor.clone()
                     break
@@ -321,7 +335,7 @@ class _After:
             return mark(output)
         output = map_tensors(mark, output)
         if counts and not found and not _is_plain(output):
-            name = storage.name or type(module).__name__
+            name = unit.name or type(module).__name__
             raise UnsupportedError(
                 expected(
                     f"output of unit '{name}'",

@@ -1,5 +1,11 @@
 """Parameters whose gradient is somewhere else, and say so to whoever asks or clears it."""
 
+# Every parameter exists twice, whole while its unit computes and sharded otherwise, and an
+# optimizer may have it a third time, as a part of a flat tensor. Users read, clear and clip the
+# gradient of whichever they hold, so ``grad`` is a property here that leads to the one place where
+# the gradient is. Autograd knows nothing of properties: it reads and writes the field beneath,
+# which is reached by ``C_GRAD`` and must be empty when a backward ends, or gradients count twice.
+
 from __future__ import annotations
 
 import weakref
@@ -115,8 +121,8 @@ def follow_accumulation(whole: nn.Parameter, place: int, unit: weakref.ref[Any])
 
 def _is_left(of: weakref.ref[Any], place: int, _: torch.Tensor) -> None:
     unit = of()
-    if unit is not None:
-        unit.follow_gradient(place)
+    if unit is not None and unit.gradients.expected:
+        unit.flow.come(unit, place)
 
 
 def _comes(of: weakref.ref[Any], whole: weakref.ref[nn.Parameter], _: torch.Tensor) -> None:
@@ -193,6 +199,19 @@ def _take_stray(parameter: Any) -> None:
 
 class FlatReplica(LinkedParameter):
     """An optimizer's flat tensor of what every rank has whole, the memory of many parameters."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient, which its home looks at first."""
+        return C_GRAD.__get__(self) if self.home is None else self.home.gradient()
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        C_GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,6 +1,14 @@
 """Taking over sharded parameters that were moved, cast or replaced behind their unit's back."""
 
+# ``model.to(...)``, ``p.data = x``, assigning loads and ``to_empty`` put other tensors in the place
+# of parameters and tell nobody. What computes is the shard, so a unit that did not look would go on
+# with values that a user believes to be replaced. It looks when a forward of the model begins and
+# before anything is saved or shown, by comparing what modules show with what it gave them: objects
+# and addresses, no values.
+
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,14 +18,14 @@ from shardwright.core.errors import InputError, expected
 from shardwright.runtime.torch_private import address_of, local_of
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import part_of
+from shardwright.runtime.units.cutting import MixedPrecision
 from shardwright.runtime.units.parameter import Member
-from shardwright.runtime.units.precision import MixedPrecision
 from shardwright.runtime.units.shard_tensor import OPERATORS, ShardTensor
 from shardwright.runtime.units.unit import UNSHARDED, Unit
 
 
 def absorb(unit: Unit) -> None:
-    """Take over what was done to the sharded parameters behind the unit's back.
+    """Take over what was done to parameters behind the unit's back.
 
     ``to``, ``to_empty``, ``p.data = x`` and assigning loads leave tensors that are no views of
     the shard. Their values are copied to new memory; what was here before is left as it is.
@@ -28,7 +36,7 @@ def absorb(unit: Unit) -> None:
         return
     moved = [
         index
-        for index, shown, name, parameter, local in unit.expected
+        for index, shown, name, parameter, local in unit.showing.expected
         if shown.get(name) is not parameter
         # first what holds of nearly all, with no call: this is done for every parameter and step
         or (
@@ -70,7 +78,7 @@ def _take_over(unit: Unit, moved: list[int]) -> None:
                 "Move the whole model at once.",
             )
         )
-    if unit.takers:
+    if unit.flat_parts:
         raise InputError(
             expected(
                 f"unit '{unit.name}'",
@@ -205,3 +213,25 @@ def rebase(unit: Unit, shard: torch.Tensor) -> None:
     shard.copy_(unit.buffers.shard)
     unit.lay_out(shard.device, shard)
     follow_objects(unit)
+
+
+def start_gather(unit: Unit) -> None:
+    """Begin to gather (collective), a unit that was on the meta device with its new memory."""
+    if unit.buffers.shard.is_meta:
+        absorb(unit)
+    unit.start_gather()
+
+
+def copied(unit: Unit, memo: dict[int, Any]) -> Unit:
+    """``unit`` of modules that are being copied, driven by nobody yet: its memory is its own, the
+    ranks are the same. No optimizer has its parameters."""
+    made = memo[id(unit)] = object.__new__(Unit)
+    unit.free()
+    absorb(unit)
+    made.__dict__.update(unit.__dict__)
+    made.forget_users()
+    made.members = [member.copied(memo) for member in unit.members]
+    made.lay_out(unit.buffers.shard.device)
+    made.buffers.shard.copy_(unit.buffers.shard)
+    follow_objects(made)
+    return made

@@ -1,5 +1,10 @@
 """Between whole tensors and all ranks' shares of them: views made once, one operation each way."""
 
+# A collective sends equal rows, one for each rank; a tensor cut along a dimension lies in all of
+# them. One fused copy of a few large views does what slicing rank by rank would do in hundreds of
+# small copies. The views of rows are made once. Those of gradients cannot be: autograd makes the
+# gradients anew in every backward, so for these there is a function that takes them.
+
 from __future__ import annotations
 
 import itertools
@@ -14,7 +19,7 @@ from shardwright.core.placement import BlockShard, Shard
 from shardwright.runtime.torch_private import chunk_cat
 
 
-class Strips(NamedTuple):
+class TensorStrips(NamedTuple):
     """Where the elements of a whole tensor are in all ranks' shares: views of the shares, three at
     most whatever the number of ranks, and ``of`` takes the same elements of a whole tensor, in the
     same shapes; None where they are the tensor as it is, as most vectors are."""
@@ -27,7 +32,7 @@ class Strips(NamedTuple):
         return (whole,) if self.of is None else self.of(whole)
 
 
-def strips_of(segment: Segment, shares: torch.Tensor) -> list[Strips]:
+def strips_of(segment: Segment, shares: torch.Tensor) -> list[TensorStrips]:
     """The strips of every tensor of a segment in ``shares`` [W, n]."""
     if segment.cut == "chunks":
         return [_chunks(slot, shares) for slot in segment.slots]
@@ -61,11 +66,11 @@ def _rows(shares: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]
         at = end
 
 
-def _ranges(slot: Slot, shares: torch.Tensor) -> Strips:
+def _ranges(slot: Slot, shares: torch.Tensor) -> TensorStrips:
     numel, shape = slot.tensor.numel, slot.tensor.shape
     found = list(_rows(shares, slot.start, slot.start + numel))
     if len(found) == 1 and found[0].dim() == 1:
-        return Strips([found[0].view(shape)], None)
+        return TensorStrips([found[0].view(shape)], None)
     begins = itertools.accumulate((view.numel() for view in found), initial=0)
     places = [  # one call each makes a strip: flattening, splitting and shaping are three
         (view.shape, (width, 1) if view.dim() > 1 else (1,), begin)
@@ -77,16 +82,16 @@ def _ranges(slot: Slot, shares: torch.Tensor) -> Strips:
         first = whole.storage_offset()
         return [whole.as_strided(size, stride, first + begin) for size, stride, begin in places]
 
-    return Strips(found, parts)
+    return TensorStrips(found, parts)
 
 
-def _chunks(slot: Slot, shares: torch.Tensor) -> Strips:
+def _chunks(slot: Slot, shares: torch.Tensor) -> TensorStrips:
     """Ranks with a full chunk make one strip, the rank with the rest another."""
     placement, shape = slot.placement, slot.tensor.shape
     assert isinstance(placement, Shard | BlockShard)
     dim, chunk = placement.dim, slot.chunk
     if not slot.tensor.numel:
-        return Strips([], lambda whole: ())
+        return TensorStrips([], lambda whole: ())
     extent = shape[dim]
     before, after = torch.Size(shape[:dim]).numel(), torch.Size(shape[dim + 1 :]).numel()
     full, rest = divmod(extent, chunk)
@@ -108,7 +113,7 @@ def _chunks(slot: Slot, shares: torch.Tensor) -> Strips:
             taken.append(flat[:, full * chunk :])
         return taken
 
-    return Strips(found, parts)
+    return TensorStrips(found, parts)
 
 
 def is_even(segment: Segment, ranks: int) -> bool:

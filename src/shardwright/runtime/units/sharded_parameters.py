@@ -21,6 +21,7 @@ from shardwright.runtime.units.linked import (
     call_accumulated,
     call_gradient_hooks,
 )
+from shardwright.runtime.units.parameter import Member
 from shardwright.runtime.units.shard_tensor import ShardTensor, as_parameter
 from shardwright.runtime.units.tensor_parallel import Joint
 from shardwright.tracker.private import any_accumulated_hooks, any_gradient_hooks
@@ -142,9 +143,59 @@ class ShardedParameters:
         return self.wrap(place, share[begin:end].view(sizes))
 
 
+class Showing:
+    """What modules show of a unit: the sharded parameters, or the whole ones while they compute.
+
+    ``expected`` are the sharded ones by member, module and name, with this rank's part of each:
+    what is found in another place or over other memory was put there by someone else.
+    """
+
+    def __init__(self, members: Sequence[Member], buffers: Buffers) -> None:
+        rows = list(zip(members, buffers.parameters, buffers.locals, strict=True))
+        self._places = [(*place, m.parameter, whole) for m, whole, _ in rows for place in m.places]
+        self._parallel = [
+            (*place, m.parallel, whole)
+            for m, whole, _ in rows
+            for place in m.places
+            if m.parallel is not None
+        ]
+        self._setters = [(*each, m.parameter, whole) for m, whole, _ in rows for each in m.setters]
+        self.expected = [
+            (index, *place, member.parameter, local)
+            for index, (member, _, local) in enumerate(rows)
+            for place in member.places
+        ]
+
+    def show(self, *, whole: bool) -> None:
+        """Let every module have its whole parameters, or the sharded ones."""
+        # Into the modules' own dictionaries: ``setattr`` would look for hooks and types each time.
+        if whole:
+            for shown, name, _, full in self._places:
+                shown[name] = full
+            if self._parallel:
+                self.show_parallel()
+        else:
+            for shown, name, sharded, _ in self._places:
+                shown[name] = sharded
+        for reference, name, sharded, full in self._setters:  # recurrent layers keep lists of them
+            module = reference()
+            if module is not None:
+                setattr(module, name, full if whole else sharded)
+
+    def show_parallel(self) -> None:
+        """Let modules have DTensors of what tensor parallelism has cut, in the graph to come."""
+        for shown, name, parallel, full in self._parallel:
+            shown[name] = parallel.shown(full)
+
+
 Versions = tuple[int, int]  # of the whole parameters, and of those that are where the shard is
 
 
+# Torch's optimizers, users and loads write parameters in place, and no hook tells of it. Version
+# counters do, and cost nothing: of the shard, of the whole parameters, and of an alias of the shard
+# where it is computed with directly. Every way in which both kinds of parameters could be written
+# between a gather and its release ends in one of: kept, refused, or gathered again; never in one
+# copy that silently wins.
 class Writes:
     """Versions of a unit's memory, which say who wrote what since it was gathered.
 

@@ -79,7 +79,7 @@ class Parallel:
 
 
 @dataclass(frozen=True)
-class Grid:
+class ParallelGrid:
     """All ranks that share a parameter: those that cut it and those that had cut it before.
     ``comm`` counts them, the tensor-parallel ranks of one shard first if they are ``inner``."""
 
@@ -88,7 +88,7 @@ class Grid:
     inner: bool
 
     @classmethod
-    def of(cls, comm: Comm, mesh: DeviceMesh, fqn: str) -> Grid:
+    def of(cls, comm: Comm, mesh: DeviceMesh, fqn: str) -> ParallelGrid:
         """The grid of a unit's ranks and those of a tensor-parallel mesh (collective, once)."""
         own, root = comm.mesh, root_mesh(comm.mesh)
         names = root.mesh_dim_names or ()
@@ -121,7 +121,7 @@ class Joint:
     """A parameter's ``parallel`` and the ``grid`` it is on."""
 
     parallel: Parallel
-    grid: Grid
+    grid: ParallelGrid
 
     def region(self, offsets: Ints, sizes: Ints, part: int, local: Ints) -> tuple[Ints, Ints]:
         """A region of the ``part``-th local tensor [local], in the whole."""
@@ -148,10 +148,10 @@ def joints(parallels: Mapping[str, Parallel], comm: Comm) -> dict[str, Joint]:
     if cut and isinstance(comm, CutTwice):
         wanted = "one stage of ZeRO beside tensor parallelism"
         raise UnsupportedError(expected(min(cut), wanted, "a pair", "Pass zero=3."))
-    grids: dict[int, Grid] = {}
+    grids: dict[int, ParallelGrid] = {}
     found = {}
     for fqn, parallel in cut.items():
         if id(parallel.mesh) not in grids:
-            grids[id(parallel.mesh)] = Grid.of(comm, parallel.mesh, fqn)
+            grids[id(parallel.mesh)] = ParallelGrid.of(comm, parallel.mesh, fqn)
         found[fqn] = Joint(parallel, grids[id(parallel.mesh)])
     return found

@@ -12,27 +12,38 @@ scattering it. Under ZeRO-1 and 2 the whole parameters stay in either state: the
 the shards have changed. An offloaded unit has its shard and its reduced gradient in host memory.
 """
 
+# Memory of whole parameters comes and goes while tensors over it live on: in graphs that autograd
+# saved, in modules, in what users hold. Two things keep that from being a wrong number or a crash.
+# Versions (``Writes``) say who wrote what since the last gather: a backward whose forward had other
+# weights is refused, and what was written to gathered parameters, or to sharded ones, is kept or
+# refused and never lost. And whatever leads from here to a module, a flow or an optimizer is weak
+# or goes one way only, so that a deleted model frees its memory at once.
+#
+# A gather has three ways, which ``start_gather`` chooses: nothing travels where whole parameters
+# stay and are those of the shards (ZeRO-1 and 2, replicas), few ranks share what all had in the
+# forward (``reshard_after_forward`` of a number), or all ranks give their shares.
+
 from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import UnitLayout, unit_layout
-from shardwright.core.placement import Placement, Zero
 from shardwright.core.timeline import Kind
 from shardwright.runtime.comm import Comm
+from shardwright.runtime.flat_tensors import FlatPart
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import local_of, storage_of
 from shardwright.runtime.units import replicas
-from shardwright.runtime.units.arrivals import Arrivals
 from shardwright.runtime.units.buffers import Awaited, Buffers
 from shardwright.runtime.units.cut import part_of
-from shardwright.runtime.units.gradients import Gradients, Taker
+from shardwright.runtime.units.cutting import Cutting, UnitNames
+from shardwright.runtime.units.gradients import Gradients
 from shardwright.runtime.units.linked import (
     AtShard,
     Replica,
@@ -42,16 +53,13 @@ from shardwright.runtime.units.linked import (
     inherit,
     on_meta,
 )
-from shardwright.runtime.units.parameter import DTYPES, Member, infos_of
-from shardwright.runtime.units.precision import MixedPrecision
-from shardwright.runtime.units.sharded_parameters import ShardedParameters, Writes
-from shardwright.runtime.units.structure import Structure
+from shardwright.runtime.units.parameter import DTYPES, Member, Structure, infos_of
+from shardwright.runtime.units.sharded_parameters import ShardedParameters, Showing, Writes
 from shardwright.runtime.units.tensor_parallel import joints
 from shardwright.tracker.private import accumulated_hooks, gradient_hooks
 
 Ahead = dict[str, "list[weakref.ref[Unit]] | None"]  # what a user wants gathered meanwhile
 Initial = Callable[[str], torch.Tensor]
-FULL_PRECISION = MixedPrecision()
 
 
 class State(enum.Enum):
@@ -65,7 +73,7 @@ SHARDED, UNSHARDED = State.SHARDED, State.UNSHARDED
 
 
 class Driver(Protocol):
-    """Who gathers, frees and reduces the units of a model."""
+    """Who gathers, frees and reduces the units of a model: their flow, as they need it."""
 
     @property
     def guard(self) -> Guard | None:
@@ -76,17 +84,17 @@ class Driver(Protocol):
         """A gradient comes to ``unit`` that none of its outputs announced."""
         ...
 
-    def reduce_complete(self) -> None:
-        """A bucket's last gradient of a backward is there."""
-        ...
-
     def tell_of_buffers(self) -> None:
         """A forward begins: say which buffers have no values."""
         ...
 
+    def copied(self, unit: Unit, memo: dict[int, Any]) -> Unit:
+        """``unit`` of modules that are being copied."""
+        ...
+
 
 class Unit:
-    """One unit's buffers on this rank; ``DStorage`` is what users see of it, and a flow drives it,
+    """One unit's buffers on this rank; ``DStorage`` is what users see of it. A flow drives it,
     which knows it by ``key``."""
 
     flow: Driver
@@ -96,30 +104,18 @@ class Unit:
         self,
         members: Sequence[Member],
         comm: Comm,
-        placements: Mapping[str, Placement],
-        *,
-        name: str,
-        module_names: Sequence[str] = (),
-        bucket: str = "",
+        cutting: Cutting,
+        names: UnitNames,
         reshard_after_forward: bool | int | None = None,
-        driven_by_hand: bool = False,
-        precision: MixedPrecision = FULL_PRECISION,
-        zero: Zero = 3,
-        offloaded: bool = False,
-        block_size: int = 1,
         initial: Initial | None = None,
-        ignored: Sequence[str] = (),
     ) -> None:
-        self._bucket = bucket
-        self.name = f"{name} {bucket}".strip()
-        self.module_names = tuple(module_names) or (name,)
+        self._names = names
+        self.name = names.full
         self.comm = comm
         self.mesh = comm.mesh
-        self.precision = precision
-        self.zero: Zero = zero
-        self.offloaded = offloaded
-        self.block_size = block_size
-        self.driven_by_hand = driven_by_hand
+        self.cutting = cutting
+        self.precision, self.offloaded = cutting.precision, cutting.offloaded
+        self.driven_by_hand = True  # until a module's hooks do it
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.unshard_in_backward = True
@@ -127,37 +123,64 @@ class Unit:
         self.over_replicas = True  # sums of gradients, where there are replicas of shards
         self.divisor: float | None = None  # of summed gradients; None: the number of ranks
         self.ahead: Ahead = {"forward": None, "backward": None}
-        self.ignored = tuple(ignored)
-        self.placements = dict(placements)
         self.state = State.SHARDED
         self.members = list(members)
-        self.arrivals = Arrivals() if bucket else None
-        self.takers: dict[int, list[Taker]] = {}  # of segments' shares, besides the parameters
+        # What optimizers' flat tensors have of each segment's shares, besides the parameters
+        self.flat_parts: dict[int, list[FlatPart]] = {}
         self.structure = Structure()
         self.frozen = [m.fqn for m in members if not m.parameter.requires_grad]  # when sharded
         self.laid_out = 0  # how often memory and views were made
         self._is_alike = False  # whether replicas were seen to be equal since they got values
-        self._gathering: list[Awaited] | None = None
-        self._narrow: torch.Tensor | None = None
+        self._gathering: list[Awaited] | None = None  # what is on its way; None: nobody asked
+        self._narrow: torch.Tensor | None = None  # what this rank has between forward and backward
         self.joints = joints({m.fqn: m.parallel for m in members if m.parallel}, comm)
         sources = {member.fqn: _own(member) for member in members}
         meta = initial is None and any(p.is_meta for p in sources.values())
-        home = "meta" if meta else "cpu" if offloaded else comm.mesh.device_type
+        home = "meta" if meta else "cpu" if self.offloaded else comm.mesh.device_type
         self.lay_out(torch.device(home))
-        self.fill(lambda name: _value(sources[name], name, initial))
+        self.fill(initial or sources.__getitem__)
         self.show_new()
         comm.prepare(self.layout.nbytes)
 
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """Of its modules, in the order in which they run."""
+        return self._names.modules
+
+    @property
+    def is_bucket(self) -> bool:
+        """Whether it is one of several units of the same modules."""
+        return bool(self._names.bucket)
+
     def rename(self, paths: Sequence[str]) -> None:
-        """Be called by the paths of the unit's modules: ``layers.0-3`` for neighbours."""
-        first, last = paths[0], paths[-1]
-        parent, _, number = last.rpartition(".")
-        alike = number.isdigit() and first.rpartition(".")[0] == parent
-        self.module_names = tuple(paths)
-        name = first if len(paths) == 1 else f"{first}-{number}" if alike else "+".join(paths)
-        self.name = f"{name} {self._bucket}".strip()
+        """Be called by the paths of the unit's modules."""
+        self._names = self._names.by_paths(paths)
+        self.name = self._names.full
         if len(paths) == 1:
-            self.sharded.rename(first)
+            self.sharded.rename(paths[0])
+
+    def forget_users(self) -> None:
+        """Of a unit that was just copied: modules, optimizers and passes are the other one's."""
+        self.ahead = {"forward": None, "backward": None}
+        self.flat_parts, self.structure, self.laid_out = {}, Structure(), 0
+        self._gathering = self._narrow = None
+
+    # ---- what is set -----------------------------------------------------------------------------
+
+    def follow(self, flow: Driver, key: str) -> None:
+        """Be driven by ``flow`` from now on, which knows the unit by ``key``."""
+        self.flow, self.key = flow, key
+
+    def take_settings(self, synchronise: bool | None = None, divisor: float | None = None) -> None:
+        """Reduce gradients after backwards or hold them, and divide their sums; None: as before."""
+        if synchronise is not None:
+            self.synchronise = synchronise
+        if divisor is not None:
+            self.divisor = divisor
+
+    def set_ahead(self, direction: str, units: Sequence[Unit]) -> None:
+        """Gather ``units`` while this one computes, instead of those that came next last time."""
+        self.ahead[direction] = [weakref.ref(unit) for unit in units]
 
     # ---- construction ---------------------------------------------------------------------------
 
@@ -165,40 +188,45 @@ class Unit:
         """Buffers, the shard in the memory of ``home``, and views for the members as they are now;
         nothing is shown yet."""
         specs = [member.spec for member in self.members]
-        cast = {s.dtype for s in specs if self.offloaded or self._casts(DTYPES[s.dtype])}
-        how: dict[str, Any] = {"zero": self.zero, "kept": self.comm.kept, "block": self.block_size}
-        layout = unit_layout(specs, self.placements, self.comm.size, self.frozen, cast=cast, **how)
-        order = {slot.tensor.fqn: index for index, slot in enumerate(layout.slots)}
+        computed = self.precision.computed
+        cast = {s.dtype for s in specs if self.offloaded or computed(t := DTYPES[s.dtype]) != t}
+        how = self.cutting
+        self.layout: UnitLayout = unit_layout(
+            specs,
+            how.placements,
+            self.comm.size,
+            self.frozen,
+            zero=how.zero,
+            kept=self.comm.kept,
+            cast=cast,
+            block=how.block_size,
+        )
+        order = {slot.tensor.fqn: index for index, slot in enumerate(self.layout.slots)}
         self.members.sort(key=lambda member: order[member.fqn])
-        self.layout: UnitLayout = layout
         self.laid_out += 1
         self.buffers = Buffers(
-            layout, self.comm, self.near(home), self.precision, shard, offloaded=self.offloaded
+            self.layout, self.comm, self.near(home), self.precision, shard, offloaded=self.offloaded
         )
         self.writes = Writes(self.buffers)
         self.is_replicated = not self.buffers.whole.nbytes and all(
             views.segment.cut == "replicated" for views in self.buffers.segments
         )
-        self.keeps_whole = self.zero < 3 or self.is_replicated
+        self.keeps_whole = self.cutting.zero < 3 or self.is_replicated
         self.sharded = ShardedParameters(self.buffers, self.comm, self.joints)
-        self.param_infos = {i.fqn: i for i in infos_of(layout, self.comm.rank)}
+        self.param_infos = {i.fqn: i for i in infos_of(self.layout, self.comm.rank)}
 
     def near(self, home: torch.device) -> torch.device:
         """Where whole parameters are whose shards are in the memory of ``home``."""
         stays = not self.offloaded or home.type == "meta"
         return home if stays else torch.device(self.comm.mesh.device_type)
 
-    def _casts(self, dtype: torch.dtype) -> bool:
-        return self.precision.computed(dtype) != dtype
-
     def lasting(self) -> Iterator[tuple[torch.Tensor, Kind]]:
         """The buffers, whose storages may be empty now, and what they are for."""
         yield self.buffers.shard, "weight"
         yield self.buffers.whole.tensor, "gathered_weight"
         yield self.buffers.stage.tensor, "all_gather"
-        yield from (
-            (gradient.send.tensor, "reduce_scatter") for gradient in self.gradients.segments
-        )
+        for gradient in self.gradients.segments:
+            yield gradient.send.tensor, "reduce_scatter"
 
     def fill(self, value_of: Initial) -> None:
         """Keep this rank's piece of every whole value, one after the other."""
@@ -228,58 +256,33 @@ class Unit:
             where = f"{member.fqn} of unit '{self.name}'"
             whole.home = AtShard(member.parameter, where, memory)
             follow_gradients(whole, weakref.ref(self))
-            if self.arrivals is not None:
+            if self.is_bucket:
                 follow_accumulation(whole, place, weakref.ref(self))
             if isinstance(member.parameter, Replica):
                 member.parameter.unit, member.parameter.place = weakref.ref(self), place
-        self._places = [
-            (shown, name, member.parameter, whole)
-            for member, whole in rows
-            for shown, name in member.places
-        ]
-        self._parallel = [
-            (shown, name, member.parallel, whole)
-            for member, whole in rows
-            for shown, name in member.places
-            if member.parallel is not None
-        ]
-        self._setters = [
-            (setter, name, member.parameter, whole)
-            for member, whole in rows
-            for setter, name in member.setters
-        ]
-        self.expected = [
-            (index, *place, member.parameter, local)
-            for index, (member, local) in enumerate(zip(self.members, buffers.locals, strict=True))
-            for place in member.places
-        ]
+        self.showing = Showing(self.members, buffers)
         self._show(SHARDED)
 
     def _show(self, state: State) -> None:
         """Let every module have the parameters of ``state``."""
-        if state is UNSHARDED:
-            for shown, name, _, whole in self._places:
-                shown[name] = whole
-            self._show_parallel()
-        else:
-            for shown, name, sharded, _ in self._places:
-                shown[name] = sharded
-        for reference, name, sharded, whole in self._setters:  # recurrent layers keep lists of them
-            module = reference()
-            if module is not None:
-                setattr(module, name, whole if state is UNSHARDED else sharded)
+        self.showing.show(whole=state is UNSHARDED)
         self.state = state
-
-    def _show_parallel(self) -> None:
-        """Let modules have DTensors of what tensor parallelism has cut, in the graph to come."""
-        for shown, name, parallel, whole in self._parallel:
-            shown[name] = parallel.shown(whole)
 
     def follow_freezing(self) -> None:
         """Full parameters train as the sharded ones do; users freeze whichever is shown."""
         if self.sharded.follow_freezing(self.buffers.parameters):
-            for taker in self.all_takers:
-                taker.follow_freezing()
+            for part in self.all_flat_parts:
+                part.flat.follow_freezing()
+
+    def show_sharded(self) -> None:
+        """Let every module have its sharded parameters, whatever the state."""
+        state = self.state
+        self._show(SHARDED)
+        self.state = state
+
+    def show_again(self) -> None:
+        """After ``show_sharded``: the parameters of the state."""
+        self._show(self.state)
 
     # ---- what the flow calls --------------------------------------------------------------------
 
@@ -381,7 +384,7 @@ class Unit:
 
     def start_reduce(self) -> None:
         """Begin to sum the gradient over ranks (collective)."""
-        if self.gradients.under_way:  # in the room that this one takes
+        if self.gradients.under_way:  # in the memory that this one takes
             self.finish_reduce()
         with self.comm.probe.phase("reduce"):
             guard, all_ranks = self.flow.guard, self._sums_all
@@ -400,12 +403,13 @@ class Unit:
 
     def _accept(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
         self.sharded.hooked(index, share, present)
-        for taker in self.takers.get(index, ()):
-            taker.accept(share, present)
+        for part in self.flat_parts.get(index, ()):
+            part.accept(share, present)
         self.sharded.accept(index, share, present)
 
     def recover(self, *, failed: bool) -> None:
         """Be SHARDED; after a failed backward also without what it left of a gradient."""
+        # Of a gather among few ranks that is under way ``free`` needs it to finish.
         self._narrow = None if self._gathering is None else self._narrow
         if failed:
             self.gradients.drop()
@@ -428,14 +432,9 @@ class Unit:
 
     # ---- forwards and backwards ------------------------------------------------------------------
 
-    def follow_gradient(self, place: int) -> None:
-        """A backward has left the gradient of a bucket's tensor at ``place``."""
-        if self.arrivals is not None and self.gradients.expected and self.arrivals.come(place):
-            self.flow.reduce_complete()
-
     def check(self) -> None:
         """A forward begins: what must hold of the unit is checked, and of its parameters."""
-        self._show_parallel()
+        self.showing.show_parallel()
         if self.structure.has_empty:
             self.flow.tell_of_buffers()
         if torch.is_grad_enabled():
@@ -464,16 +463,13 @@ class Unit:
     # ---- small things ---------------------------------------------------------------------------
 
     @property
-    def all_takers(self) -> Iterator[Taker]:
-        """The optimizers' flat tensors that have something of this unit."""
-        for takers in self.takers.values():
-            yield from takers
+    def all_flat_parts(self) -> Iterator[FlatPart]:
+        """What optimizers' flat tensors have of this unit."""
+        for flat_parts in self.flat_parts.values():
+            yield from flat_parts
 
-    def set_ahead(self, direction: str, units: Sequence[Unit]) -> None:
-        """Gather ``units`` while this one computes, instead of those that came next last time."""
-        self.ahead[direction] = [weakref.ref(unit) for unit in units]
-
-    def _index(self, fqn: str) -> int:
+    def index(self, fqn: str) -> int:
+        """The place of a parameter in layout order."""
         for index, member in enumerate(self.members):
             if fqn == member.fqn or fqn in member.aliases:
                 return index
@@ -488,11 +484,10 @@ class Unit:
         """What to say where memory is asked of a unit without any."""
         return on_meta(f"{self.members[0].fqn} of unit '{self.name}'")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        return self.flow.copied(self, memo)
+
 
 def _own(member: Member) -> torch.Tensor:
     """The parameter, of what tensor parallelism has cut this rank's part."""
     return local_of(member.parameter.detach()) if member.parallel else member.parameter
-
-
-def _value(parameter: torch.Tensor, fqn: str, initial: Initial | None) -> torch.Tensor:
-    return parameter if initial is None else initial(fqn)

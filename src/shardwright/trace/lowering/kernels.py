@@ -50,7 +50,7 @@ def kernels(
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class KernelEntry:
     """``when`` is the condition on device and inputs; ``saved`` what stays for the backward,
     ``returned`` what is allocated for the result, ``forward`` and ``backward`` what a kernel takes
     and frees inside; ``source`` names files of pytorch/pytorch unless it says otherwise."""
@@ -73,8 +73,8 @@ CUBLAS_HOPPER = 32 * MIB  # aten/src/ATen/cuda/CublasHandlePool.cpp; newer: Blac
 CUBLAS_OTHER = 2 * 4096 * KIB + 8 * 16 * KIB  # the same: ':4096:2:16:8'
 CUBLAS_HANDLES = 2  # one for the thread of the forward, one for the backward's
 
-ENTRIES: tuple[Entry, ...] = (
-    Entry(
+ENTRIES: tuple[KernelEntry, ...] = (
+    KernelEntry(
         "scaled_dot_product_attention",
         "attention=flash: fp16 or bf16, no mask, head size at most 256",
         "query, key, value (grouped heads as they are), result, log-sum-exp fp32"
@@ -85,7 +85,7 @@ ENTRIES: tuple[Entry, ...] = (
         " value for every query head",
         f"{_FORMULAS}; {_SDP}/flash_attn/flash_api.cpp mha_fwd, mha_bwd",
     ),
-    Entry(
+    KernelEntry(
         "scaled_dot_product_attention",
         "attention=cudnn: fp16 or bf16, head size at most 128; torch's first choice on Hopper and"
         " Blackwell with cuDNN above 9.15",
@@ -96,7 +96,7 @@ ENTRIES: tuple[Entry, ...] = (
         f"{_FORMULAS}; {_SDP}/sdp_utils.cpp check_prefer_cudnn_attention",
         "assumed",
     ),
-    Entry(
+    KernelEntry(
         "scaled_dot_product_attention",
         "attention=efficient: a mask, or fp32; equal heads",
         "query, key, value, mask as an additive bias of its own size, result, log-sum-exp fp32"
@@ -107,7 +107,7 @@ ENTRIES: tuple[Entry, ...] = (
         f"{_FORMULAS}; {_SDP}/attention_backward.cu; torch/_meta_registrations.py (2.13)",
         "assumed",
     ),
-    Entry(
+    KernelEntry(
         "scaled_dot_product_attention",
         "attention=math, or no other kernel takes the inputs",
         "scaled query and key, softmax [batch, heads, sequence, sequence] and what its dtype needs,"
@@ -117,7 +117,7 @@ ENTRIES: tuple[Entry, ...] = (
         "those of its parts",
         "aten/src/ATen/native/transformers/attention.cpp (traced)",
     ),
-    Entry(
+    KernelEntry(
         "rms_norm",
         "torch >= 2.9, weight in the input's dtype, not channels-last",
         "input, weight, 1/rms fp32 one a row (CPU: two fp32 copies of the input)",
@@ -127,7 +127,7 @@ ENTRIES: tuple[Entry, ...] = (
         f"{_FORMULAS} _fused_rms_norm; aten/src/ATen/native/layer_norm.cpp rms_norm_symint;"
         " aten/src/ATen/native/cuda/layer_norm_kernel.cu",
     ),
-    Entry(
+    KernelEntry(
         "layer_norm",
         "fp16 and bf16",
         "input, weight, bias, mean and 1/deviation in fp32 (CPU: in the input's dtype)",
@@ -136,7 +136,7 @@ ENTRIES: tuple[Entry, ...] = (
         "as rms_norm, for weight and bias",
         f"{_FORMULAS} native_layer_norm; aten/src/ATen/native/cuda/layer_norm_kernel.cu",
     ),
-    Entry(
+    KernelEntry(
         "dropout",
         "training, 0 < p < 1, not in place",
         "mask, 1 B an element (CPU: noise in the input's dtype)",
@@ -145,7 +145,7 @@ ENTRIES: tuple[Entry, ...] = (
         "none",
         "aten/src/ATen/native/Dropout.cpp is_fused_kernel_acceptable; " + _FORMULAS,
     ),
-    Entry(
+    KernelEntry(
         "embedding",
         "backward of more than 3,072 indices",
         "indices",
@@ -154,7 +154,7 @@ ENTRIES: tuple[Entry, ...] = (
         "sorted indices and their places; fp32 partial sums of indices/10 + min(indices, rows)",
         "aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu",
     ),
-    Entry(
+    KernelEntry(
         "index_put with accumulation",
         "backward of indexing",
         "indices",
@@ -164,7 +164,7 @@ ENTRIES: tuple[Entry, ...] = (
         "aten/src/ATen/native/cuda/Indexing.cu",
         "assumed",
     ),
-    Entry(
+    KernelEntry(
         "cross_entropy",
         "cross_entropy=composite: log_softmax and nll_loss, as on the CPU",
         "log-softmax in the logits' dtype, targets",
@@ -173,7 +173,7 @@ ENTRIES: tuple[Entry, ...] = (
         "gradient of the log-softmax, then of the logits",
         _FORMULAS,
     ),
-    Entry(
+    KernelEntry(
         "cross_entropy",
         "cross_entropy=fused: rows of logits, class numbers, no weights",
         "the logits, which hold their gradient",
@@ -182,7 +182,7 @@ ENTRIES: tuple[Entry, ...] = (
         "none",
         "linkedin/Liger-Kernel src/liger_kernel/ops/cross_entropy.py",
     ),
-    Entry(
+    KernelEntry(
         "matrix products",
         "any; taken once for a handle and stream, not in a trace",
         "-",

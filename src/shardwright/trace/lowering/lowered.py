@@ -1,5 +1,18 @@
 """The context in which a trace on CPU tensors keeps and takes what the device's kernels do."""
 
+# Why functions are replaced and not operators: a call of attention on the CPU is taken apart into
+# other operators than on CUDA, which keep other tensors for the backward. When a dispatch mode
+# sees it, that choice has been made. So the call itself is replaced, at the three doors that lead
+# to it: the name in ``torch.nn.functional``, a name that a module imported before (by the
+# function mode), and torch's own function of the same name.
+#
+# Why autograd's engine is wrapped: a function mode is off inside of a function that it handles,
+# and ``backward`` is one; what a checkpointed block computes again there would run on the CPU's
+# kernels.
+#
+# What must stay true: all of it is undone at the end. A module that is imported meanwhile may
+# keep a replacement for good, so each asks whether its lowering is still entered.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -12,7 +25,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.trace.lowering import attention, losses, norms
+from shardwright.trace.lowering import functions
 from shardwright.trace.lowering.kernels import Kernels, kernels
 from shardwright.trace.lowering.operators import workspace
 from shardwright.tracker.private import operator_name, without_modes
@@ -184,7 +197,7 @@ def _replacements(kernels: Kernels) -> dict[Any, Callable[..., Any]]:
 
 def _attention(kernels: Kernels) -> Callable[..., Any]:
     def replaced(*arguments: Any, **keywords: Any) -> Any:
-        return attention.scaled_dot_product_attention(kernels.attention, *arguments, **keywords)
+        return functions.scaled_dot_product_attention(kernels.attention, *arguments, **keywords)
 
     return replaced
 
@@ -196,7 +209,7 @@ def _rms_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         weight: Tensor | None = None,
         eps: float | None = None,
     ) -> Any:
-        use = norms.rms_norm if norms.fusible(input, weight) else original
+        use = functions.rms_norm if functions.fusible(input, weight) else original
         return use(input, normalized_shape, weight, eps)
 
     return replaced
@@ -204,7 +217,7 @@ def _rms_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _cross_entropy(original: Callable[..., Any]) -> Callable[..., Any]:
     def replaced(*arguments: Any, **keywords: Any) -> Any:
-        fused = losses.cross_entropy(*arguments, **keywords)
+        fused = functions.cross_entropy(*arguments, **keywords)
         return original(*arguments, **keywords) if fused is None else fused
 
     return replaced

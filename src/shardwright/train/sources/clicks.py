@@ -39,7 +39,6 @@ from shardwright.data.reading import (
     numbered_batches,
 )
 from shardwright.data.synthetic import LABEL, ClickModel, dense_names
-from shardwright.job.data import DataSection
 from shardwright.job.job import Job, data_files
 from shardwright.job.model_of_job import reads_bags, tables_of_bags
 from shardwright.train.sources.made_up import DIGEST, make_up, read_facts
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
 
 TABLES_OF_CRITEO = 26
 DENSE_OF_CRITEO = 13
-CHUNK = 8192  # rows that are made at a time
 LONG = 256 * 2**20  # bytes of a log that take about a second to count
 TEST_BATCH = 1024  # rows at least where a job names none; nothing is saved for a backward
 
@@ -71,7 +69,7 @@ class Clicks:
         if job.data.kind not in ("criteo", "columns", "synthetic"):
             wanted = "'criteo', 'columns' or 'synthetic' for a dlrm"
             raise InputError(expected("data.kind", wanted, f"'{job.data.kind}'"))
-        if job.data.kind == "criteo" and not _is_criteo(job):
+        if job.data.kind == "criteo" and not is_criteo(job):
             _refuse_criteo(job)
         _check_names(job)
         if job.data.cache is not UNSET and Path(job.data.cache).is_file():
@@ -203,7 +201,7 @@ class Clicks:
 
 def log_of(job: Job, path: str) -> ClickLog:
     """The rows of a file as the tables of ``job`` are given them; InputError if it is no log."""
-    if _is_criteo(job) and job.data.kind != "columns":
+    if is_criteo(job) and job.data.kind != "columns":
         return CriteoLog(path, [table.rows for table in job.tables])
     hashed = job.data.ids == "modulo"
     features = [
@@ -216,7 +214,7 @@ def log_of(job: Job, path: str) -> ClickLog:
     return ColumnLog(path, label, dense, features, bags=reads_bags(job))
 
 
-def _is_criteo(job: Job) -> bool:
+def is_criteo(job: Job) -> bool:
     """Whether the model takes a row of Criteo's logs."""
     shape = (len(job.tables), job.model.dense_features)
     return shape == (TABLES_OF_CRITEO, DENSE_OF_CRITEO) and not any(tables_of_bags(job))
@@ -342,7 +340,7 @@ def model_of_clicks(job: Job) -> ClickModel:
         "drift": data.drift or 0.0,
         "total": data.rows,
     }
-    if _is_criteo(job):
+    if is_criteo(job):
         return ClickModel(cardinalities=tuple(t.rows for t in job.tables), **law)
     columns = [
         (name, table.rows, length)
@@ -351,36 +349,6 @@ def model_of_clicks(job: Job) -> ClickModel:
     ]
     names, rows, lengths = zip(*columns, strict=True)
     return ClickModel(**law).named(names, rows, lengths, job.model.dense_features)
-
-
-def as_log(job: Job) -> DataSection:
-    """What reads the rows that were made up for ``job`` from where they lie."""
-    from shardwright.planner.problem import batch_of  # no rank of a run asks for this
-
-    files, data = data_files(job), job.data
-    return msgspec.structs.replace(
-        data,
-        kind="criteo" if _is_criteo(job) else "columns",
-        path=files.train,
-        test_path=files.test,
-        zipf=batch_of(job).zipf,
-        drift=UNSET,
-    )
-
-
-def chances(job: Job, numbers: NDArray[np.int64]) -> NDArray[np.float64] | None:
-    """The chance of a click of held-out rows of the test, ascending ``numbers`` [n], with which
-    they were made up; None of rows that were not."""
-    if job.data.kind != "synthetic":
-        return None
-    days, rows = job.data.days, job.data.rows
-    first = rows if days is UNSET else bounds(rows, days)[1]
-    model, most = model_of_clicks(job), int(numbers[-1]) + 1 if len(numbers) else 0
-    parts = [
-        model.rows(first + begin, first + min(begin + CHUNK, most)).probabilities
-        for begin in range(0, most, CHUNK)
-    ]
-    return np.concatenate(parts)[numbers] if parts else np.empty(0)
 
 
 def _write_days(model: ClickModel, rows: int, days: int, path: Path) -> dict[str, Any]:

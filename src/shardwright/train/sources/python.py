@@ -43,7 +43,7 @@ from shardwright.estimate.own_model import (
 )
 from shardwright.job.job import Job
 from shardwright.runtime.deferred_init import Deferred, NotDeferredError
-from shardwright.runtime.noted import Place
+from shardwright.runtime.noted import NotedPlace
 from shardwright.trace.checks import first_line
 from shardwright.train.resuming import skip
 
@@ -314,6 +314,6 @@ def seed_all(seed: int) -> None:
 
 
 def _without_numbers(value: Any) -> Any:
-    if not isinstance(value, Place):
+    if not isinstance(value, NotedPlace):
         return value
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
