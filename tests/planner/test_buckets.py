@@ -14,8 +14,8 @@ from shardwright.job.plan import Plan
 from shardwright.planner import explain
 from shardwright.planner.explain.basis import basis
 from shardwright.planner.explain.recompute import draft_of
+from shardwright.planner.planner import bucket_sizes_of
 from shardwright.planner.search.watch import Watch
-from shardwright.planner.sharing import bucket_sizes_of
 from shardwright.report.plan_sheets import checkpointing_line
 
 AMPLE = 2**30

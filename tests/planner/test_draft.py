@@ -10,10 +10,10 @@ from shardwright.core.batch import expected_distinct
 from shardwright.estimate.recordings import described
 from shardwright.heap.traffic import Asked, ReplicatedTables, Served
 from shardwright.job.job import Job
+from shardwright.planner.choice import Placed
 from shardwright.planner.draft import TablesDraft
 from shardwright.planner.problem import make_problem
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.tally import Placed
 
 MakeJob = Callable[..., Job]
 

@@ -16,7 +16,7 @@ from shardwright.core.kinds import KNOWN_AUC, SEEDS_VARY, kind_of, nbytes
 from shardwright.job.job import Job, parse_job
 from shardwright.job.plan import Plan
 from shardwright.planner.explain.basis import basis
-from shardwright.planner.kinds import find_kinds
+from shardwright.planner.planner import find_kinds
 
 STUDY = Path(__file__).parents[2] / "validation" / "cpu-2-cores" / "embeddings_study.json"
 ROWS = {"a": 20_000, "b": 60_000, "c": 30_000, "d": 150, "e": 40_000}

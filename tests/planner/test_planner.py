@@ -21,14 +21,13 @@ from shardwright.estimate.recordings import described
 from shardwright.job.job import Job
 from shardwright.job.plan import Plan
 from shardwright.planner.assemble import assemble
-from shardwright.planner.choice import Choice
+from shardwright.planner.choice import Choice, Placed
+from shardwright.planner.draft import Found
 from shardwright.planner.explain import why_not
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.steps import search_steps, step_bound
-from shardwright.planner.tally import Placed
 
 MakeJob = Callable[..., Job]
 Planned = Callable[[int], Plan]

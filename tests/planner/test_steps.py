@@ -9,12 +9,12 @@ import pytest
 from shardwright.core.quantities import SAME_SECONDS
 from shardwright.estimate.recordings import described
 from shardwright.job.job import Job
-from shardwright.planner.choice import Choice
+from shardwright.planner.choice import Choice, Placed
+from shardwright.planner.draft import Found
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.search import search
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.spacing import placed_tables, space_of
 from shardwright.planner.strategy.steps import (
     AVOIDED,
@@ -24,7 +24,6 @@ from shardwright.planner.strategy.steps import (
     step_bound,
     without,
 )
-from shardwright.planner.tally import Placed
 
 MakeJob = Callable[..., Job]
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from shardwright.core.cluster import TIERS
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option, ShardRun, row_runs
-from shardwright.planner.choice import Choice, Cost, cost
-from shardwright.planner.tally import MAX_EXACT, Placed, tally
+from shardwright.planner.choice import MAX_EXACT, Choice, Cost, Placed, cost, tally
 
 RANKS = 6
 

@@ -21,14 +21,19 @@ from shardwright.cost.presets import LOCAL
 from shardwright.estimate.recordings import described, plan
 from shardwright.job.job import Job, parse_job
 from shardwright.job.planner import DenseSection
+from shardwright.planner.draft import Found
 from shardwright.planner.explain import draft_of
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.found import Found
-from shardwright.planner.strategy.steps import _Seeker, search_steps, smallest, step_bound
+from shardwright.planner.strategy.steps import (
+    _StepSearch,
+    search_steps,
+    smallest,
+    step_bound,
+    unit_floors,
+)
 from shardwright.planner.unit_choice import DenseContext, merged
-from shardwright.planner.unit_floor import unit_floors
 from shardwright.planner.units import (
     WORTH,
     Arrangement,
@@ -89,7 +94,7 @@ def test_no_arrangement_takes_less_than_what_spares_its_step(
     model = {"kind": kind, "layers": 3, "dim": 32, "heads": 2, "vocab": 96}
     sections = {"model": model, "memory": {"checkpointing": policy} | memory}
     problem = _problem(make_layers(train={"optimizer": "adamw"}, **sections))
-    activations = _Seeker(problem, Watch(), 0.0).activations
+    activations = _StepSearch(problem, Watch(), 0.0).activations
     left = [
         StepDraft(problem, (), a.units, a.prefetch).highest_peak
         - max(a.kept, a.at_rest + activations)
@@ -275,7 +280,7 @@ def test_what_is_chosen_is_the_first_that_fits_of_all_by_their_seconds() -> None
         cap = int(needs[1] + share * (needs[0] - needs[1]))
         cluster = msgspec.structs.replace(job.cluster, hbm_cap=cap)
         its = make_problem(msgspec.structs.replace(job, cluster=cluster), model)
-        seeker, plain = (_Seeker(its, Watch(), 0.0) for _ in range(2))
+        seeker, plain = (_StepSearch(its, Watch(), 0.0) for _ in range(2))
         seeker.arrange()
         first = next(filter(plain._fits, order), None)
         before = order[: order.index(first)] if first else order

@@ -211,7 +211,7 @@ def test_that_no_plan_fits_planned_anew_is_said(tight: Plan) -> None:
 )
 def test_replicas_need_dense_where_a_batch_has_many_rows(tight: Plan, batch: int, why: str) -> None:
     job = msgspec.structs.replace(tight.job, batch=BatchSection(batch))
-    rules = Rules(job, make_problem(job, tight.model).context, is_trained=False)
+    rules = Rules(job, tight.model, make_problem(job, tight.model).context)
     assert exclusion(rules, tight.model.tables[1], "data_parallel").startswith(why)
 
 
@@ -274,5 +274,5 @@ def test_of_a_part_the_key_is_that_of_its_table(make_job: MakeJob) -> None:
     assert {t.name for t in made.tables} == {"t0.quotient", "t0.remainder"}
     found = explain.why_not(made, "t0.quotient", "data_parallel")
     assert found.reason.endswith("allows only table_wise, row_wise (tables.t0.sharding_types).")
-    key = forced_table(made, 0, "sharding_types", "row_wise").key
+    key = forced_table(made, 0, "sharding_types", "row_wise").words
     assert key == 'tables.t0.sharding_types = ["row_wise"], which is of all its parts'

@@ -16,7 +16,7 @@ from shardwright.estimate.recordings import described, found_for
 from shardwright.job.job import parse_job
 from shardwright.job.plan import Plan, UnitPlan
 from shardwright.planner import explain
-from shardwright.planner.explain.why_not_unit import WAYS
+from shardwright.planner.explain import WAYS
 from shardwright.planner.planner import written
 from shardwright.planner.search.watch import Watch
 

@@ -12,9 +12,8 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option, ShardRun, shard_runs
 from shardwright.job.planner import PartitionerSection, ProposerSection
-from shardwright.planner.choice import Choice, cost
+from shardwright.planner.choice import Choice, Placed, cost
 from shardwright.planner.search.watch import Watch
-from shardwright.planner.tally import Placed
 from shardwright.torchrec import proposers
 from shardwright.torchrec.candidate import Bytes, Offer, Proposals, add_often
 from shardwright.torchrec.profile import critical_terms

@@ -24,7 +24,7 @@ from shardwright.job.plan import Plan, RankTotals, read_plan
 from shardwright.planner import explain
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.statistics.ranks import parts_of
-from shardwright.planner.strategy.found import ModelOf
+from shardwright.planner.variation import ModelOf
 from shardwright.report.plan_sheets import fits_line
 from shardwright.report.wording import NO_BREAK, TEXT_LIMIT, printable, ranks_text, unbroken
 

@@ -23,11 +23,10 @@ from shardwright.job.job import A_JOB, Job, memory_of
 from shardwright.job.memory import MemorySection
 from shardwright.job.model_of_job import is_planned
 from shardwright.planner import shortage
-from shardwright.planner.demand import class_name, memories
 from shardwright.planner.draft import Draft
 from shardwright.planner.planner import watch_of
 from shardwright.planner.search.watch import Hear
-from shardwright.planner.step_draft import StepDraft
+from shardwright.planner.step_draft import StepDraft, class_name, memories
 from shardwright.planner.strategy.steps import smallest
 
 OWN_DTYPE = "the module's"  # whose parameters each have the one that they were made in

@@ -47,11 +47,11 @@ from shardwright.job.job import (
 )
 from shardwright.job.model_of_job import check_model, model_of, reads_bags, step_dtypes
 from shardwright.job.plan import Plan
-from shardwright.planner.kinds import find_kinds
-from shardwright.planner.planner import find, surely_or_perhaps, watch_of, written
+from shardwright.planner.draft import Found
+from shardwright.planner.planner import find, find_kinds, surely_or_perhaps, watch_of, written
 from shardwright.planner.profiles import cluster_of
 from shardwright.planner.search.watch import Hear, Watch
-from shardwright.planner.strategy.found import Found
+from shardwright.planner.variation import as_recorded, once
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,18 +73,11 @@ def plan(job: Job, hear: Hear | None = None) -> Plan:
 def found_for(job: Job, watch: Watch, record: Recorded | None = None) -> Found:
     """What the search of ``job`` brings back, with a draft of its plan or without; ``record`` gives
     the step of a module of the user's own in place of ``recorded``."""
-    at_all, own = bool(table_optimizer(job)), _once(record or recorded)
-    models: dict[bytes, ModelSpec] = {}
-
-    def model_of_job(its: Job) -> ModelSpec:
-        key = msgspec.json.encode(its)
-        if key not in models:
-            models[key] = described(its)
-        return models[key]
+    at_all, own, models = bool(table_optimizer(job)), _once(record or recorded), once(described)
 
     def look(sure: bool) -> Found:
         if not job.model.traits.is_function:
-            return find_kinds(job, lambda its: find(its, model_of_job, watch, sure))
+            return find_kinds(job, lambda its: find(its, models, watch, sure))
         return find_with_tables(job, own, watch, found_at_all=at_all, sure=sure)
 
     return surely_or_perhaps(look)
@@ -95,7 +88,7 @@ def _once(record: Recorded) -> Recorded:
     known: dict[tuple[bytes, Paths | None], Recording] = {}
 
     def recorded(job: Job, routed: Paths | None) -> Recording:
-        key = msgspec.json.encode(job), routed
+        key = as_recorded(job), routed
         if key not in known:
             known[key] = record(job, routed)
         return known[key]

@@ -4,6 +4,11 @@ Where tables are updated as units are, both ways of every embedding train alike,
 is taken. Where a job says how tables are updated, all that can be tables are.
 """
 
+# Which of the ways is the fastest cannot be told beforehand: a table saves the gradient and states
+# of rows that no batch asks for, and costs an exchange that a small one never earns. So all, all
+# but the small, and none are planned. Tables that learn otherwise than units would change what is
+# trained: where a job says how tables learn, the choice is no longer the plan's.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
@@ -20,11 +25,12 @@ from shardwright.core.quantities import format_bytes
 from shardwright.core.recording import Recording
 from shardwright.job.job import Job
 from shardwright.job.model_of_job import check_model, model_of, step_dtypes
+from shardwright.planner.draft import Found
 from shardwright.planner.exchange import small_tables
 from shardwright.planner.planner import find
 from shardwright.planner.problem import make_problem
 from shardwright.planner.search.watch import Watch
-from shardwright.planner.strategy.found import Found, ModelOf
+from shardwright.planner.variation import ModelOf, changed, once
 
 Paths = tuple[str, ...]
 Recorded = Callable[[Job, Paths | None], Recording]
@@ -51,6 +57,8 @@ def find_with_tables(
     InputError for what is said of tables that there are not.
     """
     check_model(job)
+    # Rows are updated in a backward, before a scaler could say that a step overflowed: beside fp16
+    # there are no tables.
     wanted = found_at_all and step_dtypes(job)[0] in BESIDE_TABLES
     everything = recorded(job, None if wanted else ())
     tables = tuple(table.name for table in everything.tables or ())
@@ -92,8 +100,7 @@ def _no_tables(recording: Recording, reasons: Paths) -> str:
 
 def _tables_help(job: Job, recorded: Recorded, watch: Watch) -> str:
     """Says that a plan fits once embeddings are tables; empty where none is found."""
-    train = msgspec.structs.replace(job.train, table_optimizer=TRIED)
-    its = msgspec.structs.replace(job, train=train)
+    its = changed(job, {"train.table_optimizer": TRIED})
     try:
         found = find_with_tables(its, recorded, watch.part(SECONDS_FOR_TABLES), found_at_all=True)
     except ShardwrightError:  # as tables they are used as no table can be
@@ -112,7 +119,7 @@ def _described(recorded: Recorded, paths: Paths | None, reasons: Paths, said: bo
         notes = tuple(note for note in notes if not (said and note.startswith(COULD)))
         return model_of(job, msgspec.structs.replace(found, notes=notes))
 
-    return described
+    return once(described)
 
 
 def _ways(job: Job, tables: Paths, collected: Set[str], everything: Recording) -> Iterator[Paths]:

@@ -161,12 +161,6 @@ def memory_of(job: Job) -> MemorySection:
     return msgspec.structs.replace(section.bare, param_dtype=param, reduce_dtype=reduce)
 
 
-def with_memory(job: Job, **keys: Any) -> Job:
-    """The job with keys of ``[memory]``; what it does not say stays unsaid."""
-    section = MemorySection() if job.memory is UNSET else job.memory
-    return msgspec.structs.replace(job, memory=msgspec.structs.replace(section, **keys))
-
-
 def _said_dtype(job: Job) -> ComputeDtype:
     if job.model.shape is UNSET:
         return "fp32"
@@ -212,12 +206,6 @@ def checkpointing_of(job: Job) -> tuple[str, ...]:
     if open_ is not UNSET:
         return tuple(dict.fromkeys(open_))
     return CHOSEN_FROM if given is UNSET else (given,)
-
-
-def with_checkpointing(job: Job, policy: str) -> Job:
-    """The job where it leaves no other choice than ``policy``."""
-    dense = msgspec.structs.replace(job.planner.dense, checkpointing=(policy,))
-    return msgspec.structs.replace(job, planner=msgspec.structs.replace(job.planner, dense=dense))
 
 
 class DataFiles(msgspec.Struct, frozen=True):

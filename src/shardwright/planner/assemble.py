@@ -1,10 +1,14 @@
 """Write a draft down as a plan."""
 
+# Nothing is decided here: all that a plan has follows from the draft, so that `explain` can write
+# the same plan from the draft that it makes again, and compare.
+
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, get_args
 
 import msgspec
@@ -13,7 +17,6 @@ from msgspec import UNSET, UnsetType
 from shardwright import __version__
 from shardwright.core.amount import maximum, minimum, named
 from shardwright.core.block import BlockRun, Role, encode
-from shardwright.core.timeline import Event
 from shardwright.core.timeline import encode as encode_events
 from shardwright.job.plan import (
     Plan,
@@ -24,18 +27,23 @@ from shardwright.job.plan import (
     UnitPlan,
     sealed,
 )
+from shardwright.planner.choice import Placed
 from shardwright.planner.draft import Draft
-from shardwright.planner.problem import Problem, reservation_kind
+from shardwright.planner.problem import reservation_kind
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.tally import Placed
 from shardwright.planner.unit_choice import Calls, UnitChoice
 
 
 def assemble(draft: Draft, bound: float, found: Search) -> Plan:
     """The plan of a draft; ``bound`` is what no plan can be faster than."""
     problem = draft.problem
+    # A bound is a sum in another order than the seconds: where it is proven equal it may come out a
+    # bit above, and no plan takes less than its own bound.
     slowest = draft.max_rank_seconds
     bound = proven([bound, found.proved_seconds], slowest)
+    needs: tuple[int, int] | UnsetType = UNSET  # but on accelerators they are the live bytes
+    if isinstance(draft, StepDraft) and problem.on_accelerator:
+        needs = draft.needs
     tables = tuple(_table_plan(placed) for placed in draft.tables)
     return sealed(
         Plan(
@@ -48,15 +56,20 @@ def assemble(draft: Draft, bound: float, found: Search) -> Plan:
             units=tuple(_unit_plans(draft)),
             prefetch=draft.prefetch if isinstance(draft, StepDraft) else 0,
             blocks=(*_table_blocks(tables), *_unit_blocks(draft)),
-            timeline=encode_events(_events(draft)),
+            timeline=encode_events(chain(draft.byte_events(), draft.time_events())),
             ranks=tuple(draft.totals(r) for r in range(draft.ranks)),
             max_rank_seconds=slowest,
             lower_bound_seconds=bound,
             gap=gap(slowest, bound) if bound else 0.0,
-            reserved=_reserved(problem),
+            reserved=Reserved(
+                reservation_kind(problem.job),
+                *problem.capacity,
+                problem.reserved.dense or (0, 0),
+                problem.reserved.kjt or (0, 0),
+            ),
             assumptions=problem.assumptions,
             search=found,
-            needs=_needs(draft),
+            needs=needs,
         )
     )
 
@@ -69,19 +82,6 @@ def proven(bounds: Sequence[Any], slowest: Any) -> Any:
 def gap(slowest: Any, bound: Any) -> Any:
     """The share by which the slowest rank is above the bound."""
     return named("gap", (slowest - bound) / bound)
-
-
-def _needs(draft: Draft) -> tuple[int, int] | UnsetType:
-    """Of steps on accelerators, where that is more than live bytes."""
-    if isinstance(draft, StepDraft) and draft.problem.on_accelerator:
-        return draft.needs
-    return UNSET
-
-
-def _reserved(problem: Problem) -> Reserved:
-    hbm, ddr, ssd = problem.capacity
-    dense, inputs = problem.reserved.dense, problem.reserved.kjt
-    return Reserved(reservation_kind(problem.job), hbm, ddr, ssd, dense or (0, 0), inputs or (0, 0))
 
 
 def _table_plan(placed: Placed) -> TablePlan:
@@ -155,9 +155,3 @@ def _unit_blocks(draft: Draft) -> Iterator[BlockRun]:
                 yield from encode(choice.grid.blocks(choice.layout, role, placement))
             else:
                 yield from (msgspec.structs.replace(run, role=role) for run in parameters)
-
-
-def _events(draft: Draft) -> Iterator[Event]:
-    """The predicted timeline: exact bytes, peaks by phase, seconds by phase."""
-    yield from draft.byte_events()
-    yield from draft.time_events()

@@ -1,11 +1,16 @@
 """Every way to shard every table that a job allows, priced by the job's profile."""
 
+# Options are many (types x kernels x cuts for every table) and pricing them takes much of the time
+# of planning thousands of tables. So all cases are priced in one call, as arrays; kernels that can
+# only help while memory is short are left out until it is; and what was priced stays when they come
+# in.
+
 from __future__ import annotations
 
 import contextlib
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -43,9 +48,7 @@ def uncollected() -> Iterator[None]:
 
 @uncollected()
 def table_choices(
-    model: ModelSpec,
-    job: Job,
-    context: PricingContext,
+    rules: Rules,
     *,
     slow: bool,
     capacity: tuple[int, int, int] | None = None,
@@ -57,24 +60,18 @@ def table_choices(
     ranks of ``capacity`` bytes have too little HBM for all tables together. They stay where the
     same shards of a fused kernel are larger than a rank or take longer.
     """
-    own = _listed(model, job, context, slow=slow)
-    tables = _priced(job, context, model.tables, own, known)
-    if model.is_trained:
-        return _with_latencies(tables, model, context)
+    tables = _priced(rules, _listed(rules, slow=slow), known)
+    if rules.is_trained:
+        return _with_latencies(rules, tables)
     if slow or capacity is None:
         return tables
-    more = _needed_anyway(model.tables, tables, job, context, capacity)
-    found = _priced(job, context, model.tables, more) if any(more) else ((),) * len(tables)
+    more = _needed_anyway(rules, tables, capacity)
+    found = _priced(rules, more) if any(more) else ((),) * len(tables)
     return tuple((*first, *then) for first, then in zip(tables, found, strict=True))
 
 
-def _priced(
-    job: Job,
-    context: PricingContext,
-    tables: Sequence[TableSpec],
-    options: Sequence[Sequence[Option]],
-    known: Tables = (),
-) -> Tables:
+def _priced(rules: Rules, options: Sequence[Sequence[Option]], known: Tables = ()) -> Tables:
+    tables = rules.model.tables
     priced = [
         {_way(choice.option): choice for choice in own} for own in known or [()] * len(tables)
     ]
@@ -84,7 +81,7 @@ def _priced(
         for option in found
         if _way(option) not in its
     ]
-    remaining = iter(price(job, context, cases))
+    remaining = iter(price(rules.job, rules.context, cases))
     return tuple(
         tuple(its[way] if (way := _way(option)) in its else next(remaining) for option in found)
         for found, its in zip(options, priced, strict=True)
@@ -96,9 +93,10 @@ def _way(option: Option) -> tuple[str, str, int]:
     return option.sharding_type, option.compute_kernel, option.runs[0].columns
 
 
-def _with_latencies(tables: Tables, model: ModelSpec, context: PricingContext) -> Tables:
+def _with_latencies(rules: Rules, tables: Tables) -> Tables:
     """The choices of tables that have a module, and so an exchange, for themselves with what that
     takes. The latencies of an exchange that is shared are no table's own."""
+    model, context = rules.model, rules.context
     paths = [model.step.tables_of(table.tensor.fqn) for table in model.tables]
     shared = {path for path, count in Counter(paths).items() if count > 1}
     return tuple(
@@ -110,39 +108,39 @@ def _with_latencies(tables: Tables, model: ModelSpec, context: PricingContext) -
 
 
 def _needed_anyway(
-    tables: Sequence[TableSpec],
-    choices: Tables,
-    job: Job,
-    context: PricingContext,
-    capacity: tuple[int, int, int],
+    rules: Rules, choices: Tables, capacity: tuple[int, int, int]
 ) -> list[list[Option]]:
     """Options of kernels with weights in host memory that no option of a fused one stands for: it
     is larger than a rank, or slower, or its table shares a rank with others."""
-    joined = {name for group in job.planner.constraints.together for name in group}
+    tables, planner = rules.model.tables, rules.job.planner
+    joined = {name for group in planner.constraints.together for name in group}
     fused = [
         (number, choice)
         for number, (table, own) in enumerate(zip(tables, choices, strict=True))
-        if _has_slow_kernels(table, job, context.cluster)
+        if _has_slow_kernels(rules, table)
         for choice in own
         if choice.option.compute_kernel == "fused" and not choice.option.traits.replicated
     ]
     cases = [(tables[number], choice.option) for number, choice in fused]
-    faster = _faster(job)(context, cases, SLOW_KERNELS) if cases else set()
+    theirs = planner.constants == profiles.TORCHREC
+    faster = profiles.torchrec.faster if theirs else native.faster
     found: list[list[Option]] = [[] for _ in tables]
+    helps = faster(rules.context, cases, SLOW_KERNELS) if cases else set()
     for case, (number, choice) in enumerate(fused):
         always = tables[number].name in joined or not _fits(choice, capacity)
         found[number] += [
             msgspec.structs.replace(choice.option, compute_kernel=kernel)
             for kernel in SLOW_KERNELS
-            if always or (case, kernel) in faster
+            if always or (case, kernel) in helps
         ]
     return found
 
 
-def _has_slow_kernels(table: TableSpec, job: Job, cluster: Cluster) -> bool:
+def _has_slow_kernels(rules: Rules, table: TableSpec) -> bool:
     """Whether kernels with weights in host memory are offered though nobody named any."""
-    unnamed = table.compute_kernels is None and job.planner.constants != "additive"
-    return unnamed and cluster.compute_device == "cuda" and not job.planner.as_torchrec
+    planner, device = rules.job.planner, rules.context.cluster.compute_device
+    unnamed = table.compute_kernels is None and planner.constants != "additive"
+    return unnamed and device == "cuda" and not planner.as_torchrec
 
 
 def _fits(choice: Choice, capacity: tuple[int, int, int]) -> bool:
@@ -155,20 +153,12 @@ def _fits(choice: Choice, capacity: tuple[int, int, int]) -> bool:
     )
 
 
-def _faster(
-    job: Job,
-) -> Callable[[PricingContext, Sequence[Case], Sequence[str]], set[tuple[int, str]]]:
-    return profiles.torchrec.faster if job.planner.constants == "torchrec-1.9" else native.faster
-
-
-def _listed(
-    model: ModelSpec, job: Job, context: PricingContext, *, slow: bool
-) -> list[tuple[Option, ...]]:
+def _listed(rules: Rules, *, slow: bool) -> list[tuple[Option, ...]]:
     """The options of every table; raises InputError before they fill the planner's own memory."""
     found: list[tuple[Option, ...]] = []
     shards = 0
-    for table in model.tables:
-        options = _options(table, model, job, context, slow=slow)
+    for table in rules.model.tables:
+        options = _options(rules, table, slow=slow)
         pieces = max((o.count for o in options if o.partition != "uniform"), default=0)
         listed = {id(option.runs): len(option.runs) for option in options}  # kernels share them
         shards += max(pieces, sum(listed.values()))
@@ -204,21 +194,18 @@ def offers_slow(model: ModelSpec, job: Job, cluster: Cluster) -> bool:
     return not (fixed or named or cluster.compute_device == "cpu")
 
 
-def _options(
-    table: TableSpec, model: ModelSpec, job: Job, context: PricingContext, *, slow: bool
-) -> tuple[Option, ...]:
-    cluster = context.cluster
+def _options(rules: Rules, table: TableSpec, *, slow: bool) -> tuple[Option, ...]:
+    planner, cluster = rules.job.planner, rules.context.cluster
     if (table.sharding_types, table.compute_kernels) != (None, None):
-        check_limits(Rules(job, context, model.is_trained), table)
-    replica = replica_of(table, job, context)
-    if model.is_trained:
+        check_limits(rules, table)
+    replica = replica_of(rules, table)
+    if rules.is_trained:
         return runnable_options(table, cluster, replica)
-    if job.planner.constants == "additive":
+    if planner.constants == "additive":
         allowed = table.sharding_types or ADDITIVE_TYPES
         types = tuple(t for t in allowed if t in ADDITIVE_TYPES)
         table = msgspec.structs.replace(table, sharding_types=types, compute_kernels=("fused",))
-    elif job.planner.as_torchrec:
+    elif planner.as_torchrec:
         return profiles.torchrec.torchrec_options(table, cluster)
-    every_cut = job.planner.search == "exact"
-    uncut = uncut_columns(job)
+    every_cut, uncut = planner.search == "exact", uncut_columns(rules.job)
     return wide_options(table, cluster, replica, slow=slow, every_cut=every_cut, uncut=uncut)

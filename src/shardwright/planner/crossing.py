@@ -1,5 +1,10 @@
 """Exchanges of tables that travel while ranks compute, and how much of their seconds is hidden."""
 
+# Compute hides an exchange only once: seconds of compute beside which rows travel are no longer
+# there for ids. So legs are sorted by their windows, the narrowest first (a wide one can still use
+# what a narrow one left), and ids, which may travel all step long, get what rows and gradients did
+# not take.
+
 from __future__ import annotations
 
 import math
@@ -18,9 +23,9 @@ from shardwright.cost import embedding
 from shardwright.cost.pipeline import hidden_seconds
 from shardwright.job.job import overlap_of
 from shardwright.job.model_of_job import early_tables
+from shardwright.planner.choice import tally
 from shardwright.planner.exchange import Exchange
 from shardwright.planner.problem import Problem, ranks_per_host
-from shardwright.planner.tally import tally
 
 Computed = Mapping[str, float]  # seconds by the unit that computes; empty for none
 
@@ -138,6 +143,7 @@ def crossings(problem: Problem, exchanges: Iterable[Exchange]) -> tuple[Crossing
         found.append(Crossing("reduce", "row_gradients", "backward", legs, overlap))
     if early and problem.job.train.overlap == "ids_and_rows":
         legs = _legs(problem, routed, "exchange_ids", dict.fromkeys(early, windows.everything))
+        # Ids of the next batch travel all step long, and lose the compute that hides rows already.
         taken = sum(crossing.hidden for crossing in found)
         found.append(Crossing("exchange_ids", "ids", "forward", legs, overlap, taken))
     return tuple(found)
@@ -162,6 +168,8 @@ def without_hidden(problem: Problem, tables: Any, lift: Any = None) -> Any:
     Whatever their exchanges, no more is hidden than is computed meanwhile, nor than their share.
     ``lift`` makes an input of a number.
     """
+    # Which tables are routed, and so what can travel, is not known where a bound is asked for: it
+    # may hide as much as any placement could.
     windows = windows_of(problem)
     if windows is None:
         return tables

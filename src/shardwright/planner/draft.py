@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
+
+from msgspec import UNSET
 
 from shardwright.core.cluster import TIERS, Tier
 from shardwright.core.model import ModelSpec
 from shardwright.core.timeline import PHASES, Event
-from shardwright.job.plan import RankTotals
+from shardwright.job.plan import Attempt, RankTotals, Search, Tried
 from shardwright.planner import profiles
+from shardwright.planner.choice import Placed, Tally, tally
 from shardwright.planner.crossing import Crossing
 from shardwright.planner.problem import Problem
-from shardwright.planner.tally import Placed, Tally, tally
+from shardwright.planner.search.watch import Watch
 from shardwright.planner.unit_choice import UnitChoice
+from shardwright.planner.variation import ModelOf
+
+
+class Filled(NamedTuple):
+    """Bytes that a rank needs of a memory, and those that it may fill."""
+
+    tier: Tier
+    rank: int
+    needed: int
+    capacity: int
+
+    @property
+    def over(self) -> int:
+        """Bytes too much; below 0 where it fits."""
+        return self.needed - self.capacity
 
 
 @dataclass(frozen=True)
@@ -40,6 +59,8 @@ class Draft(ABC):
     @cached_property
     def tally(self) -> Tally:
         """What the tables add up to, in an order that no listing of the tables changes."""
+        # Doubles added in another order differ in their last bits, and plans are compared to the
+        # byte.
         order = self.problem.order if len(self.tables) == len(self.problem.order) else ()
         return tally((self.tables[i] for i in order), self.ranks)
 
@@ -93,9 +114,14 @@ class Draft(ABC):
         return self.problem.capacity
 
     @property
-    @abstractmethod
     def fits(self) -> bool:
         """Whether every rank is within its capacities."""
+        return all(each.over <= 0 for each in self.fills)
+
+    @property
+    @abstractmethod
+    def fills(self) -> Sequence[Filled]:
+        """What ranks need of their memories, the fullest of them among these."""
 
     @abstractmethod
     def totals(self, rank: int) -> RankTotals:
@@ -107,6 +133,8 @@ class Draft(ABC):
 
     def time_events(self) -> Iterable[Event]:
         """Seconds of the predicted timeline, phase after phase."""
+        # What is hidden behind compute is told apart from what is exposed: the first takes no place
+        # among the phases, which add up to the seconds of the rank.
         phase_of = profiles.phase_of_part(self.problem.job.planner.constants)
         for rank, parts in enumerate(self.seconds):
             phases: dict[str, float] = {}
@@ -142,21 +170,18 @@ class TablesDraft(Draft):
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        return tuple(self.tier_bytes["ddr" if self._on_cpu else "hbm"])
+        return tuple(self.tier_bytes[self.problem.decisive_tier])
 
     @property
-    def _on_cpu(self) -> bool:
-        return self.problem.cluster.compute_device == "cpu"
-
-    @property
-    def fits(self) -> bool:
-        return all(
-            max(self.tier_bytes[tier]) <= capacity
+    def fills(self) -> Sequence[Filled]:
+        return [
+            Filled(tier, rank, nbytes, capacity)
             for tier, capacity in zip(TIERS, self.problem.capacity, strict=True)
-        )
+            for rank, nbytes in enumerate(self.tier_bytes[tier])
+        ]
 
     def totals(self, rank: int) -> RankTotals:
-        kinds = self.tally.kinds("ddr" if self._on_cpu else "hbm", rank)
+        kinds = self.tally.kinds(self.problem.decisive_tier, rank)
         return RankTotals(
             rank=rank,
             peak_bytes=self.peak_bytes[rank],
@@ -172,3 +197,51 @@ class TablesDraft(Draft):
 
     def byte_events(self) -> Iterable[Event]:
         return ()
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best draft that fits, if any; ``bound`` seconds no plan of ``problem`` can beat.
+
+    ``gave_up`` says whether a step's activations kept a draft from being better, ``tried`` what
+    was found of every choice that the job left open. ``model_of`` describes models of such jobs,
+    the one that was searched with a checkpointing ``policy``; ``helps`` tries a way out that only
+    its giver knows, where nothing fits, and says whether it is one; ``remark`` is what its giver
+    has to say then. ``attempts`` are those of its proposers.
+    """
+
+    problem: Problem
+    draft: Draft | None
+    bound: float
+    name: str
+    proposals: int
+    feasible: int
+    proved: float = 0.0
+    skipped: tuple[str, ...] = ()
+    gave_up: bool = False
+    tried: tuple[Tried, ...] = ()
+    model_of: ModelOf | None = None
+    policy: str = "none"
+    helps: Callable[[Watch], str] | None = None
+    attempts: tuple[Attempt, ...] = ()
+    remark: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per step of the draft's slowest rank, without end where there is none."""
+        return math.inf if self.draft is None else self.draft.max_rank_seconds
+
+    def described(self, wall_seconds: float, *, cut_short: str = "") -> Search:
+        """How the plan was found; ``cut_short`` says what ended the search early, if anything."""
+        return Search(
+            name=self.name,
+            proposals=self.proposals,
+            feasible=self.feasible,
+            wall_seconds=wall_seconds,
+            options=sum(len(choices) for choices in self.problem.tables),
+            slow_kernels=self.problem.slow,
+            proved_seconds=self.proved,
+            skipped=(*self.skipped, cut_short) if cut_short else self.skipped,
+            tried=self.tried or UNSET,
+            attempts=self.attempts or UNSET,
+        )

@@ -1,27 +1,33 @@
 """What the tables of one module exchange in a step: who asks whom for how many rows."""
 
+# These are the buffers of `runtime/embeddings`, byte for byte: who asks for how many ids, what
+# comes back, in which groups, and which of it is sorted or joined again. What is changed there (a
+# header, a group, a copy less) has to be changed here, or predicted peaks are off; tests of
+# measured steps hold the two together. Ids are expected to spread evenly over ranks: what comes in
+# fact differs from step to step, so these bytes are modelled, never exact.
+
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardwright.core.batch import Batch, distinct_rows, expected_distinct, feature_batches, lookups
 from shardwright.core.block import GroupKey, counted_dim
-from shardwright.core.model import DENSE, ON_DISK, ModelSpec, TableSpec
+from shardwright.core.model import DENSE, ON_DISK, TableSpec
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.schedule import replicas_ride
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding
 from shardwright.cost.embedding import Part
 from shardwright.heap.traffic import Asked, ReplicatedTables, Served, Traffic
-from shardwright.job.planner import IN_FULL, Communication
-from shardwright.job.train import Overlap
-from shardwright.planner.choice import Choice
+from shardwright.job.job import overlap_of
+from shardwright.job.model_of_job import early_tables
+from shardwright.job.planner import IN_FULL, Communication, trained_communication
+from shardwright.planner.choice import Choice, Placed
 from shardwright.planner.choices import Tables
 from shardwright.planner.problem import Problem, ranks_per_host
-from shardwright.planner.tally import Placed
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,8 @@ class Exchange:
     @cached_property
     def replica_bytes(self) -> int:
         """Bytes in full of the replicas that have a dense gradient, and of that."""
-        tables = [p.choice.table for p in self.replicas if not _is_by_rows(p)]
+        dense = (p.choice for p in self.replicas if p.choice.option.compute_kernel == DENSE)
+        tables = [choice.table for choice in dense]
         return sum(table.rows * table.dim for table in tables) * ELEMENT_BYTES["fp32"]
 
     @property
@@ -62,6 +69,8 @@ class Exchange:
     @property
     def parts(self) -> list[Part]:
         """What its latencies are those of."""
+        # Sorted, for a set of names has another order in every process and sums of seconds depend
+        # on it.
         kernels = {placed.choice.option.compute_kernel for placed in self.replicas}
         copies: list[Part] = [
             embedding.replica_part(kernel, self.rides) for kernel in sorted(kernels)
@@ -87,6 +96,9 @@ class Exchange:
 
     def traffic(self, rank: int) -> Traffic:
         """The share of ``rank``."""
+        # Where as many ids go to each rank in every step their counts need no exchange of their
+        # own: a head before each part says how many there are, and whether a rank had more than
+        # there was room for.
         forward, backward = (ELEMENT_BYTES[dtype] for dtype in self.communication)
         steady = self.routed and self.is_steady
         return Traffic(
@@ -194,6 +206,8 @@ class Exchange:
         is_cut = key.optimizer in BY_ROW and key.width < key.dim
         for placed, column in members:
             table = placed.choice.table
+            # Rows of a table that is cut have several owners, so ids are sorted by owner and every
+            # owner sends sums of its own; of one that is whole ids go as they are.
             shards = [
                 (shard, rank)
                 for shard, rank in zip(placed.choice.option.shards, placed.ranks, strict=True)
@@ -248,6 +262,9 @@ class Exchange:
         found = 0.0
         for length, count, size in _features(table, self.batch):
             low, more = int(length), length - int(length)  # made-up bags have one id more or less
+            # Of `parts` equal ones each id of a bag hits any: a part stays unhit with (1 -
+            # 1/parts)^n. A bag comes back as one partial sum from every part that it hits. expm1
+            # and log1p keep the digits that 1 - (1 - x) would lose where parts are many.
             hit = sum(
                 share * parts * -math.expm1(n * math.log1p(-1 / parts))
                 for n, share in ((low, 1 - more), (low + 1, more))
@@ -283,22 +300,13 @@ def _key(
     )
 
 
-def _is_by_rows(placed: Placed) -> bool:
-    return placed.choice.option.compute_kernel != DENSE
-
-
-def exchanges(
-    model: ModelSpec,
-    placed: Iterable[Placed],
-    ranks: int,
-    batch: Batch,
-    communication: Communication = IN_FULL,
-    overlap: Overlap = "none",
-    early: Container[str] = (),
-) -> Iterator[Exchange]:
-    """The placed tables by the modules that have them, in the order of their first ones. With
-    ``overlap`` those at the paths of ``early`` are looked up as a forward begins, and maybe asked
-    for in the step before."""
+def exchanges(problem: Problem, placed: Iterable[Placed]) -> Iterator[Exchange]:
+    """The placed tables by the modules that have them, in the order of their first ones. Where a
+    job lets them overlap, those that may be are looked up as a forward begins, and maybe asked for
+    in the step before."""
+    ranks, model, job = problem.cluster.world_size, problem.model, problem.job
+    communication = trained_communication(problem.context.estimator)
+    overlap, early = overlap_of(job, ranks), early_tables(job, model)
     members: dict[str, list[Placed]] = {}
     for each in placed:
         members.setdefault(model.step.tables_of(each.choice.table.tensor.fqn), []).append(each)
@@ -307,7 +315,7 @@ def exchanges(
         late = overlap != "none" and ranks > 1 and routed
         first = late and path in early
         ahead = first and overlap == "ids_and_rows"
-        yield Exchange(path, tuple(its), ranks, batch, communication, first, late, ahead)
+        yield Exchange(path, tuple(its), ranks, problem.batch, communication, first, late, ahead)
 
 
 def least_latencies(problem: Problem, tables: Tables) -> dict[str, float]:
@@ -318,6 +326,8 @@ def least_latencies(problem: Problem, tables: Tables) -> dict[str, float]:
     for choices in tables:
         path = problem.model.step.tables_of(choices[0].table.tensor.fqn)
         members.setdefault(path, []).append(choices)
+    # A bound has to hold whatever is chosen: of every module the latencies of its cheapest way
+    # alone.
     found: dict[str, float] = {}
     for its in members.values():
         if len(its) == 1:

@@ -4,12 +4,19 @@ where a job allows nothing else, why it is refused. One place, so that both say 
 from __future__ import annotations
 
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardwright.core.errors import InputError, expected
 from shardwright.core.kinds import kind_of
-from shardwright.core.model import DENSE, ON_DISK, QUANTIZED, ComputeKernel, TableSpec
+from shardwright.core.model import (
+    DENSE,
+    ON_DISK,
+    QUANTIZED,
+    ComputeKernel,
+    ModelSpec,
+    TableSpec,
+)
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.option import DEFAULT_MIN_PARTITION, column_width
 from shardwright.core.sharding import TYPES, traits
@@ -30,11 +37,16 @@ FIELDS = ("sharding_types", "compute_kernels")
 
 
 class Rules(NamedTuple):
-    """What rules out options of tables: the job, its machine, and whether a model is trained."""
+    """What rules out options of tables: the job, its model, and its machine."""
 
     job: Job
+    model: ModelSpec
     context: PricingContext
-    is_trained: bool
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether there is a step to plan, not tables alone."""
+        return self.model.is_trained
 
 
 def check_limits(rules: Rules, table: TableSpec) -> None:
@@ -59,9 +71,10 @@ def exclusion(rules: Rules, table: TableSpec, wanted: str) -> str:
     return next((why for why in whys(rules, table, wanted) if why), "")
 
 
-def replica_of(table: TableSpec, job: Job, context: PricingContext) -> ComputeKernel:
+def replica_of(rules: Rules, table: TableSpec) -> ComputeKernel:
     """The kernel of replicas of ``table``, which TorchRec has as dense ones only."""
-    theirs = job.planner.constants != "cluster" or job.planner.as_torchrec
+    planner, context = rules.job.planner, rules.context
+    theirs = planner.constants != "cluster" or planner.as_torchrec
     return DENSE if theirs else replica_kernel(table, context.cluster, context.batch)
 
 
@@ -93,14 +106,17 @@ def _can_cut(table: TableSpec, least: int | None) -> bool:
 
 
 def _of_type(rules: Rules, table: TableSpec, wanted: str) -> typing.Iterator[str]:
+    # The first reason is told: what the job says itself comes before what a machine or a table
+    # rules out, for that is what its user can change.
     job = rules.job
     yield _not_named(job, table, "sharding_types", wanted)
     yield from _of_constraints(rules, table, wanted)
     if job.planner.constants == "additive" and wanted not in ADDITIVE_TYPES:
         yield f"the additive costs know {' and '.join(ADDITIVE_TYPES)} only"
     kernels, replicated = table.compute_kernels, traits(wanted).replicated
-    ways = dict.fromkeys((replica_of(table, job, rules.context), DENSE))
-    if kernels is not None and not _go_with(kernels, ways, replicated=replicated):
+    ways = dict.fromkeys((replica_of(rules, table), DENSE))
+    fitting = ways if replicated else [k for k in kernels or () if k != DENSE]
+    if kernels is not None and not any(kernel in fitting for kernel in kernels):
         needed = " or ".join(ways) if replicated else "a kernel other than dense"
         yield (
             f"it needs {needed}, and the job allows only {', '.join(kernels)} "
@@ -109,12 +125,6 @@ def _of_type(rules: Rules, table: TableSpec, wanted: str) -> typing.Iterator[str
     yield from _of_machine(rules, table, wanted)
     if traits(wanted).cuts_columns and not uncut_columns(job):
         yield _not_cut(rules, table)
-
-
-def _go_with(kernels: Collection[str], ways: Collection[str], *, replicated: bool) -> bool:
-    """Whether one of ``kernels`` is for replicas, which run in some ``ways``, or for what is
-    routed."""
-    return any(k in ways for k in kernels) if replicated else any(k != DENSE for k in kernels)
 
 
 def _of_constraints(rules: Rules, table: TableSpec, wanted: str) -> typing.Iterator[str]:
@@ -180,7 +190,7 @@ def _of_kernel(rules: Rules, table: TableSpec, wanted: str) -> typing.Iterator[s
     replicas = [traits(t).replicated for t in types or ()]
     if wanted == DENSE and types is not None and not any(replicas):
         yield f"only data_parallel is dense, and the job allows {_types(rules.job, table)}"
-    way = replica_of(table, rules.job, rules.context)
+    way = replica_of(rules, table)
     if wanted not in (DENSE, way) and types and all(replicas):
         yield f"data_parallel is {way}, and the job allows {_types(rules.job, table)}"
     if wanted == ON_DISK and not cluster.ssd_cap:

@@ -210,6 +210,8 @@ def _enough_cuts(table: TableSpec, sharding_type: ShardingType, cluster: Cluster
     Finer ones may even out by a little more. A column block of a grid lies on as many ranks of a
     host as it has full row shards.
     """
+    # Cuts multiply the options of every table, and a search with thousands of tables has no time
+    # for cuts that no bound depends on.
     if not traits(sharding_type).cuts_rows:
         return 4 * cluster.world_size
     full = table.rows // -(-table.rows // cluster.group)
@@ -233,6 +235,7 @@ def _kernels(
         return _of_replicas(table, replica)
     if cluster.compute_device == "cpu":
         return _runnable_kernels(table, sharding_type, cluster, replica)
+    # A store on disk is never better than memory, only larger: it has to be asked for.
     known = ("fused", *SLOW_KERNELS)
     if named is not None:
         if cluster.ssd_cap:

@@ -1,45 +1,47 @@
-"""From a job to a plan: choose checkpointing, search, prove the bound, write everything down."""
+"""From a job to a plan: look at all that it leaves open, prove the bound, write everything down.
+
+A job may leave open which tables are of another kind, the stage of ZeRO, over how many replicas it
+shares, the size of its buckets and how it is checkpointed. Every such choice makes a job of its
+own, which is searched (:mod:`shardwright.planner.strategy`) as if it had been asked for.
+"""
+
+# What was chosen is written into the job of the plan, so that `explain` makes the same draft again
+# from the plan alone. Only checkpointing stays open there, for recordings of other policies are not
+# in the plan: `search.tried` says which one it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
 from msgspec import UNSET
-from msgspec.structs import replace as replaced
 
+from shardwright.core.amount import ceil_div
 from shardwright.core.errors import UnsupportedError, expected
-from shardwright.core.model import ModelSpec
-from shardwright.job.job import (
-    Job,
-    checkpointing_of,
-    memory_of,
-    with_checkpointing,
-)
+from shardwright.core.kinds import settled
+from shardwright.core.model import KindName, TableSpec
+from shardwright.core.placement import Zero
+from shardwright.job.job import Job, checkpointing_of, memory_of, parallel_of
 from shardwright.job.plan import Plan, Tried
+from shardwright.job.tables import embeddings_of, free_tables
 from shardwright.planner import profiles, shortage
 from shardwright.planner.assemble import assemble
+from shardwright.planner.draft import Found
 from shardwright.planner.problem import hosts_of
 from shardwright.planner.search.watch import Hear, Watch
-from shardwright.planner.sharing import (
-    Sharing,
-    bucket_sizes_of,
-    sharings_of,
-    with_buckets,
-    with_sharing,
-)
 from shardwright.planner.strategy import search
-from shardwright.planner.strategy.found import Found, ModelOf
 from shardwright.planner.strategy.steps import smallest
+from shardwright.planner.variation import ModelOf, changed, checkpointed, halved, shared
+
+WHOLE_STAGES: tuple[Zero, ...] = (2, 1)  # of ZeRO, in which parameters stay whole
+PARTS = (1, 2, 4, 8, 16, 32)  # buckets of a model that are tried
 
 
 def plan(job: Job, model_of: ModelOf, hear: Hear | None = None) -> Plan:
-    """The best plan found for ``job``; raises NoPlanError with the shortfall if none fits.
-
-    ``model_of`` describes its model, recorded with the first checkpointing policy that the job
-    leaves open, and that of the same job with another batch. ``hear`` is called with the
-    :class:`Watch` of the search in every round.
+    """The best plan found for a job of which all kinds of tables are known; NoPlanError with the
+    shortfall if none fits. ``hear`` is called with the :class:`Watch` of the search in every round.
     """
     watch = watch_of(job, hear)
     return written(surely_or_perhaps(lambda sure: find(job, model_of, watch, sure)), watch)
@@ -68,47 +70,84 @@ def written(found: Found, watch: Watch) -> Plan:
 
 
 def find(job: Job, model_of: ModelOf, watch: Watch, sure: bool = True) -> Found:
-    """What the search of a job brings back, at the stage of ZeRO, over the replicas and with the
-    checkpointing policy of the fastest plan that fits, or if it need not be ``sure`` perhaps fits;
-    where nothing does, with those that ask least. What was left open is as the job of what was
-    found has it."""
+    """The fastest that is found at every stage of ZeRO, over all replicas, with all buckets and
+    checkpointing policies that a job leaves open, and fits, or if it need not be ``sure`` perhaps
+    fits; where nothing does, what asks least.
+
+    ``model_of`` describes the model of a job that leaves one policy open, recorded with that.
+    """
+    jobs = tuple(_shared(job, model_of))
+    is_open = memory_of(job).zero == "auto" or len(jobs) > 1
+    looked: list[tuple[Found, Tried | None]] = []
+    for its in jobs if is_open else (job,):
+        found = tuple(_under_policies(its, model_of, watch, sure))
+        told = is_open or len(found) > 1
+        looked += [(each, _row(each, shared=is_open) if told else None) for each in found]
+
+    def rank(each: tuple[Found, Tried | None]) -> tuple[float, int]:
+        found, row = each
+        return found.seconds, row.peak_bytes if row and found.draft is None else 0
+
+    best, _ = min(looked, key=rank)
+    return replace(best, tried=tuple(row for _, row in looked if row))
+
+
+def _under_policies(job: Job, model_of: ModelOf, watch: Watch, sure: bool) -> Iterator[Found]:
+    """What is found with each checkpointing policy, none first."""
+    policies = sorted(checkpointing_of(job), key=lambda name: name != "none")
+    for policy in policies:
+        model = model_of(checkpointed(job, policy))
+        if reason := shortage.not_run(model) if policy != "none" else "":
+            if "none" in policies:
+                return
+            wanted = f"'none' for a model {reason}"
+            raise UnsupportedError(expected("memory.checkpointing", wanted, f"'{policy}'"))
+        found = search(job, model, watch, sure=sure)
+        yield replace(found, policy=policy, model_of=model_of)
+        # To compute again costs seconds and saves activations, so it cannot be faster unless these
+        # kept something faster from fitting.
+        if policy == "none" and found.draft is not None and not found.gave_up:
+            return
+
+
+def _row(found: Found, *, shared: bool) -> Tried:
+    """What a plan tells of a try, and of how units are ``shared`` where that was open."""
+    job, draft = found.problem.job, found.draft
+    if draft is None:
+        row = Tried(found.policy, None, smallest(found.problem).demand)
+    else:
+        row = Tried(found.policy, found.seconds, draft.highest_peak)
+    if not shared:
+        return row
+    replicas = parallel_of(job).data_replicate
+    return msgspec.structs.replace(
+        row,
+        zero=memory_of(job).zero,
+        replicas=replicas if replicas > 1 else UNSET,
+        bucket_size=job.planner.dense.bucket_size,
+    )
+
+
+def _shared(job: Job, model_of: ModelOf) -> Iterator[Job]:
+    """The job at every stage of ZeRO, over all replicas and with all buckets that it leaves open;
+    of those as fast the first is taken. On several hosts units may be shared within each."""
     cluster, _ = profiles.cluster_of(job)
-    usual = min(checkpointing_of(job), key=lambda name: name != "none")
-    if job.planner.dense.bucket_size == "auto":
-        model_of = _once(model_of)
-    sharings = sharings_of(job, hosts_of(cluster), _bucket_sizes(job, _with(model_of, usual)))
-    if memory_of(job).zero != "auto" and len(sharings) == 1:
-        return _find(job, model_of, watch, sure)
-    best: Found | None = None
-    least, rows = 0, []
-    for sharing in sharings:
-        found = _find(with_sharing(job, sharing), model_of, watch, sure)
-        zero, replicas = sharing.zero, sharing.replicas if sharing.replicas > 1 else UNSET
-        tried = found.tried or (_tried(usual, found),)
-        size = sharing.bucket_size or UNSET
-        its = [replaced(row, zero=zero, replicas=replicas, bucket_size=size) for row in tried]
-        rows += its
-        bytes_ = min(row.peak_bytes for row in its)
-        smaller = best is not None and best.draft is None is found.draft and bytes_ < least
-        if best is None or found.seconds < best.seconds or smaller:
-            best, least = found, bytes_
-    assert best is not None, "there are stages"
-    return replace(best, tried=tuple(rows))
-
-
-def _once(model_of: ModelOf) -> ModelOf:
-    """Describes a model once, however many sizes of buckets are tried of it."""
-    known: dict[bytes, ModelSpec] = {}
-
-    def described(job: Job) -> ModelSpec:
-        size = job.planner.dense.bucket_size
-        bare = with_buckets(job, 0)
-        key = msgspec.json.encode(bare)
-        if key not in known:
-            known[key] = model_of(bare)
-        return replaced(known[key], bucket_size=size) if isinstance(size, int) else known[key]
-
-    return described
+    section, sizes = parallel_of(job), _bucket_sizes(job, model_of)
+    hosts, replicas, zero = hosts_of(cluster), section.data_replicate, memory_of(job).zero
+    if zero != "auto":
+        yield from (shared(job, zero, replicas, size) for size in sizes)
+        return
+    modules = 0 in sizes  # units may be modules, which stage 3 asks for
+    if modules:
+        yield shared(job, 3, replicas)
+    if not (job.planner.dense.reshard and modules):
+        for stage, size in itertools.product(WHOLE_STAGES, sizes):
+            yield shared(job, stage, replicas, size)
+    if modules and replicas > 1:
+        yield shared(job, (2, 3), replicas)
+    elif modules and hosts > 1 and section.data_shard == -1:
+        yield shared(job, 3, hosts)
+        yield shared(job, (2, 3), hosts)
 
 
 def _bucket_sizes(job: Job, model_of: ModelOf) -> tuple[int, ...]:
@@ -117,49 +156,64 @@ def _bucket_sizes(job: Job, model_of: ModelOf) -> tuple[int, ...]:
         return (0,)
     if job.planner.dense.bucket_size != "auto":
         return bucket_sizes_of(job, 0)
-    units = model_of(with_sharing(job, Sharing(2))).units
+    policy = min(checkpointing_of(job), key=lambda name: name != "none")
+    units = model_of(checkpointed(shared(job, 2), policy)).units
     trained = (t.numel for unit in units for t in unit.tensors if t.fqn not in unit.frozen)
     return bucket_sizes_of(job, sum(trained))
 
 
-def _find(job: Job, model_of: ModelOf, watch: Watch, sure: bool) -> Found:
-    """The same of a job that names its stage."""
-    tries = dict(_tries(job, model_of, watch, sure))
-    tried = tuple(_tried(*each) for each in tries.items()) if len(tries) > 1 else ()
-    best = min(tries, key=lambda policy: tries[policy].seconds)
-    if tried and tries[best].draft is None:
-        best = min(tried, key=lambda its: its.peak_bytes).checkpointing
-    return replace(tries[best], tried=tried, model_of=_with(model_of, best))
+def bucket_sizes_of(job: Job, elements: int) -> tuple[int, ...]:
+    """What buckets a plan may choose, 0 for none, of a model with so many trained ``elements``."""
+    wanted = job.planner.dense.bucket_size
+    if wanted == "auto":
+        return (0, *dict.fromkeys(max(ceil_div(elements, parts), 1) for parts in PARTS))
+    return (wanted or 0,)
 
 
-def _tries(job: Job, model_of: ModelOf, watch: Watch, sure: bool) -> Iterator[tuple[str, Found]]:
-    """What is found with each policy: no other one where nothing was given up with none, or where
-    there is nothing to be checkpointed."""
-    policies = checkpointing_of(job)
-    for policy in sorted(policies, key=lambda name: name != "none"):
-        model = _with(model_of, policy)(job)
-        if reason := shortage.not_run(model) if policy != "none" else "":
-            if "none" in policies:
-                return
-            wanted = f"'none' for a model {reason}"
-            raise UnsupportedError(expected("memory.checkpointing", wanted, f"'{policy}'"))
-        found = search(job, model, watch, sure=sure)
-        yield policy, found
-        if policy == "none" and found.draft is not None and not found.gave_up:
-            return
+def find_kinds(job: Job, look: Callable[[Job], Found]) -> Found:
+    """What ``look`` finds for the job with the kinds of its tables chosen, where it lets its plan
+    choose them and tables do not fit full.
+
+    Kinds come in the order in which a job would have them. As few tables as possible, those that
+    are largest, are of a later kind than the first with which anything fits.
+    """
+    kinds = job.planner.kinds
+    free = free_tables(job.tables, embeddings_of(job.embeddings), kinds)
+    if kinds is UNSET or not free:
+        return look(job)
+    order = sorted(free, key=lambda table: (-table.nbytes, table.name))
+    found = look(_of_kinds(job, order, 0, kinds[0], kinds[0]))
+    for before, kind in itertools.pairwise(kinds):
+        if found.draft is None:
+            found = _fewest_of(kind, before, order, job, look)
+    return found
 
 
-def _with(model_of: ModelOf, policy: str) -> ModelOf:
-    """Describes models recorded with ``policy``, where their jobs leave a choice."""
+def _fewest_of(
+    kind: KindName,
+    before: KindName,
+    order: Sequence[TableSpec],
+    job: Job,
+    look: Callable[[Job], Found],
+) -> Found:
+    """What is found with the fewest tables of a ``kind`` with which anything fits, the others of
+    the one ``before``: more of them take less memory."""
+    looked: dict[int, Found] = {}
 
-    def described(job: Job) -> ModelSpec:
-        is_open = len(checkpointing_of(job)) > 1
-        return model_of(with_checkpointing(job, policy) if is_open else job)
+    def fits(count: int) -> bool:
+        looked[count] = look(_of_kinds(job, order, count, before, kind))
+        return looked[count].draft is not None
 
-    return described
+    most = len(order)
+    return looked[halved(fits, most, 0) if fits(most) else most]
 
 
-def _tried(policy: str, found: Found) -> Tried:
-    if found.draft is not None:
-        return Tried(policy, found.seconds, found.draft.highest_peak)
-    return Tried(policy, None, smallest(found.problem).demand)
+def _of_kinds(
+    job: Job, order: Sequence[TableSpec], count: int, before: KindName, kind: KindName
+) -> Job:
+    """The job with the first ``count`` tables of a ``kind``, and the others of the one before."""
+    of = {table.name: kind if k < count else before for k, table in enumerate(order)}
+    tables = [
+        msgspec.structs.replace(t, kind=of[t.name]) if t.name in of else t for t in job.tables
+    ]
+    return changed(job, {"tables": settled(tables, embeddings_of(job.embeddings))})

@@ -1,5 +1,8 @@
 """What is to be planned, with everything that does not depend on the choice worked out once."""
 
+# One problem is searched, bounded, explained and refused: whoever needs to know what a job allows
+# asks its problem, never the job, so that all of them see the same choices at the same prices.
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -17,13 +20,12 @@ from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.cost import reservation
 from shardwright.heap.classes import outside
 from shardwright.heap.rank_step import Chunk
-from shardwright.job.data import DataSection
 from shardwright.job.job import Job, checkpointing_of, degrees_of, memory_of
 from shardwright.job.model_of_job import placed_tables, step_dtypes
 from shardwright.job.planner import EstimatorSection, trained_communication
 from shardwright.planner import profiles
 from shardwright.planner.choices import Tables, table_choices
-from shardwright.planner.exclusion import uncut_notes
+from shardwright.planner.exclusion import Rules, uncut_notes
 from shardwright.planner.pricing.evaluate import PricingContext
 from shardwright.planner.unit_choice import DenseContext, UnitChoice
 from shardwright.planner.units import UnitSpace
@@ -117,14 +119,10 @@ class Problem:
 
 def batch_of(job: Job) -> Batch:
     """What one rank gets in a step, with how often ids of its data repeat."""
-    return Batch(job.batch.size, job.batch.sequence, _zipf_of(job.data))
-
-
-def _zipf_of(data: DataSection) -> float:
-    """The exponent of the popularity of ids; 0 where it is not known."""
-    if data.zipf is not UNSET:
-        return data.zipf
-    return MADE_UP_ZIPF if data.kind == "synthetic" else 0.0
+    zipf = MADE_UP_ZIPF if job.data.kind == "synthetic" else 0.0  # 0 where it is not known
+    if job.data.zipf is not UNSET:
+        zipf = job.data.zipf
+    return Batch(job.batch.size, job.batch.sequence, zipf)
 
 
 def canonical_order(tables: Sequence[TableSpec]) -> tuple[int, ...]:
@@ -190,6 +188,8 @@ def make_problem(
         section.twice,
     )
     unit_space = UnitSpace(model, dense, job.planner.units, job.planner.dense)
+    # The space of units is kept with the model: a search that has to be made again, for what
+    # perhaps fits, has the same units at the same prices without pricing any anew.
     if model.is_trained:  # what is sure to fit and what perhaps fits are chosen from the same
         unit_space = model.known.setdefault(msgspec.msgpack.encode(job), unit_space)
     unit_space.check()
@@ -197,7 +197,8 @@ def make_problem(
     reserved = reserve(job, model, cluster)
     capacity = reserved.capacities[0]
     priced = known.tables if known else ()
-    tables = table_choices(model, job, context, slow=slow, capacity=capacity, known=priced)
+    rules = Rules(job, model, context)
+    tables = table_choices(rules, slow=slow, capacity=capacity, known=priced)
     notes = (*assumptions, *_assumptions(job, unit_space), *_rates(unit_space))
     return Problem(job, context, model, tables, unit_space, reserved, notes, slow, sure)
 
@@ -282,6 +283,7 @@ def reserve(job: Job, model: ModelSpec, cluster: Cluster) -> reservation.Reserva
                 "bytes in planner.reservation.nbytes with kind 'absolute'.",
             )
         )
+    # A trace knows the dense part to the byte, so nothing is set aside by rule.
     if kind == "traced":
         return reservation.Reservation((cluster.capacity,))
     section = msgspec.structs.replace(section, kind=kind)

@@ -1,9 +1,14 @@
 """Why nothing fits: the fullest rank, the table, the shortfall, and ways out that were tried."""
 
+# A way out is named only after a plan was found with it: to be told to buy memory or ranks that do
+# not help is worse than to be told nothing. Every try is a search of its own, so each has a few
+# seconds, and so has each kind of way; what was tried in vain is told where nothing helps. All hear
+# the watch of the search itself, so that Ctrl-C ends them, too.
+
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +16,7 @@ import msgspec
 
 from shardwright.core.cluster import MAX_PLANNED, TIERS, Tier
 from shardwright.core.errors import NoPlanError, ShardwrightError
-from shardwright.core.model import ModelSpec, TableSpec
+from shardwright.core.model import ModelSpec
 from shardwright.core.placement import Zero
 from shardwright.core.quantities import exact_bytes
 from shardwright.core.timeline import EXACT_KINDS, Kind, category
@@ -21,20 +26,16 @@ from shardwright.job.job import (
     checkpointing_of,
     memory_of,
     parallel_of,
-    with_checkpointing,
-    with_memory,
 )
-from shardwright.job.plan import Tried
-from shardwright.planner.draft import Draft, TablesDraft
+from shardwright.planner.draft import Draft, Filled, Found, TablesDraft
 from shardwright.planner.problem import Problem, make_problem, reserve
 from shardwright.planner.search.bound import ROUNDING
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.search.widening import fits_somehow, least_memory
-from shardwright.planner.sharing import Sharing, with_sharing
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.found import Found, ModelOf
 from shardwright.planner.strategy.spacing import placed_tables, space_of
 from shardwright.planner.strategy.steps import smallest
+from shardwright.planner.variation import changed, checkpointed, halved, shared
 
 MAX_BYTES = 2**60
 OF_PARTS: tuple[Kind, ...] = (*EXACT_KINDS, "gathered_weight", "unreduced_gradient")
@@ -49,19 +50,17 @@ MORE_MEMORY = (1.0, 1.1, 1.25, 1.5, 2.0, 4.0)  # times what the fullest rank nee
 def error(found: Found, watch: Watch) -> NoPlanError:
     """The refusal of a search without a plan, from the draft that asks least of its fullest
     rank; ``watch`` is the search's own, which hears on."""
-    problem, model_of, tried = found.problem, found.model_of, found.tried
-    assert model_of is not None
+    problem = found.problem
     whole = Watch(hear=watch.hear)
     whole.begun = watch.begun
     if problem.model.is_trained:
-        draft, helps = smallest(problem), found.helps(whole) if found.helps else ""
-        return _refusal(problem, draft, model_of, whole, tried, helps, found.remark, proven=False)
+        return _refusal(found, smallest(problem), whole, proven=False)
     least, proven = _least(problem, whole)
     if least is None:
         return _no_ranks(problem)
     if least.fits:
         return _not_looked_at(found)
-    return _refusal(problem, least, model_of, whole, proven=proven)
+    return _refusal(found, least, whole, proven=proven)
 
 
 def _not_looked_at(found: Found) -> NoPlanError:
@@ -96,58 +95,26 @@ def _least(problem: Problem, whole: Watch) -> tuple[TablesDraft | None, bool]:
     return TablesDraft(problem, placed_tables(space, found.best), ()), proven
 
 
-def _refusal(
-    problem: Problem,
-    draft: Draft,
-    model_of: ModelOf,
-    whole: Watch,
-    tried: Sequence[Tried] = (),
-    helps: str = "",
-    remark: str = "",
-    *,
-    proven: bool,
-) -> NoPlanError:
-    short = _fullest(problem, draft)
+def _refusal(found: Found, draft: Draft, whole: Watch, *, proven: bool) -> NoPlanError:
+    problem = found.problem
+    helps = found.helps(whole) if found.helps else ""
+    short = max(draft.fills, key=lambda its: (its.over, -its.rank))
     known = " of TorchRec's options" if problem.job.planner.as_torchrec else ""
     what = f"no plan{known} can fit" if proven else "no plan found that fits"
-    needs = ", ".join(f"{each.checkpointing} {exact_bytes(each.peak_bytes)}" for each in tried)
-    text = f"Needed by checkpointing: {needs}. " if tried else ""
-    text = f"{remark} {text}" if remark else text
+    needs = ", ".join(f"{row.checkpointing} {exact_bytes(row.peak_bytes)}" for row in found.tried)
+    text = f"Needed by checkpointing: {needs}. " if needs else ""
+    text = f"{found.remark} {text}" if found.remark else text
     return NoPlanError(
-        f"{what}: rank {short.rank} is the fullest and needs {exact_bytes(short.need)} of "
+        f"{what}: rank {short.rank} is the fullest and needs {exact_bytes(short.needed)} of "
         f"{exact_bytes(short.capacity)}{_reserved(problem, short)}, "
-        f"{short.need - short.capacity:,} B too much; {_largest(draft, short.rank)}. "
-        f"{text}{_ways(problem, short, model_of, whole, helps)}"
+        f"{short.over:,} B too much; {_largest(draft, short.rank)}. "
+        f"{text}{_ways(found, short, whole, helps)}"
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Short:
-    """The memory and the rank that exceed their capacity most, in bytes."""
-
-    tier: Tier
-    rank: int
-    need: int
-    capacity: int
-
-
-def _reserved(problem: Problem, short: _Short) -> str:
+def _reserved(problem: Problem, short: Filled) -> str:
     total: int = getattr(problem.cluster, f"{short.tier}_cap")
     return f" left of {exact_bytes(total)} by the reservation" if total > short.capacity else ""
-
-
-def _fullest(problem: Problem, draft: Draft) -> _Short:
-    if isinstance(draft, TablesDraft):
-        found = [
-            _Short(tier, rank, size, capacity)
-            for tier, capacity in zip(TIERS, problem.capacity, strict=True)
-            for rank, size in enumerate(draft.tier_bytes[tier])
-        ]
-        return max(found, key=lambda its: (its.need - its.capacity, -its.rank))
-    assert isinstance(draft, StepDraft)
-    tier: Tier = "ddr" if problem.cluster.compute_device == "cpu" else "hbm"
-    fullest = draft.peak_bytes.index(max(draft.peak_bytes))
-    return _Short(tier, fullest, draft.demand, problem.decisive_capacity)
 
 
 def _largest(draft: Draft, rank: int) -> str:
@@ -175,42 +142,51 @@ def _largest(draft: Draft, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """Variants of a job, of which each is tried before it is named, and what was ``tried``."""
+    """One way out of a shortage: variations of a job, each of which is tried before it is named,
+    and what was ``tried`` in vain."""
 
-    problem: Problem
-    short: _Short
-    model_of: ModelOf
+    found: Found
+    short: Filled
     whole: Watch
     watch: Watch
     tried: list[str]
 
     @property
+    def problem(self) -> Problem:
+        """What does not fit."""
+        return self.found.problem
+
+    @property
     def job(self) -> Job:
-        """The job that does not fit."""
-        return self.problem.job
+        """Its job."""
+        return self.found.problem.job
 
-    def fits(self, job: Job, what: str) -> bool:
-        """Whether a plan of ``job`` is found, which differs in ``what``."""
+    def fits(self, keys: Mapping[str, Any], what: str) -> bool:
+        """Whether a plan is found with other values of ``keys``, which is ``what`` is changed."""
+        return self.job_fits(changed(self.job, keys), what)
+
+    def job_fits(self, job: Job, what: str) -> bool:
+        """Whether a plan of a ``job`` is found, which differs in ``what``."""
         self.tried.append(what)
-        return _fits(self.model_of, job, self.whole)
+        return _fits(self.found, job, self.whole)
 
 
-def _ways(problem: Problem, short: _Short, model_of: ModelOf, whole: Watch, helps: str) -> str:
+def _ways(found: Found, short: Filled, whole: Watch, helps: str) -> str:
     """What would help, each tried before it is named; where nothing was found, what was tried."""
-    found, tried = [helps] if helps else [], []
+    help_, tried = [helps] if helps else [], []
     for way in WAYS:
-        attempt = _Try(problem, short, model_of, whole, whole.part(SECONDS_FOR_A_WAY), [])
+        attempt = _Try(found, short, whole, whole.part(SECONDS_FOR_A_WAY), [])
         text = way(attempt)
         if text:
-            found.append(text)
+            help_.append(text)
         elif attempt.tried:
             some = list(dict.fromkeys(attempt.tried))
             if len(some) > MAX_NAMED:
                 some = [*some[: MAX_NAMED - 1], "...", some[-1]]
             cut = f" (cut at {SECONDS_FOR_A_WAY:g} s)" if attempt.watch.ended else ""
             tried.append(f"{', '.join(some)}{cut}")
-    if found:
-        return f"What would help: {'; '.join(found)}."
+    if help_:
+        return f"What would help: {'; '.join(help_)}."
     if not tried:
         return "No way out was found: there is none to try."
     return f"No way out was found. Tried: {'; '.join(tried)}."
@@ -221,13 +197,16 @@ def _larger_memory(attempt: _Try) -> str:
     alone may lie elsewhere and more of this memory is not enough, that of another one."""
     short, cluster = attempt.short, attempt.problem.cluster
     total, left = getattr(cluster, f"{short.tier}_cap"), short.capacity
+    # A reservation may be a share of the memory, so what is missing has to be scaled up by what of
+    # every further byte is left; or a fixed amount, which the exact sum is right for. Both are
+    # tried.
     if not left:  # it is all reserved; what is left of plenty says how much that asks for
         total, left = MAX_BYTES, _left_of_plenty(attempt)
-    exact = short.need + total - left
-    found = _enough(attempt, short.tier, exact, -(-short.need * total // max(left, 1)))
+    exact = short.needed + total - left
+    found = _enough(attempt, short.tier, exact, -(-short.needed * total // max(left, 1)))
     if found or attempt.problem.model.is_trained:
         return found
-    missing = short.need - short.capacity
+    missing = short.over
     for tier in TIERS:
         has: int = getattr(cluster, f"{tier}_cap")
         if has and tier != short.tier and (found := _enough(attempt, tier, has + missing)):
@@ -244,7 +223,7 @@ def _enough(attempt: _Try, tier: Tier, exact: int, scaled: int = 0) -> str:
         if attempt.watch.over() and wanted not in (exact, plenty):
             continue
         what = f"cluster.{tier}_cap of {exact_bytes(wanted)}"
-        if attempt.fits(_with(attempt.job, "cluster", **{f"{tier}_cap": wanted}), what):
+        if attempt.fits({f"cluster.{tier}_cap": wanted}, what):
             return f"{what} fits"
     return ""
 
@@ -265,7 +244,7 @@ def _checkpointing(attempt: _Try) -> str:
         return ""
     for policy in (name for name in CHOSEN_FROM if name not in checkpointing_of(job)):
         what = f"checkpointing '{policy}'"
-        if attempt.fits(with_checkpointing(job, policy), what):
+        if attempt.fits({"planner.dense.checkpointing": (policy,)}, what):
             return f"{what} fits"
     return ""
 
@@ -280,13 +259,15 @@ def _more_ranks(attempt: _Try) -> str:
     def fits(count: int) -> bool:
         ranks = count * unit
         local = ranks if one_cpu else cluster.local_world_size
-        job = _with(attempt.job, "cluster", world_size=ranks, local_world_size=local)
-        return attempt.fits(job, f"{ranks} ranks")
+        keys = {"cluster.world_size": ranks, "cluster.local_world_size": local}
+        return attempt.fits(keys, f"{ranks} ranks")
 
     low, most = cluster.world_size // unit + 1, MAX_PLANNED // unit
     if low > most:
         return ""
-    roomy = math.ceil(ROOMY * cluster.world_size * short.need / (max(short.capacity, 1) * unit))
+    # Near the border a search takes longest and may miss the only plan there is, so the first try
+    # has plenty of room; from there on fewer are tried by halves.
+    roomy = math.ceil(ROOMY * cluster.world_size * short.needed / (max(short.capacity, 1) * unit))
     count = _first(fits, low, most, attempt.watch, min(max(low, roomy), most))
     if count is None:
         return ""
@@ -299,20 +280,19 @@ def _smaller_batch(attempt: _Try) -> str:
     size = attempt.job.batch.size
 
     def fits(batch: int) -> bool:
-        return attempt.fits(_with(attempt.job, "batch", size=batch), f"a batch of {batch}")
+        return attempt.fits({"batch.size": batch}, f"a batch of {batch}")
 
     if size == 1 or not fits(1):  # of less, no more fits
         return ""
     most = size.bit_length() - 1  # halvings down to one sample
     steps = _first(lambda n: n == most or fits(size // 2**n), 1, most, attempt.watch) or most
-    low, high = size // 2**steps, size // 2 ** (steps - 1)
-    while high - low > max(1, low // 16) and not attempt.watch.over():  # to about 6 %
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return f"a batch of {low} per rank fits"
+
+    def enough(low: int, high: int) -> bool:
+        """To about 6 %."""
+        return high - low <= max(1, low // 16) or attempt.watch.over()
+
+    largest = halved(fits, size // 2**steps, size // 2 ** (steps - 1), enough=enough)
+    return f"a batch of {largest} per rank fits"
 
 
 def _host_memory(attempt: _Try) -> str:
@@ -328,9 +308,12 @@ def _host_memory(attempt: _Try) -> str:
 
     def fits(count: int) -> bool:
         moved = {t.name for t in order[:count]}
-        tables = tuple(_offloaded(t) if t.name in moved else t for t in job.tables)
+        tables = tuple(
+            msgspec.structs.replace(t, compute_kernels=("fused_uvm",)) if t.name in moved else t
+            for t in job.tables
+        )
         what = f"compute_kernels fused_uvm of the {count} largest tables"
-        return attempt.fits(msgspec.structs.replace(job, tables=tables), what)
+        return attempt.fits({"tables": tables}, what)
 
     count = _first(fits, 1, len(order), attempt.watch)
     if count is None:
@@ -338,10 +321,6 @@ def _host_memory(attempt: _Try) -> str:
     names = ", ".join(t.name for t in order[:count][:MAX_NAMED])
     more = f" and {count - MAX_NAMED} more" if count > MAX_NAMED else ""
     return f"{names}{more} with compute_kernels fused_uvm fits"
-
-
-def _offloaded(table: TableSpec) -> TableSpec:
-    return msgspec.structs.replace(table, compute_kernels=("fused_uvm",))
 
 
 def _units_on_host(attempt: _Try) -> str:
@@ -352,8 +331,7 @@ def _units_on_host(attempt: _Try) -> str:
         return ""
 
     what = "memory.offload = 'auto'"
-    fits = attempt.fits(with_memory(job, offload="auto"), what)
-    return f"{what} fits" if fits else ""
+    return f"{what} fits" if attempt.fits({"memory.offload": "auto"}, what) else ""
 
 
 def _fewer_replicas(attempt: _Try) -> str:
@@ -365,8 +343,8 @@ def _fewer_replicas(attempt: _Try) -> str:
     what = "parallel.data_replicate = 1"
     stage: Zero = 3 if isinstance(zero, tuple) or zero == "auto" else zero
     size = job.planner.dense.bucket_size if stage < 3 else 0
-    shared = with_sharing(job, Sharing(stage, bucket_size=size if isinstance(size, int) else 0))
-    return f"{what} fits" if attempt.fits(shared, what) else ""
+    its = shared(job, stage, bucket_size=size if isinstance(size, int) else 0)
+    return f"{what} fits" if attempt.job_fits(its, what) else ""
 
 
 def _fewer_limits(attempt: _Try) -> str:
@@ -379,7 +357,7 @@ def _fewer_limits(attempt: _Try) -> str:
         msgspec.structs.replace(t, sharding_types=None, min_partition=None) for t in job.tables
     )
     what = "no sharding_types and min_partition"
-    if not attempt.fits(msgspec.structs.replace(job, tables=free), what):
+    if not attempt.fits({"tables": free}, what):
         return ""
     names = ", ".join(limited[:MAX_NAMED])
     more = f" and {len(limited) - MAX_NAMED} more" if len(limited) > MAX_NAMED else ""
@@ -404,6 +382,9 @@ def _first(
     """The smallest number from ``low`` to ``high`` that fits: from ``start`` on by doubling steps,
     then by bisection; when time runs out the smallest that was tried. Where none from ``start`` on
     does, ``low`` is tried."""
+    # The next number is tried in steps that double, since a try takes about as long whatever its
+    # size and the answer may be far away; between one that fits and one that does not halves are
+    # left.
     at = begun = max(start, low)
     step, failed = 1 if begun == low else begun, low - 1
     while not fits(at):
@@ -412,18 +393,7 @@ def _first(
             return low if begun > low and fits(low) else None
         at = min(at + step, high)
         step *= 2
-    while at - failed > 1 and not watch.over():
-        middle = (at + failed) // 2
-        if fits(middle):
-            at = middle
-        else:
-            failed = middle
-    return at
-
-
-def _with(job: Job, section: str, **changes: Any) -> Job:
-    changed = msgspec.structs.replace(getattr(job, section), **changes)
-    return msgspec.structs.replace(job, **{section: changed})
+    return halved(fits, at, failed, enough=lambda good, bad: good - bad <= 1 or watch.over())
 
 
 def not_run(model: ModelSpec) -> str:
@@ -434,10 +404,12 @@ def not_run(model: ModelSpec) -> str:
     return "with tables in parts that repeat" if "lookup" in backward else ""
 
 
-def _fits(model_of: ModelOf, job: Job, whole: Watch) -> bool:
-    """Whether a plan of ``job`` is found that fits, in the time that a try has."""
+def _fits(found: Found, job: Job, whole: Watch) -> bool:
+    """Whether a plan of ``job``, a variation of that of what was ``found``, is found that fits, in
+    the time that a try has."""
+    assert found.model_of is not None
     try:
-        model = model_of(job)
+        model = found.model_of(checkpointed(job, found.policy))
         problem = make_problem(job, model)
     except ShardwrightError:  # a way out that is none: too small for its own reservation, say
         return False
@@ -450,6 +422,8 @@ def _fits(model_of: ModelOf, job: Job, whole: Watch) -> bool:
 
 
 def _step_fits(problem: Problem) -> bool:
+    # A try takes the smallest draft, not a search: whether anything fits is all that is asked. Most
+    # that do not fit are refused by their kept bytes, or by the fullest rank alone.
     draft = smallest(problem)
     loads = draft.kept_bytes
     fullest = max(range(len(loads)), key=lambda r: loads[r])

@@ -1,9 +1,19 @@
-"""A draft of a whole training step: its seconds with all latencies, and its peak, simulated."""
+"""A draft of a whole training step: its seconds with all latencies, and its peak, simulated.
+
+Only this says whether a draft fits (its live bytes, what an allocator holds for them, and what
+torch does not allocate), so that `plan`, `memory` and `fit` cannot disagree.
+"""
+
+# Ranks that are loaded alike have the same step: classes of ranks, few even among hundreds, are
+# what is run. Anything that makes a rank's step differ has to be in its `RankLoad`, or two ranks
+# are taken for one and the peak of the fuller one is missed.
+#
+# Bytes called exact are met to the byte by a run, which is tested; the others are modelled.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, get_args
@@ -11,28 +21,31 @@ from typing import Any, get_args
 import msgspec
 
 from shardwright.core.block import Role
-from shardwright.core.footprint import RankMemory
+from shardwright.core.footprint import Alive, RankMemory, needs_of
 from shardwright.core.optimizers import OPTIMIZERS, trained
 from shardwright.core.schedule import Action, Merged, Modes, Prefetch, training_step
-from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase
+from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase, stretches
 from shardwright.cost import dense, embedding, optimizer
 from shardwright.cost.pipeline import by_phase
+from shardwright.heap.allocator import AllocatorSettings
+from shardwright.heap.classes import MODELLED, RankClass, Setting, rank_memories
 from shardwright.heap.flat import FlatUnits, unit_sizes
 from shardwright.heap.ledger import Ledger
 from shardwright.heap.machine import Sharding, Units
 from shardwright.heap.rank_step import RankStep
 from shardwright.heap.traffic import Traffic
-from shardwright.job.job import overlap_of
-from shardwright.job.model_of_job import early_tables
+from shardwright.job.job import memory_of
 from shardwright.job.plan import RankTotals
-from shardwright.job.planner import trained_communication
 from shardwright.planner.crossing import Crossing, crossings
-from shardwright.planner.demand import memories, needs
-from shardwright.planner.draft import Draft
+from shardwright.planner.draft import Draft, Filled
 from shardwright.planner.exchange import Exchange, exchanges
 from shardwright.planner.problem import ranks_per_host
 from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.units import dense_modes
+
+# What depends on which ids come, of which a plan assumes that they spread evenly.
+OF_IDS: tuple[Kind, ...] = ("communication", "temporary")
+MOST_NAMED = 4  # stretches of ranks in the name of a class
 
 
 class RankLoad(msgspec.Struct, frozen=True):
@@ -160,6 +173,8 @@ class StepDraft(Draft):
             for choice in self.units
             if choice.stays
         )
+        # Of units that stay whole between steps the device has both: the share that is updated, and
+        # the whole in the dtype that is computed in.
         if beside:  # whole parameters in another dtype than their shares
             resident["gathered_weight"] = beside
         return RankLoad(resident, traffic)
@@ -167,16 +182,17 @@ class StepDraft(Draft):
     @cached_property
     def sharding(self) -> Sharding:
         """What the units' placements are to whoever runs a step on a heap."""
+        context = self.problem.unit_space.context
         return Sharding(
-            shards=self.problem.unit_space.context.grid.shards,
-            replicas=self.problem.unit_space.context.replicas,
-            twice=self.problem.unit_space.context.twice,
+            shards=context.grid.shards,
+            replicas=context.replicas,
+            twice=context.twice,
             kept=frozenset(u.unit.name for u in self.units if not u.reshard),
             replicated=frozenset(u.unit.name for u in self.units if u.replicated),
-            param_dtype=self.problem.unit_space.context.param_dtype,
-            reduce_dtype=self.problem.unit_space.context.reduce_dtype,
+            param_dtype=context.param_dtype,
+            reduce_dtype=context.reduce_dtype,
             prefetch=self.prefetch,
-            zero=self.problem.unit_space.context.zero,
+            zero=context.zero,
             on_gpu=self.problem.cluster.compute_device != "cpu",
             offloaded=frozenset(u.unit.name for u in self.units if u.offloaded),
             block=OPTIMIZERS[self.problem.job.train.optimizer].block,
@@ -206,11 +222,7 @@ class StepDraft(Draft):
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """Of every module of tables."""
-        problem = self.problem
-        communication = trained_communication(problem.context.estimator)
-        early = early_tables(problem.job, self.model)
-        how = (communication, overlap_of(problem.job, self.ranks), early)
-        return tuple(exchanges(self.model, self.tables, self.ranks, problem.batch, *how))
+        return tuple(exchanges(self.problem, self.tables))
 
     def traffic(self, rank: int) -> dict[str, Traffic]:
         """This rank's share of every exchange, by its path."""
@@ -219,6 +231,7 @@ class StepDraft(Draft):
     @cached_property
     def classes(self) -> tuple[tuple[RankLoad, tuple[int, ...]], ...]:
         """Ranks that are loaded alike, with their load."""
+        # By the encoded load, for loads hold dicts and cannot be hashed.
         alike: dict[bytes, tuple[RankLoad, list[int]]] = {}
         for rank in range(self.ranks):
             load = self.load(rank)
@@ -243,7 +256,7 @@ class StepDraft(Draft):
         """The highest total of any rank. Of units alone every rank has the same: what is padding
         on one is weight on another, unless their optimizer quantizes some."""
         if self.tables or any(choice.elements(None) for choice in self.units):
-            return super().highest_peak
+            return super().highest_peak  # ranks differ
         exact: Exact = {}
         for choice in self.units:
             exact.update(unit_events(choice, None))
@@ -254,6 +267,8 @@ class StepDraft(Draft):
     @property
     def fits(self) -> bool:
         """Whether every rank's memory is enough, for sure or perhaps as its problem asks."""
+        # The cheapest question first: what an allocator holds is found by replaying every
+        # allocation of a step, and only where live bytes fit and somebody wants to be sure.
         _, ddr, ssd = self.problem.capacity
         if max(self.disk_bytes, default=0) > ssd or self.host_bytes > ddr:
             return False
@@ -261,6 +276,11 @@ class StepDraft(Draft):
         if self.least_demand > room or not (self.problem.sure and self.problem.on_accelerator):
             return self.least_demand <= room
         return needs(self, room)[1] <= room
+
+    @property
+    def fills(self) -> Sequence[Filled]:
+        tier, fullest = self.problem.decisive_tier, self.peak_bytes.index(max(self.peak_bytes))
+        return [Filled(tier, fullest, self.demand, self.problem.decisive_capacity)]
 
     @cached_property
     def needs(self) -> tuple[int, int]:
@@ -308,6 +328,8 @@ class StepDraft(Draft):
     @property
     def room(self) -> tuple[int, int, int]:
         """A step needs as much again as it now has above what is kept."""
+        # For changes of single tables: what passes through a step is taken to stay, so that what is
+        # left is for shards; the step is run again before a change is taken.
         units = max(StepDraft(self.problem, (), self.units).kept_bytes)
         passing = self.demand - max(self.kept_bytes)
         left = self.problem.decisive_capacity - units - passing
@@ -409,3 +431,62 @@ def unit_events(choice: UnitChoice, rank: int | None) -> Exact:
         events["step", "optimizer_state", name] = kept["optimizer_state"]
         events["step", "padding", f"{name}.optimizer_state"] = extra
     return events
+
+
+def needs(draft: StepDraft, enough: int | None = None) -> tuple[int, int]:
+    """The least and the most bytes that the rank which asks most needs of its device; not all of
+    the most where that is more than ``enough``."""
+    extras = draft.problem.extras
+    # An allocator that holds more than `enough` is over the budget whatever else is there, so its
+    # replay may end there: to say no is much quicker than to say by how much.
+    beside = sum(extra.high for extra in extras)
+    ranks = draft.memories(None if enough is None else enough - beside)
+    all_needs = [needs_of(rank, ranks, extras) for rank in ranks]
+    return max(least for least, _ in all_needs), max(most for _, most in all_needs)
+
+
+def memories(
+    draft: StepDraft, *, details: bool = False, named: str = "", enough: int | None = None
+) -> tuple[RankMemory, ...]:
+    """Ranks that are loaded alike are one class; each runs its step. What allocators hold beyond
+    ``enough`` is not looked at, where that is given."""
+    on_gpu = draft.problem.on_accelerator
+    setting = Setting(
+        draft.machine,
+        draft.sharding,
+        on_gpu,
+        AllocatorSettings.parse(memory_of(draft.problem.job).allocator),
+        draft.problem.decisive_capacity,
+        modelled=(*(MODELLED if on_gpu else ()), *(OF_IDS if draft.tables else ())),
+        fine=True,
+        enough=enough,
+    )
+    classes = [
+        RankClass(
+            class_name(ranks, draft.ranks),
+            len(ranks),
+            {"rank": ranks[0]},
+            draft.rank_step(load),
+            {
+                name.rpartition(".")[0]: nbytes
+                for (_, kind, name), nbytes in draft.tables_exact[ranks[0]].items()
+                if kind == "weight"
+            },
+            [
+                Alive(kind, name.removesuffix(".weight"), kind, nbytes)
+                for kind, name, nbytes in draft.kept(draft.exact_of(ranks[0]))
+                if nbytes
+            ],
+        )
+        for load, ranks in draft.classes
+    ]
+    return rank_memories(classes, setting, details=details, named=named)
+
+
+def class_name(ranks: Sequence[int], world_size: int) -> str:
+    """Who they are: ``all ranks``, ``rank 3``, ``ranks 0-2, 5``; the first is in no other class."""
+    if len(ranks) == world_size:
+        return "all ranks"
+    runs = [str(a) if n == 1 else f"{a}-{a + n - 1}" for a, n in stretches(ranks)]
+    more = ", ..." if len(runs) > MOST_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(runs[:MOST_NAMED])}{more}"

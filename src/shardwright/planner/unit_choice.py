@@ -1,5 +1,9 @@
 """One way to place a dense unit, of one module or of several that share its buffer."""
 
+# Bytes and seconds of a unit follow from its layout and its context alone, so that a choice can be
+# made again from a plan (`explain`), asked for in vain (`--why-not`) and bound from below
+# (`strategy/steps.unit_floors`) without the search that found it.
+
 from __future__ import annotations
 
 import math
@@ -7,21 +11,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from shardwright.core.amount import named
 from shardwright.core.block import Block
 from shardwright.core.layout import ReplicaGrid, UnitLayout, unit_layout
 from shardwright.core.model import UnitSpec
 from shardwright.core.optimizer_states import Elements
-from shardwright.core.optimizers import OPTIMIZERS, OptimizerName
+from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.placement import Flat, Placement, Replicate, Roles, Zero, roles
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import Phase
 from shardwright.cost import dense, optimizer
 from shardwright.cost.pipeline import ComputeSeconds, UnitSeconds
 from shardwright.job.memory import Offload
-
-ALONE = ReplicaGrid()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +87,35 @@ class Calls(NamedTuple):
         return self.forward + self.backward
 
 
+class UnitSizes(NamedTuple):
+    """What the seconds of a unit follow from, as numbers or as amounts of a derivation.
+
+    Bytes of the whole buffer as it is ``gathered``, of its gradient before it is summed
+    (``cleared``) and as it is (``reduced``, and among replicas ``part_reduced``); of a rank's
+    slice, and of what is ``trained`` and ``stored`` there. Ranks that share it, replicas of each
+    share, and how many of them are linked closely.
+    """
+
+    gathered: Any
+    cleared: Any
+    reduced: Any
+    part_reduced: Any
+    slice: Any
+    trained: Any
+    stored: Any
+    shards: Any
+    local: Any
+    replicas: Any
+    replicas_local: Any
+
+
 @dataclass(frozen=True)
 class UnitChoice:
     """A unit with the placement of its states, and under which stage of ZeRO the other roles follow
     it; bytes and seconds are those of every rank, padding apart.
 
-    ``spent`` is what its collectives, gradient and update take, ``computing`` what its modules do.
-    ``gathered`` and ``reduced`` are bytes of the whole buffer as it is gathered and summed,
-    ``cleared`` those of its gradient before that. The rank's shares of an ``offloaded`` unit, in
-    all roles, are in host memory; they are ``away`` where the device has another one. A unit that
-    is ``cast`` has tensors that compute in another dtype than they are kept in. ``grid`` has the
-    ranks of its parts, of a replicated unit all of them alike.
+    ``computing`` is what its modules take. The rank's shares of an ``offloaded`` unit, in all
+    roles, are in host memory.
     """
 
     unit: UnitSpec
@@ -102,15 +123,60 @@ class UnitChoice:
     zero: Zero
     reshard: bool
     layout: UnitLayout
-    spent: UnitSeconds
     computing: ComputeSeconds
-    gathered: int
-    cleared: int
-    reduced: int
+    context: DenseContext
     offloaded: bool = False
-    away: bool = False
-    cast: bool = False
-    grid: ReplicaGrid = ALONE
+
+    @property
+    def away(self) -> bool:
+        """Whether the shares of a rank are in another memory than the device's."""
+        return self.offloaded and self.context.on_gpu
+
+    @cached_property
+    def cast(self) -> bool:
+        """Whether tensors of it compute in another dtype than they are kept in."""
+        dtype = self.context.param_dtype
+        return bool(dtype) and any(tensor.dtype != dtype for tensor in self.unit.tensors)
+
+    @cached_property
+    def grid(self) -> ReplicaGrid:
+        """The ranks of its parts; of a replicated unit all of them alike."""
+        return ReplicaGrid(1, self.context.ranks) if self.replicated else self.context.grid
+
+    @cached_property
+    def gathered(self) -> int:
+        """Bytes of the whole buffer as it is gathered."""
+        return self.layout.whole_bytes(self.context.param_dtype, trained=self.stays)
+
+    @cached_property
+    def cleared(self) -> int:
+        """Bytes of its gradient before it is summed."""
+        return self.layout.whole_bytes(self.context.param_dtype, trained=True)
+
+    @cached_property
+    def reduced(self) -> int:
+        """Bytes of its gradient as it is summed."""
+        dtype = self.context.reduce_dtype or self.context.param_dtype
+        return self.layout.whole_bytes(dtype, trained=True)
+
+    @cached_property
+    def spent(self) -> UnitSeconds:
+        """What its collectives, gradient and update take."""
+        context, layout = self.context, self.layout
+        sizes = UnitSizes(
+            self.gathered,
+            self.cleared,
+            self.reduced,
+            self.part_reduced,
+            layout.shard_bytes,
+            layout.trained.shard_bytes,
+            layout.stored_bytes,
+            self.grid.shards,
+            context.local if self.replicated else context.shards_local,
+            self.grid.replicas,
+            context.replicas_local,
+        )
+        return unit_seconds(self, sizes, context.c)
 
     @property
     def replicated(self) -> bool:
@@ -206,6 +272,8 @@ class UnitChoice:
     def elements(self, rank: int | None) -> tuple[Elements, Elements] | None:
         """Of what is trained, the elements of tensors and of padding on a rank, where its optimizer
         quantizes some; of the fullest rank, padding among the rest, where it is None."""
+        # States of 8 bits are kept in blocks of elements, and small tensors in full, so their bytes
+        # depend on where a rank's slice begins and ends; those of others on its length alone.
         if not OPTIMIZERS[self.unit.optimizer].quantized:
             return None
         trained = self.layout.trained
@@ -236,6 +304,8 @@ class UnitChoice:
 
 def merged(units: Sequence[UnitSpec]) -> UnitSpec:
     """The unit that neighbours share: ``layers.0-3`` of ``layers.0`` to ``layers.3``."""
+    # The name has to say which layers share it, for it is what a plan, a timeline and a measurement
+    # have in common.
     first = units[0]
     if len(units) == 1:
         return first
@@ -272,12 +342,11 @@ def unit_choices(
         sum(computed[member.name].forward for member in units),
         sum(computed[member.name].backward for member in units),
     )
-    kind, dtype = unit.optimizer, context.param_dtype
+    dtype = context.param_dtype
     cast = {tensor.dtype for tensor in unit.tensors} - {dtype} if dtype else set()
 
     def choices(placement: Placement, zero: Zero = 3, *, offloaded: bool) -> Iterator[UnitChoice]:
         """Kept whole after a forward, and if it can be resharded."""
-        moved = {tensor.dtype for tensor in unit.tensors} if offloaded else cast
         sharded = isinstance(placement, Flat)
         grid = context.grid if sharded else ReplicaGrid(1, context.ranks)
         layout = unit_layout(
@@ -287,89 +356,57 @@ def unit_choices(
             unit.frozen,
             zero=zero,
             kept=grid.kept,
-            cast=moved,
-            block=OPTIMIZERS[kind].block,
+            cast={tensor.dtype for tensor in unit.tensors} if offloaded else cast,
+            block=OPTIMIZERS[unit.optimizer].block,
         )
-        sizes = _buffers(layout, context, stays=zero < 3)
-        spent = _spent(layout, kind, sizes, context, grid, sharded=sharded, stays=zero < 3)
-        if cast and not sharded:
-            spent = spent._replace(gather=dense.copy_seconds(sizes[0], context.c, away=False))
-        if offloaded:
-            spent = _copied(spent, layout, kind, sizes[0], context)
-        away = offloaded and context.on_gpu
         for reshard in (False, True) if sharded and zero == 3 else (False,):
-            its = (unit, placement, zero, reshard, layout, spent, computing)
-            yield UnitChoice(*its, *sizes, offloaded, away, bool(cast), grid)
+            yield UnitChoice(unit, placement, zero, reshard, layout, computing, context, offloaded)
 
     yield from choices(Replicate(), offloaded=False)
     for offloaded in (False, True) if offloads else (False,):
         yield from choices(Flat(), context.zero, offloaded=offloaded)
 
 
-def _buffers(layout: UnitLayout, context: DenseContext, *, stays: bool) -> tuple[int, int, int]:
-    """Bytes of the whole buffer as it is gathered, and of its gradient before and in the sum."""
-    return (
-        layout.whole_bytes(context.param_dtype, trained=stays),
-        layout.whole_bytes(context.param_dtype, trained=True),
-        layout.whole_bytes(context.reduce_dtype or context.param_dtype, trained=True),
-    )
+def unit_seconds(choice: UnitChoice, of: UnitSizes, c: Any) -> UnitSeconds:
+    """What one gather, one reduce, the gradient's buffer and the update of a unit take.
 
-
-def _spent(
-    layout: UnitLayout,
-    kind: OptimizerName,
-    sizes: tuple[int, int, int],
-    context: DenseContext,
-    grid: ReplicaGrid,
-    *,
-    sharded: bool,
-    stays: bool,
-) -> UnitSeconds:
-    c, shard, trained = context.c, layout.shard_bytes, layout.trained.shard_bytes
-    gathered, cleared, reduced = sizes
-    local = context.shards_local if sharded else context.local
+    Numbers give numbers, amounts derivations. Of a unit in host memory a gather begins with a copy
+    of the rank's share, a reduce ends with one of its gradient, and the host updates.
+    """
+    # `explain` derives the seconds of a plan by the same calls: terms in another order would differ
+    # from the plan in the last bits.
+    sharded = not choice.replicated
     gather, reduce = (
         dense.communication_seconds(
-            nbytes, shard, grid.shards, sharded=sharded, stays=stays, c=c, local=local
+            buffer, of.slice, of.shards, sharded=sharded, stays=choice.stays, c=c, local=of.local
         )
-        for nbytes in (gathered, reduced)
+        for buffer in (of.gathered, of.reduced)
     )
-    found = UnitSeconds(
-        gather=gather["gather"],
-        reduce=reduce["reduce"] if layout.trains else 0.0,
-        gradient=dense.gradient_seconds(cleared, c),
-        update=dense.update_seconds(optimizer.dense_update_bytes(trained, kind), c),
-    )
-    if grid.replicas == 1 or not layout.trains:
-        return found
-    between = dense.replica_seconds(
-        layout.stored_bytes,
-        reduced // grid.shards,
-        grid.replicas,
-        twice=grid.twice,
-        c=c,
-        local=context.replicas_local,
-    )
-    return found._replace(
-        reduce=found.reduce + between["reduce"],
-        replicas=between["gather"] if grid.twice else None,
-    )
-
-
-def _copied(
-    spent: UnitSeconds,
-    layout: UnitLayout,
-    kind: OptimizerName,
-    gathered: int,
-    context: DenseContext,
-) -> UnitSeconds:
-    """The same of a unit in host memory: a gather begins with a copy of the rank's share, a reduce
-    ends with one of its gradient, and the host updates."""
-    c, away, trained = context.c, context.on_gpu, layout.trained.shard_bytes
-    share = gathered // context.grid.shards
-    moved = optimizer.dense_update_bytes(trained, kind)
-    return spent._replace(
-        gather=spent.gather + dense.copy_seconds(share, c, away=away),
-        reduce=spent.reduce + dense.copy_seconds(trained, c, away=away) if layout.trains else 0.0,
-        update=dense.update_seconds(moved, c, away=away),
+    gathers, reduces = gather["gather"], reduce["reduce"] if choice.reduces else 0.0
+    if choice.cast and not sharded:  # no rank sends anything, and each fills its own copy
+        gathers = dense.copy_seconds(of.gathered, c, away=False)
+    replicas = None
+    if choice.between:
+        between = dense.replica_seconds(
+            of.stored,
+            of.part_reduced,
+            of.replicas,
+            twice=choice.grid.twice,
+            c=c,
+            local=of.replicas_local,
+        )
+        reduces = reduces + between["reduce"]
+        replicas = between["gather"] if choice.grid.twice else None
+    if choice.offloaded:
+        share = named("sent_bytes", of.gathered // of.shards, "B")
+        gathers = gathers + dense.copy_seconds(share, c, away=choice.away)
+        if choice.reduces:
+            reduces = reduces + dense.copy_seconds(of.trained, c, away=choice.away)
+    moved = optimizer.dense_update_bytes(of.trained, choice.unit.optimizer)
+    return UnitSeconds(
+        gather=gathers,
+        reduce=reduces,
+        gradient=dense.gradient_seconds(of.cleared, c),
+        update=dense.update_seconds(moved, c, away=choice.away),
+        replicas=replicas,
     )

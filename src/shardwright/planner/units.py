@@ -4,6 +4,12 @@ Layers of one series may be merged with their neighbours. Few large units save l
 ones keep fewer bytes gathered at once. All units of a series are cut alike, as evenly as they go.
 """
 
+# Cuts, placements and prefetch multiply to thousands of arrangements of a deep model, and to run
+# the step of one takes milliseconds. So what a run of units adds is worked out once for every way
+# to cut and place it (`PlacedRun`), and arrangements are sums over these; seconds with prefetch,
+# which are no sum, are walked only for those whose lower bound (`floor`) comes first. A floor above
+# the seconds would make the search drop the fastest plan without a word.
+
 from __future__ import annotations
 
 import math
@@ -38,7 +44,7 @@ Unit = tuple[UnitSpec, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class PlacedRun:
     """A run of units, cut and placed in one way: what of an arrangement follows from it alone."""
 
     space: UnitSpace
@@ -101,7 +107,7 @@ class Arrangement:
     """Every unit of a model, in order. ``placed`` is the way each run of units was placed."""
 
     space: UnitSpace
-    parts: tuple[Part, ...]
+    parts: tuple[PlacedRun, ...]
     prefetch: Prefetch
     placed: tuple[int, ...] = ()
 
@@ -187,7 +193,7 @@ class UnitSpace:
     section: DenseSection = FREE
     _known: dict[tuple[str, ...], tuple[UnitChoice, ...]] = field(default_factory=dict)
     _dtypes: dict[str, str] = field(default_factory=dict)
-    _parts: dict[tuple[int, int, int], Part] = field(default_factory=dict)
+    _parts: dict[tuple[int, int, int], PlacedRun] = field(default_factory=dict)
 
     @cached_property
     def pieces(self) -> dict[str, list[float]]:
@@ -199,6 +205,8 @@ class UnitSpace:
         }
 
     def _seconds(self, direction: str, moments: Sequence[Moment]) -> list[float]:
+        # Blocks that repeat share their pieces: a model of a hundred layers has thousands of
+        # moments and a few dozen pieces, told apart by identity.
         known: dict[tuple[int, str], float] = {}
         keys = []
         for moment, home in zip(moments, self.model.step.homes[direction], strict=True):
@@ -258,6 +266,8 @@ class UnitSpace:
         """What is tried; units that tables or little else stand between are not gathered ahead."""
         if self.section.prefetch is not None:
             return (self.section.prefetch,)
+        # A gather ahead helps where the next unit is known and follows at once, as layers of a
+        # series and buckets do; it costs the memory of one more unit.
         follow = self.model.bucket_size or len(self.runs) < len(self.model.units)
         return (0, 1) if follow and len(self.model.units) > 1 else (0,)
 
@@ -281,6 +291,9 @@ class UnitSpace:
         offload = "all" if wanted == "offload" else self.context.offload
         offloads = offload != "none"
         for choice in unit_choices(units, self.computed, self.context, offloads=offloads):
+            # Below stage 3 parameters are whole anyway, so a replica saves a gather and loses the
+            # share of its states: where a unit trains it is sharded, and replicated where nothing
+            # of it would be shared.
             if wanted is None and self.context.zero < 3:  # whose states are shared, or nothing is
                 shares = choice.layout.trains or offload == "all"
                 wanted = "shard" if shares else "replicate"
@@ -312,18 +325,19 @@ class UnitSpace:
             for prefetch in self.prefetches
         )
 
-    def _part(self, index: int, size: int, way: int) -> Part:
+    def _part(self, index: int, size: int, way: int) -> PlacedRun:
         """A run in units of ``size`` at most: sizes that make as many units make the same."""
         run = self.runs[index]
         key = index, ceil_div(len(run), size), way
         if key not in self._parts:
             units = (self.choices(unit)[way] for unit in cut_evenly(run, size))
-            self._parts[key] = Part(self, tuple(units))
+            self._parts[key] = PlacedRun(self, tuple(units))
         return self._parts[key]
 
     @cached_property
     def apart(self) -> list[float]:
         """Seconds of what is computed in no unit; the root's own is a unit by another name."""
+        # What no unit computes is the same in every arrangement, so any one of them tells it.
         units = tuple(choice for unit in self.model.units for choice in self.choices((unit,))[:1])
         found = self.walk(units, dense_modes(units, 0))
         return [spent.seconds for spent in found if not spent.unit]
@@ -331,6 +345,8 @@ class UnitSpace:
     def _ways(self) -> list[tuple[int, ...]]:
         """For each run the number of a choice; where there are many runs, all alike but the last,
         whose backward comes first."""
+        # The unit that comes last in a forward is first in the backward, so that freeing it in
+        # between only costs a gather: it is placed apart even where all others are placed alike.
         open_ways = [range(len(self.choices(run[:1]))) for run in self.runs]
         if math.prod(len(ways) for ways in open_ways) <= MAX_COMBINATIONS:
             return list(product(*open_ways))
@@ -389,6 +405,8 @@ class UnitSpace:
 
 def cut_evenly(run: Unit, size: int) -> list[Unit]:
     """``run`` in parts of ``size`` at most that differ by one at most, the longer ones first."""
+    # As even as can be: the largest unit decides how much is gathered at once. A plan is read back
+    # by the same cut (`explain/recompute`), so another one would make older plans unreadable.
     count = ceil_div(len(run), size)
     short, longer = divmod(len(run), count)
     parts, start = [], 0
@@ -404,6 +422,8 @@ def fastest_first(
 ) -> Iterator[Arrangement]:
     """By their seconds, without those that are ``dropped`` when it is their turn. Seconds are found
     of those alone of which nothing else can be faster."""
+    # The place breaks ties, so that of arrangements as fast the first listed, which is the
+    # simplest, comes out whatever the heap does.
     queue = [(a.floor, place, False) for place, a in enumerate(arrangements)]
     heapify(queue)
     while queue:

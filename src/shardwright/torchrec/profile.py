@@ -9,6 +9,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ComputeKernel, TableSpec
 from shardwright.core.option import Option, column_width, shard_runs
 from shardwright.core.sharding import ShardingType, traits
+from shardwright.planner.choice import Placed, tally
 from shardwright.planner.options import (
     QUANTIZED_KERNELS,
     QUANTIZED_TYPES,
@@ -16,7 +17,6 @@ from shardwright.planner.options import (
     is_quantized,
 )
 from shardwright.planner.statistics.records import CriticalTerm
-from shardwright.planner.tally import Placed, tally
 from shardwright.torchrec.candidate import module_of
 from shardwright.torchrec.constants import PRESET
 from shardwright.torchrec.pricing import derive, exchange_bytes, faster, price

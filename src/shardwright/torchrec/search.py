@@ -17,14 +17,12 @@ from shardwright.core.option import Option
 from shardwright.job.job import Job
 from shardwright.job.plan import Attempt
 from shardwright.job.planner import ConstraintsSection, PartitionerSection, ProposerSection
-from shardwright.planner.choice import Choice, Cost
+from shardwright.planner.choice import Choice, Cost, Placed
 from shardwright.planner.choices import Tables, price
-from shardwright.planner.draft import TablesDraft
+from shardwright.planner.draft import Found, TablesDraft
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.watch import Watch
-from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.tables import tables_bound
-from shardwright.planner.tally import Placed
 from shardwright.torchrec.candidate import (
     MS_PER_SECOND,
     Bytes,

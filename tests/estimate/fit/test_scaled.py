@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwright.core.recording import Recording
 from shardwright.estimate.fit import fit
-from shardwright.estimate.fit.scaled import Scaled
+from shardwright.estimate.fit.variants import Scaled
 from shardwright.estimate.footprint import footprint
 from shardwright.estimate.recordings import recorded
 from shardwright.job.job import Job, parse_job

@@ -6,25 +6,27 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
 from shardwright.core.errors import InputError, NoPlanError, expected
-from shardwright.core.footprint import Fit
+from shardwright.core.footprint import Estimate, Fit, Remedy
 from shardwright.cost import constants
 from shardwright.estimate.fit.remedies import remedies
-from shardwright.estimate.fit.scaled import Scaled
-from shardwright.estimate.fit.search import Findings, search
+from shardwright.estimate.fit.search import Point, by_policy, fewest_shards, longest_sequence
 from shardwright.estimate.fit.variants import (
     Footprints,
+    Scaled,
     Variants,
     at,
-    changed_job,
+    limits_of,
     point_of,
-    space_of,
 )
 from shardwright.estimate.recordings import recorded
 from shardwright.estimate.with_tables import Recorded
 from shardwright.job.job import Job
 from shardwright.job.model_of_job import is_planned
 from shardwright.planner.search.watch import Hear
+from shardwright.planner.variation import changed
 
 __all__ = ["fit"]
 
@@ -51,59 +53,57 @@ def fit(
             )
         )
     scaled = Scaled(recorded)
-    exact = footprints or _footprints(hear, recorded)
-    variants = Variants(footprints or _footprints(hear, scaled), progress)
     try:
-        found = _searched(job, variants)
+        found, variants = _searched(job, footprints or _footprints(hear, scaled), progress)
     except NoPlanError:
         _footprints(hear, scaled, ways=True)(job)  # raises it with what would help
         raise
-    decisive = {row.largest_batch.size for row in found.rows}
-    if not scaled.agree(decisive):
-        variants = Variants(exact, progress)
-        found = _searched(job, variants)
+    exact = footprints or _footprints(hear, recorded)
+    if not scaled.agree({row.largest_batch.size for row in found.policies}):
+        found, variants = _searched(job, exact, progress)
     variants.footprints = exact
+    world, fewest = found.world_size, found.fewest_ranks
+    tried: tuple[Remedy, ...] = ()
+    if not found.own.largest_batch.size:
+        small = changed(job, {"batch.size": limits_of(job, world).batch_step})
+        shards = None if fewest is None else fewest * point_of(job, world).shards // world
+        tried = remedies(variants.estimate, small, world, shards)
+    return msgspec.structs.replace(
+        found, remedies=tried, estimates=variants.count, seconds=time.perf_counter() - begun
+    )
+
+
+def _searched(
+    job: Job, footprints: Footprints, progress: Callable[[str], None]
+) -> tuple[Fit, Variants]:
+    """All answers around a job but the ways out, and the variants that were estimated for them."""
+    variants = Variants(job, footprints, progress)
     first = variants.first
-    assert first is not None
     assert first.capacity is not None
-    here, space = point_of(job, first.world_size), space_of(job, first.world_size)
-    own = next(row for row in found.rows if row.checkpointing == here.policy)
-    tried = ()
-    if not own.largest_batch.size:
-        small = changed_job(job, "batch", size=space.batch_step)
-        tried = remedies(variants.estimate, small, first.world_size, found.shards)
-    others = first.world_size // here.shards
-    return Fit(
+    world = first.world_size
+    here, limits = point_of(job, world), limits_of(job, world)
+
+    def ask(point: Point) -> Estimate:
+        return variants.estimate(at(job, point, world))
+
+    rows, skipped = by_policy(ask, here, limits, first.capacity)
+    longest = longest_sequence(ask, here, limits, first.capacity)
+    shards = fewest_shards(ask, here, limits, first.capacity)
+    found = Fit(
         model=first.model,
         capacity=first.capacity,
         batch=here.batch,
         sequence=here.sequence,
-        world_size=first.world_size,
+        world_size=world,
         checkpointing=here.policy,
-        policies=found.rows,
-        longest_sequence=found.sequence,
-        fewest_ranks=None if found.shards is None else found.shards * others,
-        remedies=tried,
-        skipped=found.skipped,
+        policies=rows,
+        longest_sequence=longest,
+        fewest_ranks=None if shards is None else shards * (world // here.shards),
+        skipped=skipped,
         assumptions=first.assumptions,
-        estimates=variants.estimates,
-        seconds=time.perf_counter() - begun,
         dtype=first.settings.get("param_dtype", ""),
     )
-
-
-def _searched(job: Job, variants: Variants) -> Findings:
-    """All answers around a job, which is estimated first."""
-    variants.estimate(job)
-    first = variants.first
-    assert first is not None
-    assert first.capacity is not None
-    return search(
-        lambda point: variants.estimate(at(job, point, first.world_size)),
-        point_of(job, first.world_size),
-        space_of(job, first.world_size),
-        first.capacity,
-    )
+    return found, variants
 
 
 def _footprints(hear: Hear | None, record: Recorded, *, ways: bool = False) -> Footprints:

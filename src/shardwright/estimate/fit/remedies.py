@@ -1,12 +1,15 @@
 """Ways out for a job of which nothing fits: each is estimated before it is named."""
 
+# Every way is a key of the job with another value, applied and estimated like any other job. Pairs
+# multiply, so only those of what helped most are tried, the likeliest first, for some time.
+
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any
 
 from msgspec import UNSET
 
@@ -14,11 +17,11 @@ from shardwright.core.errors import InputError
 from shardwright.core.footprint import Estimate, Remedy
 from shardwright.core.llama import LlamaShape
 from shardwright.core.optimizers import OPTIMIZERS
-from shardwright.core.placement import TwoZeros, Zero
-from shardwright.estimate.fit.variants import changed_job, on_ranks
+from shardwright.estimate.fit.variants import on_ranks
 from shardwright.job.job import Job, memory_of, parallel_of
 from shardwright.job.memory import OFFLOADS
 from shardwright.job.model_of_job import unplanned
+from shardwright.planner.variation import Variation, changed
 
 PAIRED = 5  # changes, those that help most, each with every other one
 MOST_PAIRS = 6  # that are tried, the likeliest
@@ -29,7 +32,6 @@ OF_EXPERTS = (2, 4, 8)  # of a module of one's own
 SHARED = "data_shard"  # how a degree says over how many ranks data is still shared
 TIMES = (2, 4, 8, 16, 32)  # as many ranks, where nothing fits on those there are
 
-Way = tuple[tuple[str, ...], Job]
 Estimates = Callable[[Job], Estimate]
 
 
@@ -44,31 +46,31 @@ def remedies(
     """
     needs = estimate(job).most_bytes
     found = []
-    for changes, changed in _ways(job, world_size, shards):
-        remedy = _tried(estimate, changes, changed) if _runs(job, changed) else None
+    for way in _ways(job, world_size, shards):
+        remedy = _tried(estimate, (way.words,), way.job) if _runs(job, way.job) else None
         if remedy and remedy.estimate.most_bytes < WORTH * needs:
             found.append(remedy)
-    together = _together(job, found)
+    words, joined = _together(job, found)
     if not _fits(found):
         pairs = _pairs(estimate, job, found, world_size)
         found += pairs
-        if len(together[0]) > 1 and set(together[0]) not in [set(each.changes) for each in pairs]:
-            joined = _tried(estimate, *together)
-            found += [joined] if joined else []
-    for base in (((), job), together):
+        if len(words) > 1 and set(words) not in [set(each.changes) for each in pairs]:
+            remedy = _tried(estimate, words, joined)
+            found += [remedy] if remedy else []
+    for changes, its in (((), job), (words, joined)):
         if shards == 0 or not _fits(found):
-            found += _on_more_ranks(estimate, base, world_size)
+            found += _on_more_ranks(estimate, changes, its, world_size)
             shards = None
-    return tuple(sorted(found, key=_rank))
+
+    def rank(remedy: Remedy) -> tuple[bool, int, int]:
+        fits = remedy.estimate.verdict == "fits"
+        return not fits, len(remedy.changes), remedy.estimate.most_bytes
+
+    return tuple(sorted(found, key=rank))
 
 
 def _fits(found: list[Remedy]) -> bool:
     return any(remedy.estimate.verdict == "fits" for remedy in found)
-
-
-def _rank(remedy: Remedy) -> tuple[bool, int, int]:
-    fits = remedy.estimate.verdict == "fits"
-    return (not fits, len(remedy.changes), remedy.estimate.most_bytes)
 
 
 def _tried(estimate: Estimates, changes: tuple[str, ...], job: Job) -> Remedy | None:
@@ -79,29 +81,29 @@ def _tried(estimate: Estimates, changes: tuple[str, ...], job: Job) -> Remedy | 
         return None
 
 
-def _runs(job: Job, changed: Job) -> bool:
+def _runs(job: Job, variation: Job) -> bool:
     """Whether the runtime of a job runs what is changed: ours runs what a plan follows."""
     if memory_of(job).runtime != "shardwright":
         return True
     before = {key for key, _, _ in unplanned(job)}
-    return all(key in before for key, _, _ in unplanned(changed))
+    return all(key in before for key, _, _ in unplanned(variation))
 
 
-def _ways(job: Job, world_size: int, shards: int | None) -> Iterator[Way]:
-    for key in _memory_keys(job):
-        yield (str(key),), key.set_in(job)
+def _ways(job: Job, world_size: int, shards: int | None) -> Iterator[Variation]:
+    for key, value in _memory_keys(job):
+        yield Variation(changed(job, {key: value}), _said(key, value))
     section = parallel_of(job)
     if shards:
         fixed = section.data_shard != -1
-        changed = changed_job(job, "parallel", data_shard=shards) if fixed else job
+        its = changed(job, {"parallel.data_shard": shards} if fixed else {})
         others = section.data_replicate * section.tensor * section.pipeline * section.context
         world = others * shards
-        yield (f"parallel.data_shard = {shards} ({world} ranks)",), on_ranks(changed, world)
+        yield Variation(on_ranks(its, world), f"parallel.data_shard = {shards} ({world} ranks)")
     for name, degree in _degrees(job):
         yield from _divided(job, world_size, name, degree)
     if job.batch.sequence > 1:
         half = job.batch.sequence // 2
-        yield (f"batch.sequence = {half}",), changed_job(job, "batch", sequence=half)
+        yield Variation(changed(job, {"batch.sequence": half}), _said("batch.sequence", half))
 
 
 def _degrees(job: Job) -> Iterator[tuple[str, int]]:
@@ -119,7 +121,7 @@ def _degrees(job: Job) -> Iterator[tuple[str, int]]:
         yield from ((name, each) for each in degrees if each > getattr(section, name))
 
 
-def _divided(job: Job, world_size: int, name: str, degree: int) -> Iterator[Way]:
+def _divided(job: Job, world_size: int, name: str, degree: int) -> Iterator[Variation]:
     """So many ranks with another degree: fewer of them share the data; experts, which regroup
     those that do, are divided as far as that goes."""
     section = parallel_of(job)
@@ -132,25 +134,24 @@ def _divided(job: Job, world_size: int, name: str, degree: int) -> Iterator[Way]
     if world_size % others or degree <= getattr(section, name):
         return
     shards = world_size // others
-    changed = changed_job(job, "parallel", data_shard=shards, **{name: degree})
-    text = f"parallel.{name} = {degree}"
-    text += "" if name == "expert" else f" ({SHARED} = {shards})"
-    yield (text,), on_ranks(changed, world_size)
+    its = changed(job, {"parallel.data_shard": shards, f"parallel.{name}": degree})
+    shared = "" if name == "expert" else f" ({SHARED} = {shards})"
+    yield Variation(on_ranks(its, world_size), f"parallel.{name} = {degree}{shared}")
 
 
-def _on_more_ranks(estimate: Estimates, base: Way, world_size: int) -> Iterator[Remedy]:
-    """Of every kind of degree the largest, on the first number of ranks on which a job fits; not
-    further than it shrinks."""
-    changes, job = base
+def _on_more_ranks(
+    estimate: Estimates, changes: tuple[str, ...], job: Job, world_size: int
+) -> Iterator[Remedy]:
+    """Of every kind of degree the largest, on the first number of ranks on which a job, which has
+    ``changes`` already, fits; not further than it shrinks."""
     for name, degree in dict(_degrees(job)).items():
         least: int | None = None
         for times in TIMES:
-            ways = _divided(job, times * world_size, name, degree)
-            texts, changed = next(ways, ((), job))
+            way = next(_divided(job, times * world_size, name, degree), None)
             remedy = None
-            if texts and _runs(job, changed):
-                ranks = f"{times * world_size} ranks"
-                remedy = _tried(estimate, (*changes, *texts, ranks), changed)
+            if way and _runs(job, way.job):
+                words = (*changes, way.words, f"{times * world_size} ranks")
+                remedy = _tried(estimate, words, way.job)
             if remedy is None or (least and remedy.estimate.most_bytes > WORTH * least):
                 break
             least = remedy.estimate.most_bytes
@@ -159,98 +160,77 @@ def _on_more_ranks(estimate: Estimates, base: Way, world_size: int) -> Iterator[
                 break
 
 
-class _Key(NamedTuple):
-    """A key of a job with another value."""
-
-    section: str
-    name: str
-    value: str | Zero | TwoZeros
-
-    def __str__(self) -> str:
-        value = list(self.value) if isinstance(self.value, tuple) else self.value
-        return f"{self.section}.{self.name} = {value}"
-
-    def set_in(self, job: Job) -> Job:
-        return changed_job(job, self.section, **{self.name: self.value})
-
-
 def _pairs(estimate: Estimates, job: Job, found: list[Remedy], world_size: int) -> list[Remedy]:
     """Two changes at once, of what helped most of each key, the likeliest first: as if each took
     its share of what the other leaves."""
     best: dict[str, Remedy] = {}
     for remedy in sorted(found, key=lambda each: each.estimate.most_bytes):
-        best.setdefault(_key_of(remedy.changes), remedy)
+        best.setdefault(remedy.changes[0].split(" = ")[0], remedy)
     likeliest = combinations(list(best.values())[:PAIRED], 2)
     pairs = sorted(likeliest, key=lambda two: math.prod(each.estimate.most_bytes for each in two))
     begun, tried = time.monotonic(), list[Remedy]()
     for first, second in pairs:
-        way = _both(job, world_size, first.changes, second.changes)
+        way = _both(job, world_size, first.changes[0], second.changes[0])
         if way is None or not _runs(job, way[1]):
             continue
         if len(tried) == MOST_PAIRS or time.monotonic() - begun > PAIR_SECONDS:
             break
-        remedy = _tried(estimate, *way)
-        tried += [remedy] if remedy else []
+        both = _tried(estimate, *way)
+        tried += [both] if both else []
     return tried
 
 
-def _both(job: Job, world_size: int, first: tuple[str, ...], second: tuple[str, ...]) -> Way | None:
+def _both(job: Job, world_size: int, first: str, second: str) -> tuple[tuple[str, str], Job] | None:
     """The second change after the first one, None where they cannot be had together. Of two degrees
     the later one says how far data is still shared."""
-    changed = dict(_ways(job, world_size, None)).get(first)
-    if changed is None:
-        return None
-    wanted = _value_of(second)
-    for texts, both in _ways(changed, world_size, None):
-        if _value_of(texts) == wanted:
-            shared = SHARED in first[0] and SHARED in texts[0]
-            return (_value_of(first) if shared else first[0], *texts), both
+    own = next((way.job for way in _ways(job, world_size, None) if way.words == first), None)
+    for way in _ways(own, world_size, None) if own else ():
+        if _value_of(way.words) == _value_of(second):
+            shared = SHARED in first and SHARED in way.words
+            return (_value_of(first) if shared else first, way.words), way.job
     return None
 
 
-def _value_of(changes: tuple[str, ...]) -> str:
-    """A single change without what follows from it."""
-    return changes[0].split(" (")[0]
+def _value_of(words: str) -> str:
+    """A change without what follows from it."""
+    return words.split(" (")[0]
 
 
-def _key_of(changes: tuple[str, ...]) -> str:
-    return changes[0].split(" = ")[0]
+def _said(key: str, value: Any) -> str:
+    return f"{key} = {list(value) if isinstance(value, tuple) else value}"
 
 
-def _memory_keys(job: Job) -> Iterator[_Key]:
+def _memory_keys(job: Job) -> Iterator[tuple[str, Any]]:
     """Keys that change nothing but what a step keeps; steps that are always planned have of them
     what data ranks share."""
     section = memory_of(job)
     if job.model.traits.has_step and section.runtime == "shardwright":
         if section.zero in (1, 2):
-            yield _Key("memory", "zero", 3)
+            yield "memory.zero", 3
         if section.zero in (1, 2, 3) and parallel_of(job).data_replicate > 1:
-            yield _Key("memory", "zero", (2, 3))
+            yield "memory.zero", (2, 3)
     if not job.model.traits.is_estimated:
         return
     if section.runtime == "ddp":
-        yield _Key("memory", "runtime", "fsdp2")
+        yield "memory.runtime", "fsdp2"
     if section.policy != "full":
-        yield _Key("memory", "checkpointing", "full")
+        yield "memory.checkpointing", "full"
     if section.loss == "gathered":
-        yield _Key("memory", "loss", "chunked")
+        yield "memory.loss", "chunked"
     if smaller := OPTIMIZERS[job.train.optimizer].smaller:
-        yield _Key("train", "optimizer", smaller)
+        yield "train.optimizer", smaller
     ways, _ = OFFLOADS[section.runtime]
     for way in ("states", "all"):
         if way in ways and section.offload in ("none", "states") and section.offload != way:
-            yield _Key("memory", "offload", way)
+            yield "memory.offload", way
     if section.param_dtype in (UNSET, "fp32"):
-        yield _Key("memory", "param_dtype", "bf16")
+        yield "memory.param_dtype", "bf16"
     elif section.reduce_dtype == "fp32":
-        yield _Key("memory", "reduce_dtype", section.param_dtype)
+        yield "memory.reduce_dtype", section.param_dtype
 
 
-def _together(job: Job, found: list[Remedy]) -> Way:
+def _together(job: Job, found: list[Remedy]) -> tuple[tuple[str, ...], Job]:
     """All changes of memory alone that helped; the later of two values of a key."""
-    helped = {change for remedy in found for change in remedy.changes}
-    keys = {(key.section, key.name): key for key in _memory_keys(job) if str(key) in helped}
-    changed = job
-    for key in keys.values():
-        changed = key.set_in(changed)
-    return tuple(str(key) for key in keys.values()), changed
+    helped = {words for remedy in found for words in remedy.changes}
+    keys = {key: value for key, value in _memory_keys(job) if _said(key, value) in helped}
+    return tuple(_said(key, value) for key, value in keys.items()), changed(job, keys)

@@ -5,12 +5,20 @@ Needs are nearly straight lines in a batch and nearly ``a + b / ranks`` in ranks
 two answers mostly lands on the border at once; halving in between keeps the worst case small.
 """
 
+# An estimate takes from a tenth of a second to minutes (a plan of a large model), so questions are
+# what counts, not steps. Between a size that fits and one that does not the guess is always inside,
+# and every third one halves: a bent line cannot make it creep. An answer is a true border, not the
+# last guess: its neighbour was asked for.
+
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
+
+import msgspec
 
 from shardwright.core.errors import UnsupportedError
 from shardwright.core.footprint import Estimate, Largest, PolicyFit
@@ -21,16 +29,6 @@ SLACK = 0.99  # of a smaller size's need: an allocator's model may make a little
 MOST_SCANNED = 32  # sizes looked at one by one where a larger one needs less
 
 Need = Callable[[int], float]  # bytes, infinite of a size that does not run
-
-
-@dataclass(frozen=True, slots=True)
-class Border:
-    """A size that fits whose neighbour does not; 0 where none does. ``or_more``: the last size
-    that was allowed fits too. ``even`` is false where needs do not grow with sizes."""
-
-    size: int
-    or_more: bool = False
-    even: bool = True
 
 
 @dataclass(slots=True)
@@ -50,7 +48,7 @@ class _Asked:
         return self.answers[size]
 
 
-def largest(need: Need, limit: int, most: int, hint: int = 1, *, steady: bool = True) -> Border:
+def largest(need: Need, limit: int, most: int, hint: int = 1, *, steady: bool = True) -> Largest:
     """The largest of 1 to ``most`` whose need is within ``limit``, where needs grow with sizes.
 
     Where a larger one was seen to need less, sizes are looked at one by one from there, so that
@@ -59,7 +57,8 @@ def largest(need: Need, limit: int, most: int, hint: int = 1, *, steady: bool = 
     asked = _Asked(need, limit)
     first = min(max(hint, 1), most)
     if not asked.fits(first) and (first == 1 or not asked.fits(1)):
-        return Border(0)
+        return Largest(0)
+    # The job's own size first: it is estimated anyway, and mostly not far from the border.
     low, high = (first, most + 1) if asked.fits(first) else (1, first)
     guess, between = _on_line(asked, low, high if high <= most else None), 0
     while high - low > 1:
@@ -74,11 +73,11 @@ def largest(need: Need, limit: int, most: int, hint: int = 1, *, steady: bool = 
         else:
             guess = _on_line(asked, low, high if high <= most else None)
     if not steady or _grows(asked.answers):
-        return Border(low, or_more=low == most)
+        return Largest(low, or_more=low == most)
     return _scanned(asked, low, most)
 
 
-def smallest(need: Need, limit: int, most: int, hint: int = 1) -> Border:
+def smallest(need: Need, limit: int, most: int, hint: int = 1) -> int:
     """The smallest of 1 to ``most`` whose need is within ``limit``, where needs shrink with sizes.
 
     0 where none is, as far as larger sizes still needed less: padding grows with ranks, so at some
@@ -86,16 +85,18 @@ def smallest(need: Need, limit: int, most: int, hint: int = 1) -> Border:
     """
     asked = _Asked(need, limit)
     if asked.fits(1):
-        return Border(1)
+        return 1
     low, high, guess, turn = 1, most + 1, max(hint, 2), 0
     while high - low > 1:
         guess = min(max(guess, low + 1), high - 1)
         if asked.fits(guess):
             high = guess
         elif high > most and asked.of(guess) >= asked.of(low):
-            return Border(0)
+            return 0
         else:
             low = guess
+        # A need of ``a + b / ranks`` is halved in the logarithm, and the curve through two answers
+        # is taken in between.
         turn += high <= most
         if high > most:
             guess = GROWTH * low
@@ -103,7 +104,7 @@ def smallest(need: Need, limit: int, most: int, hint: int = 1) -> Border:
             guess = math.isqrt(low * high)
         else:
             guess = _on_curve(asked, low, high)
-    return Border(0) if high > most else Border(high)
+    return 0 if high > most else high
 
 
 def _on_line(asked: _Asked, low: int, high: int | None) -> int:
@@ -139,8 +140,10 @@ def _grows(answers: dict[int, float]) -> bool:
     return not any(after < SLACK * before for before, after in pairwise(needs))
 
 
-def _scanned(asked: _Asked, found: int, most: int) -> Border:
+def _scanned(asked: _Asked, found: int, most: int) -> Largest:
     """Size by size from where order broke, so that all up to the answer fit."""
+    # A larger size that needs less (a plan that shards more, an allocator that rounds otherwise)
+    # would make the answer depend on which sizes happened to be asked for.
     sizes = sorted(asked.answers)
     broken = next(
         size for size, after in pairwise(sizes) if asked.of(after) < SLACK * asked.of(size)
@@ -148,9 +151,9 @@ def _scanned(asked: _Asked, found: int, most: int) -> Border:
     at = max(size for size in sizes if size <= broken and asked.fits(size))
     for _ in range(MOST_SCANNED):
         if at == most or not asked.fits(at + 1):
-            return Border(at, or_more=at == most, even=False)
+            return Largest(at, or_more=at == most, even=False)
         at += 1
-    return Border(found, or_more=found == most, even=False)
+    return Largest(found, or_more=found == most, even=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class Limits:
     """Which variants there are: multiples of the steps up to the limits. A limit of 0: the job has
     no such size. ``steady``: larger sizes need more; a planner spends what there is."""
 
@@ -178,26 +181,17 @@ class Space:
     steady: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """Rows by policy; of the job's own policy the longest sequence and the fewest shards (0 where
-    no number of them is enough, None where they cannot be chosen)."""
-
-    rows: tuple[PolicyFit, ...]
-    skipped: tuple[str, ...]
-    sequence: Largest | None
-    shards: int | None
-
-
 Ask = Callable[[Point], Estimate]
 
 
-def search(ask: Ask, at: Point, space: Space, capacity: int) -> Findings:
-    """All answers around the job, which is ``at``. A policy that ``ask`` refuses as unsupported is
-    skipped, but not the job's own."""
+def by_policy(
+    ask: Ask, at: Point, limits: Limits, capacity: int
+) -> tuple[tuple[PolicyFit, ...], tuple[str, ...]]:
+    """The job, which is ``at``, and its largest batch under each policy; and which policies ``ask``
+    refuses as unsupported, with the reason. The job's own may not be one of them."""
     rows: list[PolicyFit] = []
     skipped: dict[str, list[str]] = {}  # policies by the reason
-    for policy in space.policies:
+    for policy in limits.policies:
         here = replace(at, policy=policy)
         try:
             estimate = ask(here)
@@ -206,33 +200,42 @@ def search(ask: Ask, at: Point, space: Space, capacity: int) -> Findings:
                 raise
             skipped.setdefault(str(error).replace(f", got '{policy}'", ""), []).append(policy)
             continue
-        rows.append(PolicyFit(policy, estimate, _batch(ask, here, space, capacity)))
-    return Findings(
-        tuple(rows),
-        tuple(f"{', '.join(policies)}: {reason}" for reason, policies in skipped.items()),
-        _sequence(ask, at, space, capacity),
-        _shards(ask, at, space, capacity),
-    )
+        sizes = _along(ask, here, "batch", limits.batch_step)
+        most = (limits.batch_step, limits.batch_limit)
+        batch = _largest(sizes, capacity, *most, at.batch, limits.steady)
+        rows.append(PolicyFit(policy, estimate, batch))
+    whys = (f"{', '.join(policies)}: {reason}" for reason, policies in skipped.items())
+    return tuple(rows), tuple(whys)
 
 
-def _batch(ask: Ask, at: Point, space: Space, capacity: int) -> Largest:
-    step = space.batch_step
-
-    def here(size: int) -> Estimate:
-        return ask(replace(at, batch=size * step))
-
-    return _largest(here, capacity, step, space.batch_limit, at.batch, space.steady)
-
-
-def _sequence(ask: Ask, at: Point, space: Space, capacity: int) -> Largest | None:
-    step = space.sequence_step
-
-    def here(size: int) -> Estimate:
-        return ask(replace(at, sequence=size * step))
-
-    if not space.sequence_limit:
+def longest_sequence(ask: Ask, at: Point, limits: Limits, capacity: int) -> Largest | None:
+    """Of the job as it is ``at``; None where it has none."""
+    if not limits.sequence_limit:
         return None
-    return _largest(here, capacity, step, space.sequence_limit, at.sequence, space.steady)
+    sizes = _along(ask, at, "sequence", limits.sequence_step)
+    most = (limits.sequence_step, limits.sequence_limit)
+    return _largest(sizes, capacity, *most, at.sequence, limits.steady)
+
+
+def fewest_shards(ask: Ask, at: Point, limits: Limits, capacity: int) -> int | None:
+    """Of the job as it is ``at``; 0 where no number of them is enough, None where they cannot be
+    chosen."""
+    step = limits.shard_step
+    if limits.shard_limit < step:
+        return None
+    sizes = _along(ask, at, "shards", step)
+    most, hint = limits.shard_limit // step, at.shards // step
+    return step * smallest(lambda size: sizes(size).most_bytes, capacity, most, hint)
+
+
+def _along(ask: Ask, at: Point, axis: str, step: int) -> Callable[[int], Estimate]:
+    """What so many steps of an axis ask for."""
+
+    def here(size: int) -> Estimate:
+        keys: dict[str, Any] = {axis: size * step}
+        return ask(replace(at, **keys))
+
+    return here
 
 
 def _largest(
@@ -258,19 +261,10 @@ def _largest(
     found = largest(need, capacity, most, hint // step, steady=steady)
     more = found.size + 1
     perhaps = not found.or_more and more not in refused and here(more).verdict == "perhaps"
-    return Largest(
-        found.size * step, step, found.or_more, perhaps, found.even, refused=more in refused
+    return msgspec.structs.replace(
+        found,
+        size=found.size * step,
+        step=step,
+        next_perhaps=perhaps,
+        refused=more in refused,
     )
-
-
-def _shards(ask: Ask, at: Point, space: Space, capacity: int) -> int | None:
-    step = space.shard_step
-    if space.shard_limit < step:
-        return None
-    found = smallest(
-        lambda size: ask(replace(at, shards=size * step)).most_bytes,
-        capacity,
-        space.shard_limit // step,
-        at.shards // step,
-    )
-    return found.size * step

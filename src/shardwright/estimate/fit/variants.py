@@ -1,29 +1,36 @@
-"""Variants of a job, and what each asks of its fullest rank. Every variant is estimated once."""
+"""Variants of a job, and what each asks of its fullest rank. Every variant is estimated once.
+
+A trace takes most of the time of an estimate of a module of the user's own. Where two batches left
+the same pieces, with numbers between which those of a third lie on a line of whole numbers, the
+third is not traced. What an answer rests on is traced all the same, and compared.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
 
 from shardwright.core.cluster import MAX_PLANNED
+from shardwright.core.document import to_kind
 from shardwright.core.errors import NoPlanError
 from shardwright.core.footprint import Estimate, Footprint
-from shardwright.estimate.fit.search import Point, Space
+from shardwright.core.recording import Recording
+from shardwright.estimate.fit.search import Limits, Point
+from shardwright.estimate.with_tables import Paths, Recorded
 from shardwright.job.job import (
     Job,
     checkpointing_of,
     degrees_of,
     memory_of,
     parallel_of,
-    with_checkpointing,
-    with_memory,
 )
 from shardwright.job.model_of_job import is_planned
 from shardwright.job.parallel import MAX_WORLD
+from shardwright.planner.variation import changed
 from shardwright.report.wording import counted
 
 # A policy that keeps less stands further down; a job's own other one comes first. Kinds that are
@@ -35,48 +42,49 @@ MOST_TOKENS = 2**22  # per sample
 ROUND = 128  # sequences are looked at in steps of up to so many tokens
 
 Footprints = Callable[[Job], Footprint]
+Family = tuple[bytes, Paths | None]  # a job whatever its batch, and what of it is routed
 
 
 class Variants:
-    """``footprints`` with a memory; ``progress`` gets a line about each new estimate."""
+    """Variants of a ``job``, which is the first of them, with the estimate of each that was made;
+    ``progress`` gets a line about each new one."""
 
-    def __init__(self, footprints: Footprints, progress: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, footprints: Footprints, progress: Callable[[str], None]) -> None:
         self.footprints = footprints
         self._progress = progress
         self._known: dict[bytes, Estimate] = {}
-        self.estimates = 0
-        self.first: Footprint | None = None
+        begun = time.perf_counter()
+        self.first = footprints(job)
+        self._keep(job, estimate_of(self.first), begun)
+
+    @property
+    def count(self) -> int:
+        """How many estimates were made."""
+        return len(self._known)
 
     def estimate(self, job: Job) -> Estimate:
-        """What a job asks of the rank that needs most."""
+        """What a variant asks of the rank that needs most; one of a byte too much where it has to
+        be planned and cannot be."""
         key = msgspec.msgpack.encode(job)
         if key not in self._known:
             begun = time.perf_counter()
-            self._known[key] = self._made(job)
-            self.estimates += 1
-            batch, policy = job.batch, own_policy(job)
-            self._progress(
-                f"{counted(self.estimates, 'estimate')}; {batch.size} x {batch.sequence} on "
-                f"{job.cluster.world_size or self.world_size} ranks, checkpointing {policy}: "
-                f"{time.perf_counter() - begun:.1f} s"
-            )
+            # No plan, no footprint: a search only needs to know that it is too large, and by how
+            # much nobody can say. The job itself is told properly, by an error.
+            try:
+                found = estimate_of(self.footprints(job))
+            except NoPlanError:
+                most = (self.first.capacity or 0) + 1
+                found = Estimate(most, "", "no plan fits", most, most, "does not fit", {})
+            self._keep(job, found, begun)
         return self._known[key]
 
-    @property
-    def world_size(self) -> int:
-        """Ranks of the job itself."""
-        return self.first.world_size if self.first else 0
-
-    def _made(self, job: Job) -> Estimate:
-        """The estimate; of what has to be planned and cannot be, one that is a byte too large."""
-        if self.first is None:
-            self.first = self.footprints(job)
-            return estimate_of(self.first)
-        try:
-            return estimate_of(self.footprints(job))
-        except NoPlanError:
-            most = (self.first.capacity or 0) + 1
-            return Estimate(most, "", "no plan fits", most, most, "does not fit", {})
+    def _keep(self, job: Job, estimate: Estimate, begun: float) -> None:
+        self._known[msgspec.msgpack.encode(job)] = estimate
+        ranks = job.cluster.world_size or self.first.world_size
+        self._progress(
+            f"{counted(self.count, 'estimate')}; {job.batch.size} x {job.batch.sequence} on "
+            f"{ranks} ranks, checkpointing {own_policy(job)}: {time.perf_counter() - begun:.1f} s"
+        )
 
 
 def estimate_of(footprint: Footprint) -> Estimate:
@@ -110,31 +118,26 @@ def at(job: Job, point: Point, world_size: int) -> Job:
     """The job with a point's sizes, on as many ranks as these make."""
     here = degrees_of(job, world_size).data_shard
     world = world_size // here * point.shards
-    changed = changed_job(job, "batch", size=point.batch, sequence=point.sequence)
+    # A policy stands in two keys, of which plans read one and estimates of other runtimes the
+    # other.
+    keys: dict[str, Any] = {"batch.size": point.batch, "batch.sequence": point.sequence}
     if own_policy(job) != point.policy:
-        changed = changed_job(changed, "memory", checkpointing=point.policy)
-        changed = with_checkpointing(changed, point.policy)
+        keys["memory.checkpointing"] = point.policy
+        keys["planner.dense.checkpointing"] = (point.policy,)
     if parallel_of(job).data_shard != -1:
-        changed = changed_job(changed, "parallel", data_shard=point.shards)
-    return on_ranks(changed, world)
+        keys["parallel.data_shard"] = point.shards
+    return on_ranks(changed(job, keys), world)
 
 
 def on_ranks(job: Job, world_size: int) -> Job:
     """The job on another number of ranks; its ranks per host go where they do not divide it."""
     local = job.cluster.local_world_size
     kept = local if local and (world_size <= local or world_size % local == 0) else None
-    return changed_job(job, "cluster", world_size=world_size, local_world_size=kept)
+    keys = {"cluster.world_size": world_size, "cluster.local_world_size": kept}
+    return changed(job, keys)
 
 
-def changed_job(job: Job, section: str, **keys: Any) -> Job:
-    """The job with other values in a section."""
-    if section == "memory":
-        return with_memory(job, **keys)
-    old = parallel_of(job) if section == "parallel" else getattr(job, section)
-    return msgspec.structs.replace(job, **{section: msgspec.structs.replace(old, **keys)})
-
-
-def space_of(job: Job, world_size: int) -> Space:
+def limits_of(job: Job, world_size: int) -> Limits:
     """Which variants of a job there are."""
     degrees, section = degrees_of(job, world_size), parallel_of(job)
     own = own_policy(job)
@@ -143,7 +146,7 @@ def space_of(job: Job, world_size: int) -> Space:
     others = degrees.world_size // degrees.data_shard
     group = degrees.context * degrees.tensor
     stream = 2 * group if degrees.context > 1 else group
-    return Space(
+    return Limits(
         policies=known if own in known else (own, *known),
         batch_step=section.microbatches or 1,
         batch_limit=MOST_SAMPLES,
@@ -153,3 +156,68 @@ def space_of(job: Job, world_size: int) -> Space:
         shard_limit=(MAX_PLANNED if planned else MAX_WORLD) // others,
         steady=not planned,
     )
+
+
+class _UnevenError(Exception):
+    """Two recordings do not say of a third what it is."""
+
+
+class Scaled:
+    """``record`` with fewer traces: ``made`` are those of each family by the size of the batch,
+    ``drawn`` what was found without one, with its job."""
+
+    def __init__(self, record: Recorded) -> None:
+        self.record = record
+        self.made: dict[Family, dict[int, Recording]] = {}
+        self.drawn: dict[Family, dict[int, tuple[Job, Recording]]] = {}
+
+    def __call__(self, job: Job, routed: Paths | None = ()) -> Recording:
+        """The step of a job, as ``record`` gives it."""
+        size = job.batch.size
+        family = msgspec.json.encode(changed(job, {"batch.size": 1})), routed
+        made, drawn = (known.setdefault(family, {}) for known in (self.made, self.drawn))
+        if job.model.traits.is_function and size not in made and len(made) > 1:
+            try:
+                found = _drawn(made, size)
+                drawn[size] = job, found
+                return found
+            except _UnevenError:
+                pass
+        if size not in made:
+            made[size] = self.record(job, routed)
+        return made[size]
+
+    def agree(self, sizes: Collection[int]) -> bool:
+        """Whether what was drawn for batches of these ``sizes`` is what a trace gives."""
+        return all(
+            self.record(job, routed) == found
+            for (_, routed), its in self.drawn.items()
+            for size, (job, found) in its.items()
+            if size in sizes
+        )
+
+
+def _drawn(made: dict[int, Recording], size: int) -> Recording:
+    """What lies on the line through the smallest and the largest batch."""
+    near, far = min(made), max(made)
+    ends = (msgspec.to_builtins(made[each]) for each in (near, far))
+    found = _on_line(*ends, size - near, far - near)
+    return to_kind(found, Recording)
+
+
+def _on_line(near: Any, far: Any, part: int, whole: int) -> Any:
+    """``near`` and ``part`` of ``whole`` of the way to ``far``, number by number."""
+    if type(near) is not type(far):
+        raise _UnevenError
+    if isinstance(near, list | tuple) and len(near) == len(far):
+        return [_on_line(*pair, part, whole) for pair in zip(near, far, strict=True)]
+    if isinstance(near, dict) and near.keys() == far.keys():
+        return {key: _on_line(near[key], far[key], part, whole) for key in near}
+    if near == far:
+        return near
+    if type(near) is not int:
+        raise _UnevenError
+    way, rest = divmod((far - near) * part, whole)
+    if rest or near + way < 0:
+        raise _UnevenError
+    return near + way

@@ -171,12 +171,16 @@ def _memory(plan: Plan) -> Iterator[Fact]:
         "traced": "nothing by rule: the dense part is simulated to the byte",
         "none": "nothing",
     }
+    of = f"of profile '{plan.job.planner.constants}'"
+    if plan.units:
+        of = f"for a {plan.job.model.kind}"
     yield Fact(
         "reservation",
         f"{kind}: {text.get(kind) or ', '.join(numbers)}",
-        _said(section.kind is not None, "planner.reservation.kind", f"the rule {_rule(plan)}"),
+        _said(section.kind is not None, "planner.reservation.kind", f"the rule {of}"),
     )
-    left = [f"{n:,} B {tier}" for tier, n in _left(plan) if n]
+    kept_left = {"HBM": kept.hbm_left, "DDR": kept.ddr_left, "SSD": kept.ssd_left}
+    left = [f"{n:,} B {tier}" for tier, n in kept_left.items() if n]
     yield Fact("left for the plan", f"{', '.join(left)} per rank", "capacity less reservation")
     if plan.units:
         yield Fact(
@@ -185,11 +189,6 @@ def _memory(plan: Plan) -> Iterator[Fact]:
             "and batch in a steady step",
             "simulated",
         )
-
-
-def _left(plan: Plan) -> list[tuple[str, int]]:
-    kept = plan.reserved
-    return [("HBM", kept.hbm_left), ("DDR", kept.ddr_left), ("SSD", kept.ssd_left)]
 
 
 def _step(plan: Plan) -> Iterator[Fact]:
@@ -327,11 +326,3 @@ def _said(given: bool, key: str, otherwise: str = "the default") -> str:
 
 def _mark(value: object, default: object) -> str:
     return " (the default)" if value == default else ""
-
-
-def _rule(plan: Plan) -> str:
-    return (
-        f"for a {plan.job.model.kind}"
-        if plan.units
-        else f"of profile '{plan.job.planner.constants}'"
-    )

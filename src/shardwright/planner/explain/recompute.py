@@ -1,5 +1,10 @@
 """The draft a plan was written from, made again from the job and constants stored in it."""
 
+# A plan is a file: it may be old, cut, or changed by hand. Before one of its numbers is explained
+# all of them are made again and compared, for a derivation that ends in another number than the
+# plan has explains nothing. The search is not run again; what it claims to have proven is checked
+# as a proof.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,12 +18,12 @@ from shardwright.core.model import ModelSpec
 from shardwright.core.placement import Roles, describe
 from shardwright.core.recording import Recording, check_recording
 from shardwright.core.timeline import decode
-from shardwright.job.job import Job, checkpointing_of, with_checkpointing
+from shardwright.job.job import Job, checkpointing_of
 from shardwright.job.model_of_job import placed_tables
 from shardwright.job.plan import Plan, TablePlan, UnitPlan
 from shardwright.job.tables import check_constraints, check_tables
 from shardwright.planner.assemble import assemble
-from shardwright.planner.choice import Choice
+from shardwright.planner.choice import Choice, Placed
 from shardwright.planner.choices import offers_slow, price
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.explain.explanation import same
@@ -27,11 +32,10 @@ from shardwright.planner.search.proof import is_proven
 from shardwright.planner.statistics.tables import as_planned, ranks_of
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy import bound_of
-from shardwright.planner.strategy.found import ModelOf
 from shardwright.planner.strategy.spacing import bounded_space
-from shardwright.planner.tally import Placed
 from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.units import UnitSpace, cut_evenly
+from shardwright.planner.variation import ModelOf, changed
 
 RECOMPUTED = (
     "ranks",
@@ -106,12 +110,14 @@ def _check_batch(job: Job, recording: Recording) -> None:
 
 def recorded_with(plan: Plan, policy: str, again: ModelOf | None) -> Problem:
     """The plan's problem with a step that ``again`` records with another checkpointing policy."""
-    job = with_checkpointing(plan.job, policy)
+    job = changed(plan.job, {"planner.dense.checkpointing": (policy,)})
     return _problem(plan, job, model_recorded(plan, job, again))
 
 
 def _problem(plan: Plan, job: Job, model: ModelSpec) -> Problem:
     """As a plan's search saw it: of what perhaps fits only where nothing did for sure."""
+    # A plan that only perhaps fits was searched with less asked of it, and its numbers follow from
+    # that.
     sure = plan.verdict != "perhaps"
     return make_problem(job, model, slow=plan.search.slow_kernels, sure=sure)
 
@@ -155,6 +161,8 @@ def _placed(problem: Problem, index: int, chosen: TablePlan) -> Placed:
 
 def _choices(problem: Problem, index: int, chosen: TablePlan) -> Sequence[Choice]:
     table = problem.model.tables[index]
+    # Proposers may enlarge a table's cache: then the plan has another table than its job, priced
+    # anew.
     planned = as_planned(table, chosen)
     if planned == table:
         return problem.tables[index]
@@ -268,5 +276,7 @@ def _ordered(plan: Plan) -> list[Any]:
         raise MismatchError(
             expected("plan: timeline", f"runs of 1 to {plan.world_size} ranks", "another")
         )
+    # Seconds come last in an event and may differ in their last bits: what stands before them
+    # orders it.
     events: list[Any] = msgspec.to_builtins(decode(plan.timeline))
     return sorted(events, key=lambda event: event[:6])

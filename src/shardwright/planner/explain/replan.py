@@ -1,5 +1,9 @@
 """The best plan that has one thing as it is wanted, everything else free to move."""
 
+# What comes out is the plan of a job in which the user writes the key that is named (a test plans
+# both and compares). So everything that the plan's job had left open is open again, but for buckets
+# where units are named, which other buckets would not have.
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,18 +21,23 @@ from shardwright.job.job import (
     Job,
     checkpointing_of,
     memory_of,
-    with_checkpointing,
-    with_memory,
+    parallel_of,
 )
 from shardwright.job.model_of_job import key_of, model_of
 from shardwright.job.plan import Plan, UnitPlan
-from shardwright.planner.draft import Draft
+from shardwright.planner.draft import Draft, Found
 from shardwright.planner.explain.recompute import model_recorded
-from shardwright.planner.planner import find, surely_or_perhaps
+from shardwright.planner.planner import WHOLE_STAGES, find, surely_or_perhaps
 from shardwright.planner.problem import hosts_of
 from shardwright.planner.search.watch import Watch
-from shardwright.planner.sharing import WHOLE_STAGES, Sharing, with_buckets, with_sharing
-from shardwright.planner.strategy.found import Found, ModelOf
+from shardwright.planner.variation import (
+    ModelOf,
+    Variation,
+    changed,
+    checkpointed,
+    once,
+    shared,
+)
 
 STAGES: dict[str, Zero | TwoZeros] = {
     "zero1": 1,
@@ -38,6 +47,7 @@ STAGES: dict[str, Zero | TwoZeros] = {
     "hfsdp": (2, 3),
 }
 HYBRIDS = ("hsdp", "hfsdp")
+BUCKET_SIZE = "planner.dense.bucket_size"
 SECONDS = 30.0  # of search, where a job gives its own no limit
 
 
@@ -54,27 +64,7 @@ class Replanned:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Forced:
-    """What a plan is made with: its job, what its tables are, and the key that says so in a job."""
-
-    job: Job
-    key: str
-    table: int | None = None
-    field: str = ""
-    value: str = ""
-
-    def model(self, model: ModelSpec) -> ModelSpec:
-        """The model where a table has nothing but what is wanted."""
-        if self.table is None:
-            return model
-        tables = list(model.tables)
-        changed = {self.field: (self.value,)}
-        tables[self.table] = msgspec.structs.replace(tables[self.table], **changed)
-        return msgspec.structs.replace(model, tables=tuple(tables))
-
-
-def forced_table(plan: Plan, index: int, field: str, wanted: str) -> Forced:
+def forced_table(plan: Plan, index: int, field: str, wanted: str) -> Variation:
     """A table that has no other sharding type, or no other kernel."""
     name = plan.tables[index].name
     where = key_of(plan.job, name, field)
@@ -83,44 +73,40 @@ def forced_table(plan: Plan, index: int, field: str, wanted: str) -> Forced:
         key += ", which is of all its parts"
     if plan.job.model.traits.is_function:
         key = f'planner.tables = {{"{name}" = "{wanted}"}}'
-    return Forced(plan.job, key, index, field, wanted)
+    table = msgspec.structs.replace(plan.model.tables[index], **{field: (wanted,)})
+    return Variation(plan.job, key, table)
 
 
-def forced_unit(plan: Plan, unit: UnitPlan, wanted: str) -> Forced:
+def forced_unit(plan: Plan, unit: UnitPlan, wanted: str) -> Variation:
     """A unit that is sharded, replicated or in host memory, all sharded units resharded or kept or
     at a stage of ZeRO, or all blocks checkpointed; at any stage that was left open, and of buckets
     where there are no others than those of the plan."""
+    is_open = left_open(plan)
     if wanted in ("checkpointed", *CHOSEN_FROM):
         policies = CHOSEN_FROM[1:] if wanted == "checkpointed" else (wanted,)
-        job = left_open(plan)
-        dense = msgspec.structs.replace(job.planner.dense, checkpointing=policies)
-        key = f"planner.dense.checkpointing = {list(policies)}"
-        return Forced(_with_planner(job, dense=dense), key)
-    is_open = left_open(plan)
+        key = "planner.dense.checkpointing"
+        return Variation(changed(is_open, {key: policies}), f"{key} = {list(policies)}")
     size, stage = plan.model.bucket_size, memory_of(plan.job).zero
-    base = plan.job if size or wanted in STAGES else with_buckets(is_open, 0)
-    planner, dense = base.planner, base.planner.dense
+    job = plan.job if size or wanted in STAGES else changed(is_open, {BUCKET_SIZE: UNSET})
     place = {"replicated": "replicate", "offloaded": "offload"}.get(wanted, "shard")
     own = [u.name for u in plan.model.units if set(u.members) <= set(unit.members)]
+    job = changed(job, {"planner.units": {**job.planner.units, **dict.fromkeys(own, place)}})
     key = "planner.units = {" + ", ".join(f'"{name}" = "{place}"' for name in own) + "}"
     if wanted in ("resharded", "kept"):
-        reshard = wanted == "resharded"
-        dense = msgspec.structs.replace(dense, reshard=reshard)
-        key += f" and planner.dense.reshard = {str(reshard).lower()}, which is of all units"
-    units = {**planner.units, **dict.fromkeys(own, place)}
-    job = _with_planner(base, units=units, dense=dense)
+        job = changed(job, {"planner.dense.reshard": wanted == "resharded"})
+        reshard = str(wanted == "resharded").lower()
+        key += f" and planner.dense.reshard = {reshard}, which is of all units"
     if is_open.planner.dense.bucket_size == "auto":
-        key += f" and planner.dense.bucket_size = {size}" if size else " without buckets"
+        key += f" and {BUCKET_SIZE} = {size}" if size else " without buckets"
     if size and wanted not in STAGES and memory_of(is_open).zero == "auto":
         key += f" and memory.zero = {stage}"
     if wanted in STAGES:
-        sharing = sharing_of(plan, wanted)
-        job, zero = with_sharing(job, sharing), sharing.zero
+        job, zero = at_stage(plan, job, wanted), STAGES[wanted]
         key += f" and memory.zero = {list(zero) if isinstance(zero, tuple) else zero}"
-        if sharing.replicas > 1:
-            key += f" and parallel.data_replicate = {sharing.replicas}"
+        if (replicas := parallel_of(job).data_replicate) > 1:
+            key += f" and parallel.data_replicate = {replicas}"
         key += ", which is of all units"
-    return Forced(job, key)
+    return Variation(job, key)
 
 
 def left_open(plan: Plan) -> Job:
@@ -129,30 +115,31 @@ def left_open(plan: Plan) -> Job:
     job, rows = plan.job, plan.search.tried or ()
     if any(row.zero is UNSET for row in rows) or not rows:
         return job
+    # Rows have a stage where any of these was open. One stage alone that is not 3 was named, for
+    # what is open always tries 3 or several, and then it was the buckets that were open.
     stages = {row.zero for row in rows}
     if len(stages) > 1 or stages == {3}:
-        job = with_sharing(job, Sharing(3, min(row.replicas or 1 for row in rows)))
-        job = with_memory(job, zero="auto")
+        job = shared(job, 3, min(row.replicas or 1 for row in rows))
+        job = changed(job, {"memory.zero": "auto"})
     sizes = {row.bucket_size or 0 for row in rows if row.zero in WHOLE_STAGES}
     bucket_size = "auto" if len(sizes) > 1 else max(sizes, default=0) or UNSET
-    dense = msgspec.structs.replace(job.planner.dense, bucket_size=bucket_size)
-    return _with_planner(job, dense=dense)
+    return changed(job, {BUCKET_SIZE: bucket_size})
 
 
-def sharing_of(plan: Plan, wanted: str) -> Sharing:
-    """A stage of ZeRO among the plan's shards; or among those of replicas, of which there are as
-    many as in the plan, or as hosts, or as few as can be. InputError where ranks are too few."""
+def at_stage(plan: Plan, job: Job, wanted: str) -> Job:
+    """The job at a stage of ZeRO among the plan's shards; or among those of replicas, as many as in
+    the plan, or as hosts, or as few as can be. InputError where ranks are too few."""
     world, replicas = plan.world_size, plan.grid.replicas
     if wanted not in HYBRIDS:
         size = plan.model.bucket_size if STAGES[wanted] in WHOLE_STAGES else 0
-        return Sharing(STAGES[wanted], replicas, size)
+        return shared(job, STAGES[wanted], replicas, size)
     if replicas == 1:
         replicas = hosts_of(plan.cluster)
     if replicas == 1:
         replicas = next((n for n in range(2, world) if world % n == 0), 1)
     if replicas == 1:
         raise InputError(expected(wanted, "ranks that are replicas of several shards", f"{world}"))
-    return Sharing(STAGES[wanted], replicas)
+    return shared(job, STAGES[wanted], replicas)
 
 
 def check_dtypes(plan: Plan) -> None:
@@ -164,14 +151,9 @@ def check_dtypes(plan: Plan) -> None:
         raise InputError(expected("memory", wanted, "none"))
 
 
-def _with_planner(job: Job, **changes: object) -> Job:
-    planner = msgspec.structs.replace(job.planner, **changes)
-    return msgspec.structs.replace(job, planner=planner)
-
-
 def replanned(
     plan: Plan,
-    forced: Forced,
+    forced: Variation,
     words: Callable[[Draft], str],
     wanted: str,
     again: ModelOf | None,
@@ -181,11 +163,11 @@ def replanned(
 
     ``again`` records the model with other checkpointing policies; without it the plan's own stays.
     """
+    # The watch has run since the question was asked, but the first answer is no part of this
+    # search.
     limit = plan.job.planner.time_limit or SECONDS
     watch.seconds = watch.elapsed + limit
-    job = forced.job
-    if again is None and len(checkpointing_of(job)) > 1:
-        job = with_checkpointing(job, _policy(plan))
+    job = forced.job if again else checkpointed(forced.job, _policy(plan))
     try:
         models = _models(plan, forced, again)
         found = surely_or_perhaps(lambda sure: find(job, models, watch, sure))
@@ -193,25 +175,27 @@ def replanned(
         text = f"{wanted} with the rest planned anew has no plan: {error}"
         return Replanned(None, 0.0, "", "", text)
     cut = "stopped" if watch.stopped else f"cut at {limit:g} s" if watch.ended else ""
+    # Of several stages or policies only the best one's bound is known, which says nothing of the
+    # others.
     bound = 0.0 if found.tried else found.bound
     option = "" if found.draft is None else words(found.draft)
     seconds = None if found.draft is None else found.seconds
-    text = _reason(plan, found, wanted, option, bound, forced.key)
+    text = _reason(plan, found, wanted, option, bound, forced.words)
     if cut:
         text += f" The search was {cut}: a longer one may find a faster plan."
     return Replanned(seconds, bound, option, cut, text)
 
 
-def _models(plan: Plan, forced: Forced, again: ModelOf | None) -> ModelOf:
+def _models(plan: Plan, forced: Variation, again: ModelOf | None) -> ModelOf:
     """Describes the plan's model, recorded anew only for another checkpointing policy."""
     own = _policy(plan)
 
     def described(job: Job) -> ModelSpec:
         if checkpointing_of(job)[0] == own:
-            return forced.model(model_of(job, plan.recording))
-        return forced.model(model_recorded(plan, job, again))
+            return forced.with_table(model_of(job, plan.recording))
+        return forced.with_table(model_recorded(plan, job, again))
 
-    return described
+    return once(described)
 
 
 def _policy(plan: Plan) -> str:

@@ -11,6 +11,7 @@ from shardwright.core.errors import check_type
 from shardwright.cost import embedding
 from shardwright.job.plan import Plan, TablePlan
 from shardwright.planner import profiles
+from shardwright.planner.choice import Placed
 from shardwright.planner.explain.explanation import (
     REORDERED,
     Explanation,
@@ -26,8 +27,7 @@ from shardwright.planner.problem import Problem
 from shardwright.planner.statistics.tables import STORED, kernel_of, over_shards
 from shardwright.planner.statistics.tables import traffic as moved
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.found import ModelOf
-from shardwright.planner.tally import Placed
+from shardwright.planner.variation import ModelOf
 
 
 def explain_tensor(plan: Plan, name: str, again: ModelOf | None = None) -> list[Explanation]:

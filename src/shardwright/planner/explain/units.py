@@ -14,7 +14,7 @@ from shardwright.core.model import UnitSpec
 from shardwright.core.optimizer_states import MIN_8BIT_ELEMENTS, Elements
 from shardwright.core.schedule import Action
 from shardwright.core.tensor import element_bytes
-from shardwright.cost import dense, optimizer
+from shardwright.cost import dense
 from shardwright.cost.pipeline import Spent, UnitSeconds, walk
 from shardwright.job.plan import Plan, UnitPlan
 from shardwright.planner.explain.explanation import REORDERED, Explanation, finished, ranks_label
@@ -22,8 +22,8 @@ from shardwright.planner.explain.recompute import recorded_with
 from shardwright.planner.pricing.evaluate import constants_of
 from shardwright.planner.problem import Problem
 from shardwright.planner.step_draft import StepDraft, unit_events
-from shardwright.planner.strategy.found import ModelOf
-from shardwright.planner.unit_choice import UnitChoice
+from shardwright.planner.unit_choice import UnitChoice, UnitSizes, unit_seconds
+from shardwright.planner.variation import ModelOf
 
 UNIT_KINDS = ("weight", "gradient", "optimizer_state", "padding")
 SERIAL = "nothing overlaps: the unit's actions follow one another"
@@ -118,69 +118,32 @@ class UnitAmounts:
         source = "of the slice, what has a gradient"
         return leaf(trained.shard_bytes, "trained_slice_bytes", "B", source)
 
-    def unit(self, choice: UnitChoice) -> UnitSeconds:
+    def seconds(self, choice: UnitChoice) -> UnitSeconds:
         """One gather, one reduce, the gradient's buffer and the update."""
-        gathered, reduced = self.gathered(choice), self.reduced(choice)
-        own, c = self.slice(choice), self.constants
-        ranks, local = self._shards(choice)
-        gather, reduce = (
-            dense.communication_seconds(
-                buffer,
-                own,
-                ranks,
-                sharded=not choice.replicated,
-                stays=choice.stays,
-                c=c,
-                local=local,
-            )
-            for buffer in (gathered, reduced)
+        near = choice.context.replicas_local
+        shards, local = self._shards(choice)
+        sizes = UnitSizes(
+            self.gathered(choice),
+            self.cleared(choice),
+            self.reduced(choice),
+            self.part_reduced(choice),
+            self.slice(choice),
+            self.trained(choice),
+            self.stored(choice),
+            shards,
+            local,
+            leaf(choice.grid.replicas, "replicas", "", "parallel.data_replicate"),
+            None if near is None else leaf(near, "replicas_of_host", "", "of them on one"),
         )
-        moved = optimizer.dense_update_bytes(self.trained(choice), choice.unit.optimizer)
-        found, away = (gather["gather"], reduce["reduce"]), choice.away
-        if choice.cast and choice.replicated:
-            found = (dense.copy_seconds(gathered, c, away=False), found[1])
-        if choice.offloaded:
-            share = named("sent_bytes", gathered // ranks, "B")
-            copied = (share, self.trained(choice))
-            copies = (dense.copy_seconds(nbytes, c, away=away) for nbytes in copied)
-            found = tuple(of + copy for of, copy in zip(found, copies, strict=True))
-        between = self._between(choice)
-        summed_up = found[1] if choice.reduces else 0.0
-        if between:
-            summed_up = found[1] + between["reduce"]
-        return UnitSeconds(
-            gather=found[0],
-            reduce=summed_up,
-            gradient=dense.gradient_seconds(self.cleared(choice), c),
-            update=dense.update_seconds(moved, c, away=away),
-            replicas=between["gather"] if between and choice.grid.twice else None,
-        )
+        return unit_seconds(choice, sizes, self.constants)
 
     def _shards(self, choice: UnitChoice) -> tuple[Amount, Amount | None]:
         """Ranks among whom a unit is gathered, and how many of them are linked closely."""
         if choice.grid.replicas == 1:
             return self.ranks, self.local
-        near = self.draft.problem.unit_space.context.shards_local
+        near = choice.context.shards_local
         local = None if near is None else leaf(near, "shards_of_host", "", "of them on one host")
         return leaf(choice.grid.shards, "shards", "", "ranks / parallel.data_replicate"), local
-
-    def replicas(self, choice: UnitChoice) -> Amount:
-        """How many ranks have the parameters of a shard."""
-        return leaf(choice.grid.replicas, "replicas", "", "parallel.data_replicate")
-
-    def _between(self, choice: UnitChoice) -> dict[str, Any]:
-        """What replicas of a shard do beside the ranks that share the unit."""
-        if not choice.between:
-            return {}
-        near = self.draft.problem.unit_space.context.replicas_local
-        return dense.replica_seconds(
-            self.stored(choice),
-            self.part_reduced(choice),
-            self.replicas(choice),
-            twice=choice.grid.twice,
-            c=self.constants,
-            local=None if near is None else leaf(near, "replicas_of_host", "", "of them on one"),
-        )
 
     def part_reduced(self, choice: UnitChoice) -> Amount:
         """Of the gradient what replicas of a shard sum."""
@@ -190,9 +153,11 @@ class UnitAmounts:
 
     def spent(self, choice: UnitChoice) -> list[Spent]:
         """What every action of one unit takes; other units are shown by their numbers alone."""
+        # The walk needs the seconds of all units, for they wait for one another; a derivation of
+        # every one of them would be as long as the model is deep, so others are plain numbers.
         space, name = self.draft.problem.unit_space, choice.unit.name
         units: dict[str, Any] = {u.unit.name: u.spent for u in self.draft.units}
-        units[name] = self.unit(choice)
+        units[name] = self.seconds(choice)
 
         def piece(action: Action) -> Any:
             return self.piece(action) if action.target == name else space.of_piece(action)
@@ -363,18 +328,13 @@ def _collectives(
     )
 
 
-def _at(action: Action) -> str:
-    """Which of a unit's pieces an action computes."""
-    return f" {action.place}" if action.verb == "compute" else ""
-
-
 def _seconds(
     amounts: UnitAmounts, choice: UnitChoice, where: str, planned: UnitPlan
 ) -> Explanation:
-    terms = [
-        named(f"{a.verb} {a.target} {a.direction}{_at(a)}", seconds, "s")
-        for a, _, seconds in amounts.spent(choice)
-    ]
+    terms = []
+    for action, _, seconds in amounts.spent(choice):
+        at = f" {action.place}" if action.verb == "compute" else ""
+        terms.append(named(f"{action.verb} {action.target} {action.direction}{at}", seconds, "s"))
     return finished(
         f"{where}: seconds per step",
         planned.seconds,

@@ -1,45 +1,66 @@
-"""What another sharding type or kernel would do to a table, with everything else in place and with
-the rest planned anew, or why there is no such option."""
+"""What another sharding type or kernel would do to a table, another placement or checkpointing to a
+dense unit: with everything else in place and with the rest planned anew, or why it is impossible.
+
+The first answer is exact and cheap and says what the choice itself costs; the second says whether
+the plan should have been another one, and names the key of a job that would make it so.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import typing
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
 import numpy as np
 
-from shardwright.core.cluster import TIERS
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, ShardwrightError, expected
 from shardwright.core.model import ComputeKernel
 from shardwright.core.option import Option
 from shardwright.core.quantities import SAME_SECONDS, exact_bytes, format_seconds
 from shardwright.core.sharding import TYPES
-from shardwright.job.plan import Plan
-from shardwright.planner.choice import Choice
+from shardwright.job.job import CHOSEN_FROM, Job
+from shardwright.job.plan import Plan, UnitPlan
+from shardwright.planner.choice import Choice, Placed
 from shardwright.planner.choices import Tables, table_choices
-from shardwright.planner.draft import Draft, TablesDraft
+from shardwright.planner.draft import Draft
 from shardwright.planner.exclusion import Rules, exclusion
-from shardwright.planner.explain.recompute import draft_of, unknown
-from shardwright.planner.explain.replan import Replanned, forced_table, instead, replanned
+from shardwright.planner.explain.recompute import (
+    choice_of,
+    draft_of,
+    recorded_with,
+    unit_of,
+    unknown,
+)
+from shardwright.planner.explain.replan import (
+    STAGES,
+    Replanned,
+    at_stage,
+    check_dtypes,
+    forced_table,
+    forced_unit,
+    instead,
+    replanned,
+)
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.placing import spread
 from shardwright.planner.search.space import Item, Space, shard_ranks
 from shardwright.planner.search.state import SearchState
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.found import ModelOf
 from shardwright.planner.strategy.spacing import space_of
-from shardwright.planner.tally import Placed
+from shardwright.planner.unit_choice import UnitChoice, unit_choices
+from shardwright.planner.variation import ModelOf
 
 IN_PLACE = "everything else in place"
 KERNELS: tuple[str, ...] = typing.get_args(ComputeKernel)
 WANTED = (*TYPES, *KERNELS)
+PLACEMENTS = ("replicated", "sharded", "resharded", "kept", "offloaded")
+WAYS = (*PLACEMENTS, *STAGES, "checkpointed", *CHOSEN_FROM)
 POWER = 6.0  # by which the search weighs its worst ranks first
 
+Trial = tuple[str, Draft]  # the plan with one thing changed, in words and as a draft
 Verdict = Literal["chosen", "impossible", "does not fit", "slower", "as good", "faster"]
 
 
@@ -69,29 +90,27 @@ class WhyNot:
         return (f"{self.name} is {self.chosen}.", self.reason, *anew)
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """The plan with one thing changed, which ``option`` says in words."""
-
-    option: str
-    draft: Draft
-    tier: str
-    rank: int
-    needed: int
-    capacity: int
-
-    @property
-    def missing(self) -> int:
-        return max(self.needed - self.capacity, 0)
-
-    @property
-    def key(self) -> tuple[int, float]:
-        return self.missing, self.draft.max_rank_seconds
-
-
-def why_not_table(
-    plan: Plan, name: str, wanted: str, again: ModelOf | None, watch: Watch
+def why_not(
+    plan: Plan,
+    name: str,
+    wanted: str,
+    again: ModelOf | None = None,
+    watch: Watch | None = None,
 ) -> WhyNot:
+    """What ``wanted`` would do to a table or a unit: with everything else in place, and with the
+    rest free to move, searched for at most ``planner.time_limit`` or 30 seconds.
+
+    ``again`` records the model with another checkpointing policy; ``watch`` is looked at meanwhile.
+    """
+    watch = watch or Watch()
+    is_table = any(name in (table.name, table.fqn) for table in plan.tables)
+    unit = None if is_table else unit_of(plan, name)
+    if unit is None:
+        return _of_table(plan, name, wanted, again, watch)
+    return _of_unit(plan, unit, wanted, again, watch)
+
+
+def _of_table(plan: Plan, name: str, wanted: str, again: ModelOf | None, watch: Watch) -> WhyNot:
     """Try ``wanted`` for one table, on the least busy ranks that it fits, then plan anew with it.
 
     :raises InputError: there is no such table, type or kernel.
@@ -104,34 +123,112 @@ def why_not_table(
     draft = draft_of(plan)
     table = plan.tables[index]
     chosen = table.sharding_type if wanted in TYPES else table.compute_kernel
-
-    def answer(verdict: Verdict, reason: str, **more: typing.Any) -> WhyNot:
-        return WhyNot(table.name, chosen, wanted, verdict, reason, **more)
-
+    answer = WhyNot(table.name, chosen, wanted, "impossible", f"{wanted} is what was chosen.")
     if wanted == chosen:
-        return answer("chosen", f"{wanted} is what was chosen.")
-    problem = _with_slow_kernels(draft.problem)
+        return replace(answer, verdict="chosen")
+    problem = draft.problem
+    if not (problem.slow or problem.model.is_trained):  # the search could do without slow kernels
+        problem = make_problem(problem.job, problem.model, slow=True)
     choices, reason = _choices(problem, index, wanted)
     if not choices:
-        return answer("impossible", f"{wanted} is not possible: {reason}.")
-    trials, reason = _trials(draft, problem, index, choices)
+        return replace(answer, reason=f"{wanted} is not possible: {reason}.")
+    trials, reason = _moved(draft, problem, index, choices)
     watch.over()
-    forced = forced_table(plan, index, _field(wanted), wanted)
     anew = replanned(
-        plan, forced, lambda found: _words(found.tables[index].choice), wanted, again, watch
+        plan,
+        forced_table(plan, index, _field(wanted), wanted),
+        lambda found: _option(found.tables[index].choice),
+        wanted,
+        again,
+        watch,
     )
     if not trials:
         text = f"{wanted} is not possible with {IN_PLACE}: {reason}."
-        return answer("impossible", text, replanned=anew)
-    best = min(trials, key=lambda trial: trial.key)
-    verdict, reason = verdict_of(draft, best, wanted)
-    return answer(
-        verdict,
-        reason,
-        option=best.option,
-        seconds=best.draft.max_rank_seconds,
-        missing=best.missing,
-        replanned=anew,
+        return replace(answer, reason=text, replanned=anew)
+    return replace(_best(answer, draft, trials), replanned=anew)
+
+
+def _of_unit(
+    plan: Plan, unit: UnitPlan, wanted: str, again: ModelOf | None, watch: Watch
+) -> WhyNot:
+    """Try ``wanted``: for one unit a placement, for all units a stage of ZeRO, for all blocks,
+    which are checkpointed alike, a policy; then plan anew with it. A policy takes another
+    recording, which ``again`` makes.
+
+    :raises InputError: there is no such way.
+    """
+    if wanted not in WAYS:
+        where = f"--why-not of unit '{unit.name}'"
+        raise InputError(expected(where, f"one of {', '.join(WAYS)}", f"'{wanted}'"))
+    draft = draft_of(plan)
+    assert isinstance(draft, StepDraft)
+    choice = draft.units[plan.units.index(unit)]
+    placed = _placement(choice)
+    policy = f", checkpointing {unit.checkpointing}"
+    chosen = placed if wanted in (*PLACEMENTS, *STAGES) else placed + policy
+    is_chosen = {
+        **dict.fromkeys(placed.split(", "), True),
+        "checkpointed": bool(unit.checkpointed),
+        unit.checkpointing: True,
+        f"zero{choice.zero}": not (choice.replicated or choice.grid.twice),
+    }
+    answer = WhyNot(unit.name, chosen, wanted, "impossible", f"{wanted} is what was chosen.")
+    if is_chosen.get(wanted):
+        return replace(answer, verdict="chosen")
+    reason = "it is no part that repeats"
+    trials: list[Trial] = []
+    try:
+        if wanted in PLACEMENTS:
+            trials += _placed(draft, choice, wanted)
+        elif wanted in STAGES:
+            trials += _staged(plan, unit, draft, at_stage(plan, plan.job, wanted))
+        else:
+            trials += _checkpointed(plan, unit, draft, wanted, again)
+    except ShardwrightError as error:
+        reason = str(error)
+    if not trials:
+        return replace(answer, reason=f"{wanted} is not possible: {reason}.")
+    found = _best(answer, draft, trials)
+    watch.over()
+    forced = forced_unit(plan, unit, wanted)
+    anew = replanned(plan, forced, lambda its: _lies(unit, its), wanted, again, watch)
+    return replace(found, replanned=anew)
+
+
+def _best(answer: WhyNot, draft: Draft, trials: Sequence[Trial]) -> WhyNot:
+    """The answer with the trial that misses least, or of those that fit is fastest, beside the
+    ``draft`` of the plan."""
+    tried = (_judged(answer, draft, *trial) for trial in trials)
+    return min(tried, key=lambda each: (each.missing, each.seconds or 0.0))
+
+
+def _judged(answer: WhyNot, draft: Draft, option: str, trial: Draft) -> WhyNot:
+    """Whether a trial fits and what it does to the slowest rank of ``draft``, in a sentence."""
+    wanted = answer.wanted
+    # Of memories that are too small the one that is over by the largest share, else the fullest
+    # one.
+    fullest = max(trial.fills, key=lambda its: (its.over > 0, its.needed / max(its.capacity, 1)))
+    how = option.replace(f"{wanted}, ", "")
+    what = f"{wanted if how == wanted else f'{wanted} ({how})'} with {IN_PLACE}"
+    where = f"rank {fullest.rank}"
+    filled = f"{exact_bytes(fullest.needed)} of {fullest.capacity:,} B {fullest.tier.upper()}"
+    before, after = draft.max_rank_seconds, trial.max_rank_seconds
+    fits = f"{what} fits ({where} is the fullest with {filled})"
+    verdict: Verdict = "slower" if after > before else "faster"
+    text = f"{fits} and is {verdict}: {instead(before, after)}."
+    if fullest.over > 0:
+        verdict = "does not fit"
+        text = f"{what} does not fit: {where} would need {filled}, {fullest.over:,} B too much."
+    elif abs(after - before) <= SAME_SECONDS * before:
+        verdict = "as good"
+        text = f"{fits} and is as good: {format_seconds(before)} per step either way."
+    return replace(
+        answer,
+        verdict=verdict,
+        reason=text,
+        option=option,
+        seconds=after,
+        missing=max(fullest.over, 0),
     )
 
 
@@ -140,20 +237,13 @@ def _field(wanted: str) -> str:
     return "sharding_types" if wanted in TYPES else "compute_kernels"
 
 
-def _with_slow_kernels(problem: Problem) -> Problem:
-    """The problem with kernels in host memory too, where the search could do without them."""
-    if problem.slow or problem.model.is_trained:
-        return problem
-    return make_problem(problem.job, problem.model, slow=True)
-
-
 def _choices(problem: Problem, index: int, wanted: str) -> tuple[tuple[Choice, ...], str]:
     """The choices that are ``wanted``, and why there are none.
 
     What a search looks at on request only is requested here.
     """
     table = problem.model.tables[index]
-    rules = Rules(problem.job, problem.context, problem.model.is_trained)
+    rules = Rules(problem.job, problem.model, problem.context)
     reason = exclusion(rules, table, wanted)
     found = tuple(c for c in problem.tables[index] if _is(c, wanted))
     if reason or found:
@@ -162,7 +252,7 @@ def _choices(problem: Problem, index: int, wanted: str) -> tuple[tuple[Choice, .
     named = msgspec.structs.replace(table, **given)
     model = msgspec.structs.replace(problem.model, tables=(named,))
     try:
-        asked = table_choices(model, problem.job, problem.context, slow=True)[0]
+        asked = table_choices(rules._replace(model=model), slow=True)[0]
     except InputError as error:
         return (), str(error)
     found = tuple(msgspec.structs.replace(c, table=table) for c in asked if _is(c, wanted))
@@ -173,7 +263,7 @@ def _is(choice: Choice, wanted: str) -> bool:
     return wanted in (choice.option.sharding_type, choice.option.compute_kernel)
 
 
-def _trials(
+def _moved(
     draft: Draft, problem: Problem, index: int, choices: Sequence[Choice]
 ) -> tuple[list[Trial], str]:
     """Each choice on the ranks that are least busy without the table and what goes with it."""
@@ -188,7 +278,7 @@ def _trials(
     if not item.options:
         return [], "tables that are kept together with it cannot follow"
     state = _without(draft, space, item)
-    trials = []
+    trials: list[Trial] = []
     for number, option in enumerate(item.options):
         slots = spread(state, 0, number)
         if slots is not None:
@@ -197,9 +287,9 @@ def _trials(
                 ranks = shard_ranks(option, member, slots)
                 placed[table] = Placed(option.choices[member], ranks)
             member = item.tables.index(index)
-            changed = dataclasses.replace(draft, tables=tuple(placed))
+            changed = replace(draft, tables=tuple(placed))
             before = draft.tables[index].choice.option
-            trials.append(trial(changed, _words(option.choices[member], before)))
+            trials.append((_option(option.choices[member], before), changed))
     return trials, "" if trials else "planner.constraints leave no rank for it"
 
 
@@ -213,6 +303,8 @@ def _without(draft: Draft, space: Space, item: Item) -> SearchState:
         for first, run, cost in placed.stretches():
             load[first : first + run.count] += cost.total_seconds
             memory[first : first + run.count] += cost.storage
+    # A state of one item alone, on ranks as loaded as the rest of the plan leaves them: where that
+    # item goes is then the search's own rule for the least busy ranks.
     neighbours = {t for other in item.apart_from for t in space.items[other].tables}
     allowed = np.ones(space.ranks, bool) if item.allowed is None else item.allowed.copy()
     for table in neighbours:
@@ -224,42 +316,7 @@ def _without(draft: Draft, space: Space, item: Item) -> SearchState:
     return state
 
 
-def trial(changed: Draft, option: str) -> Trial:
-    """A changed draft with the rank and the memory that it fills most."""
-    problem = changed.problem
-    if isinstance(changed, TablesDraft):
-        found = [
-            (size - most, tier, rank, size, most)
-            for tier, most in zip(TIERS, problem.capacity, strict=True)
-            for rank, size in enumerate(changed.tier_bytes[tier])
-        ]
-        _, tier, rank, size, most = max(found, key=lambda f: (f[0] > 0, f[3] / max(f[4], 1)))
-        return Trial(option, changed, tier, rank, size, most)
-    assert isinstance(changed, StepDraft)
-    tier = "ddr" if problem.cluster.compute_device == "cpu" else "hbm"
-    rank = changed.peak_bytes.index(max(changed.peak_bytes))
-    return Trial(option, changed, tier, rank, changed.demand, problem.decisive_capacity)
-
-
-def verdict_of(draft: Draft, best: Trial, wanted: str) -> tuple[Verdict, str]:
-    """Whether ``best`` fits and what it does to the slowest rank of ``draft``, in a sentence."""
-    how = best.option.replace(f"{wanted}, ", "")
-    what = f"{wanted if how == wanted else f'{wanted} ({how})'} with {IN_PLACE}"
-    where = f"rank {best.rank}"
-    filled = f"{exact_bytes(best.needed)} of {best.capacity:,} B {best.tier.upper()}"
-    if best.missing:
-        return "does not fit", (
-            f"{what} does not fit: {where} would need {filled}, {best.missing:,} B too much."
-        )
-    before, after = draft.max_rank_seconds, best.draft.max_rank_seconds
-    fits = f"{what} fits ({where} is the fullest with {filled})"
-    if abs(after - before) <= SAME_SECONDS * before:
-        return "as good", f"{fits} and is as good: {format_seconds(before)} per step either way."
-    verdict: Verdict = "slower" if after > before else "faster"
-    return verdict, f"{fits} and is {verdict}: {instead(before, after)}."
-
-
-def _words(choice: Choice, before: Option | None = None) -> str:
+def _option(choice: Choice, before: Option | None = None) -> str:
     """The option in words: type, kernel, how it is cut, and the kernel that it had ``before``."""
     option = choice.option
     run = option.runs[0]
@@ -268,3 +325,69 @@ def _words(choice: Choice, before: Option | None = None) -> str:
     changed = before is not None and before.compute_kernel != option.compute_kernel
     was = f"; its kernel was {before.compute_kernel}" if before and changed else ""
     return f"{option.sharding_type}, {option.compute_kernel}, {cut}{was}"
+
+
+def _lies(unit: UnitPlan, draft: Draft) -> str:
+    """How the modules of a unit are placed in a draft."""
+    own = [each for each in draft.units if set(each.unit.members) & set(unit.members)]
+    policies = (
+        f"checkpointing {each.unit.checkpointing}" for each in own if each.unit.checkpointed
+    )
+    return " and ".join(dict.fromkeys((*map(_placement, own), *policies)))
+
+
+def _placement(choice: UnitChoice) -> str:
+    """How a unit is placed: ``replicated``, or sharded, whether it reshards or stays, and where."""
+    if choice.replicated:
+        return "replicated"
+    where = ", offloaded" if choice.offloaded else ""
+    if choice.grid.replicas > 1 and choice.zero == 3:
+        where = f", {'hfsdp' if choice.grid.twice else 'hsdp'}{where}"
+    if choice.stays:
+        return f"sharded, ZeRO-{choice.zero}{where}"
+    return f"sharded, {'resharded' if choice.reshard else 'kept'}{where}"
+
+
+def _placed(draft: StepDraft, choice: UnitChoice, wanted: str) -> Iterator[Trial]:
+    """The unit placed as is wanted, whatever the job forces."""
+    space = draft.problem.unit_space
+    members = tuple(u for u in space.model.units if set(u.members) <= set(choice.unit.members))
+    for other in unit_choices(members, space.computed, space.context):
+        elsewhere = other.offloaded != (wanted == "offloaded" or choice.offloaded)
+        if wanted in _placement(other).split(", ") and (other.replicated or not elsewhere):
+            units = tuple(other if each is choice else each for each in draft.units)
+            yield _placement(other), replace(draft, units=units)
+
+
+def _staged(plan: Plan, unit: UnitPlan, draft: StepDraft, job: Job) -> Iterator[Trial]:
+    """The unit and all that are sharded at another stage, that of a job, the rest as it is."""
+    check_dtypes(plan)
+    if plan.model.bucket_size != (job.planner.dense.bucket_size or 0):
+        where = "planner.dense.bucket_size"
+        raise InputError(expected(where, "a stage that keeps parameters whole", "3"))
+    problem = make_problem(job, plan.model, slow=plan.search.slow_kernels)
+    space = problem.unit_space
+    for reshard in (False, True) if space.context.zero == 3 else (False,):
+        units = []
+        for own, each in zip(plan.units, draft.units, strict=True):
+            members = tuple(u for u in space.model.units if set(u.members) <= set(own.members))
+            replicated = each.replicated and own is not unit
+            found = unit_choices(members, space.computed, space.context)
+            wanted = (replicated, reshard and not replicated, each.offloaded and not replicated)
+            ways = (((c.replicated, c.reshard, c.offloaded), c) for c in found)
+            units.append(next(c for way, c in ways if way == wanted))
+        changed = StepDraft(problem, draft.tables, tuple(units), draft.prefetch)
+        yield f"all sharded units: {_placement(units[plan.units.index(unit)])}", changed
+
+
+def _checkpointed(
+    plan: Plan, unit: UnitPlan, draft: StepDraft, wanted: str, again: ModelOf | None
+) -> Iterator[Trial]:
+    """All blocks under another policy, every unit placed as it is."""
+    for policy in CHOSEN_FROM[1:] if wanted == "checkpointed" else (wanted,):
+        problem = recorded_with(plan, policy, again)
+        units = tuple(choice_of(each, problem.unit_space) for each in plan.units)
+        changed = StepDraft(problem, draft.tables, units, draft.prefetch)
+        own = next(each.unit for each in units if each.unit.name == unit.name)
+        if own.checkpointing == policy:
+            yield f"all blocks: {policy}", changed

@@ -23,7 +23,7 @@ from shardwright.cost import embedding
 from shardwright.cost.embedding import CACHED_KERNELS, Demand
 from shardwright.job.plan import Plan, TablePlan
 from shardwright.planner import profiles
-from shardwright.planner.choice import Choice, Cost
+from shardwright.planner.choice import Choice, Cost, Placed, Tally, tally
 from shardwright.planner.choice import cost as cost_of
 from shardwright.planner.problem import batch_of
 from shardwright.planner.statistics.records import (
@@ -32,7 +32,6 @@ from shardwright.planner.statistics.records import (
     TableStatistics,
     unit_of,
 )
-from shardwright.planner.tally import Placed, Tally, tally
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.model import ModelSpec
 from shardwright.job.job import Job
 from shardwright.planner import profiles
+from shardwright.planner.draft import Found
 from shardwright.planner.problem import Problem
 from shardwright.planner.search.watch import Watch
-from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.steps import search_steps, step_bound
-from shardwright.planner.strategy.tables import search_tables, tables_bound
+from shardwright.planner.strategy.tables import search_exactly, search_tables, tables_bound
 
 
 def search(job: Job, model: ModelSpec, watch: Watch, *, sure: bool = True) -> Found:
@@ -30,8 +30,6 @@ def search(job: Job, model: ModelSpec, watch: Watch, *, sure: bool = True) -> Fo
     if wanted == "proposers":
         return profiles.torchrec.search(job, model, watch)
     if wanted == "exact":
-        from shardwright.planner.strategy.exact import search_exactly
-
         return search_exactly(job, model, watch)
     return search_tables(job, model, watch)
 

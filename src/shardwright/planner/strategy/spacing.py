@@ -1,5 +1,9 @@
 """From a problem to the space of its search, and from an assignment back to placed tables."""
 
+# Tables come in an order that no job's listing changes (`Problem.order`): a search takes the first
+# of what is as good, so that with the job's own order two listings of the same tables would have
+# two plans. What rules a table out of a rank is said here, once; the search itself knows no rules.
+
 from __future__ import annotations
 
 import itertools
@@ -13,7 +17,7 @@ import numpy as np
 from shardwright.core.errors import InputError, expected
 from shardwright.core.option import Option
 from shardwright.planner import profiles
-from shardwright.planner.choice import Choice
+from shardwright.planner.choice import Choice, Placed
 from shardwright.planner.choices import Tables, uncollected
 from shardwright.planner.problem import Problem
 from shardwright.planner.search.space import (
@@ -26,7 +30,6 @@ from shardwright.planner.search.space import (
     item_option,
     shard_ranks,
 )
-from shardwright.planner.tally import Placed
 
 MAX_COMBINATIONS = 256  # of kernels of tables that are kept together
 
@@ -126,15 +129,15 @@ def _options(
     if math.prod(map(len, whole)) <= MAX_COMBINATIONS:
         return tuple(item_option(c, ranks, group) for c in itertools.product(*whole)), None
     kernels = dict.fromkeys(c.option.compute_kernel for own in whole for c in own)
-    options = tuple(
-        item_option([_of_kernel(own, kernel) for own in whole], ranks, group) for kernel in kernels
+    options = []
+    for kernel in kernels:
+        its = []
+        for own in whole:  # one of the kernel, or where there is none the first
+            its.append(next((c for c in own if c.option.compute_kernel == kernel), own[0]))
+        options.append(item_option(its, ranks, group))
+    return tuple(options), floor_option(
+        [[item_option([c], ranks, group) for c in own] for own in whole]
     )
-    return options, floor_option([[item_option([c], ranks, group) for c in own] for own in whole])
-
-
-def _of_kernel(choices: Sequence[Choice], kernel: str) -> Choice:
-    """The choice of a kernel, or the first where there is none."""
-    return next((c for c in choices if c.option.compute_kernel == kernel), choices[0])
 
 
 def _ways(choice: Choice, ranks: int, group: int) -> Iterator[ItemOption]:

@@ -5,6 +5,12 @@ of drafts that it takes over the budget a further round leaves room for that. Un
 rounds: their arrangements are tried from the fastest on.
 """
 
+# The search of tables adds up bytes that shards keep. What decides is the peak of a step, which
+# also has exchanges, gathered units and activations, and is known only once the step was run on a
+# heap. So tables are searched in some room, the step is run, and where its peak is over the budget
+# the next round has less room. The peak is not guessed instead: a guess that is too low makes plans
+# that run out of memory, one that is too high loses plans that fit.
+
 from __future__ import annotations
 
 import math
@@ -19,10 +25,13 @@ from shardwright.core.model import ModelSpec
 from shardwright.core.quantities import SAME_SECONDS
 from shardwright.core.schedule import Prefetch
 from shardwright.core.timeline import Kind, Phase
+from shardwright.cost import dense, network, optimizer
+from shardwright.cost.network import Collective
 from shardwright.job.job import Job
-from shardwright.planner.choice import Choice
+from shardwright.planner.choice import Choice, Placed, tally
 from shardwright.planner.choices import Tables
 from shardwright.planner.crossing import windows_of, without_hidden
+from shardwright.planner.draft import Found
 from shardwright.planner.exchange import least_latencies
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
@@ -33,12 +42,13 @@ from shardwright.planner.search.state import restored
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.search.widening import least_memory
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.found import Found
 from shardwright.planner.strategy.spacing import assignment_of, placed_tables, space_of
-from shardwright.planner.tally import Placed, tally
 from shardwright.planner.unit_choice import UnitChoice
-from shardwright.planner.unit_floor import unit_floors
-from shardwright.planner.units import Arrangement, fastest_first, worthwhile
+from shardwright.planner.units import Arrangement, Unit, UnitSpace, fastest_first, worthwhile
+
+ALONE = "its fastest placement"
+ANYHOW = "its compute, and its bytes over the links and through memory"
+ONCE = "one update and one reduce at least, however many layers share them"
 
 MAX_BUDGET_ROUNDS = 6
 MAX_CHANGES = 100  # of single tables, at the end
@@ -59,7 +69,7 @@ AVOIDED: tuple[Callable[[Choice], bool], ...] = (
 def search_steps(job: Job, model: ModelSpec, watch: Watch, sure: bool = True) -> Found:
     """The fastest draft whose simulated step fits."""
     problem = make_problem(job, model, sure=sure)
-    seeker = _Seeker(problem, watch, step_bound(problem))
+    seeker = _StepSearch(problem, watch, step_bound(problem))
     if model.tables:
         seeker.run()
     else:
@@ -79,6 +89,8 @@ def search_steps(job: Job, model: ModelSpec, watch: Watch, sure: bool = True) ->
 def _changed_singly(draft: StepDraft, watch: Watch) -> StepDraft:
     """The draft after changes of single tables, as long as one makes a step faster and fits. The
     search of tables does not see what several of them share of an exchange."""
+    # The search of tables prices each alone, but the first of a kind in a module pays for the
+    # collectives of all: a step that moves the last of them saves what no single price shows.
     if not draft.tables:
         return draft
     problem = draft.problem
@@ -153,6 +165,8 @@ def step_seconds(tables: Any, units: Sequence[Any], shared: Sequence[Any]) -> An
 
 def smallest(problem: Problem) -> StepDraft:
     """The draft that asks least of the fullest rank, whatever its memory."""
+    # What keeps least between steps need not have the lowest peak: sharded units are gathered whole
+    # in turn. Which of the two is lower only the steps of both can say.
     tables = smallest_tables(problem)
     found = problem.unit_space.arrangements
     at_rest = min(found, key=lambda a: (a.kept, a.footprint))
@@ -171,6 +185,90 @@ def smallest_tables(problem: Problem) -> tuple[Placed, ...]:
     return placed_tables(space, found)
 
 
+class Floor(NamedTuple):
+    """No plan spends less than ``seconds`` on what ``name`` says; ``why`` is what that rests on."""
+
+    name: str
+    seconds: float
+    why: str
+
+
+def unit_floors(space: UnitSpace) -> Iterator[Floor]:
+    """Floors that add up to one of all units."""
+    for run in space.runs:
+        if run[0].series or 1 in space.prefetches:
+            yield from _of_run(space, run)
+        else:
+            choices = space.choices(run)
+            least = min(math.fsum(choice.seconds.values()) for choice in choices)
+            yield Floor(run[0].name, least, ALONE)
+
+
+def _of_run(space: UnitSpace, run: Unit) -> Iterator[Floor]:
+    """Layers that may be merged: every layer's own, and once what all of them may share.
+
+    Compute cannot hide, nor can the share of a collective that needs the same cores. Resharding,
+    padding and more collectives only add to that.
+    """
+    context = space.context
+    for unit in run:
+        choices = space.choices((unit,))
+        moved = min(_bytes_of(space, choice) for choice in choices)
+        cleared = _payload(choices[0], choices[0].cleared)
+        own = sum(choices[0].computing) + dense.gradient_seconds(cleared, context.c)
+        yield Floor(unit.name, own + moved, ANYHOW)
+    waits = [
+        sum(network.latency_seconds(k, ranks, context.c, local) for k, _, ranks, local in calls)
+        for calls in (_calls(choice) for choice in space.choices(run[:1]))
+    ]
+    once = _shown(space) * min(waits) + dense.update_seconds(0, context.c)
+    yield Floor(f"{run[0].series or run[0].name}, once", once, ONCE)
+
+
+def _calls(choice: UnitChoice) -> Iterator[tuple[Collective, int, int, int | None]]:
+    """The collectives of a step, each with its bytes, padding included, its ranks and how many of
+    them are near; what is frozen reduces nothing."""
+    context, grid = choice.context, choice.grid
+    if choice.replicated:
+        if choice.reduces:
+            yield "all_reduce", choice.reduced, context.ranks, context.local
+        return
+    local = context.shards_local
+    yield "all_gather", choice.gathered, grid.shards, local
+    if choice.reduces:
+        yield "reduce_scatter", choice.reduced, grid.shards, local
+    if choice.between:
+        kind: Collective = "reduce_scatter" if grid.twice else "all_reduce"
+        yield kind, choice.part_reduced, grid.replicas, context.replicas_local
+
+
+def _shown(space: UnitSpace) -> float:
+    """The share of a collective that costs compute."""
+    return 1 - space.context.c["overlap"] if 1 in space.prefetches else 1.0
+
+
+def _bytes_of(space: UnitSpace, choice: UnitChoice) -> float:
+    """Transfers and update of a unit that every rank keeps, or that all ranks share."""
+    context = space.context
+    moved = 0.0
+    for kind, whole, ranks, local in _calls(choice):
+        sent = _payload(choice, whole)
+        moved += network.transfer_seconds(kind, sent, ranks, context.c, local)
+        of_parts = choice.replicated or whole == choice.part_reduced
+        if not (of_parts or (choice.stays and kind == "all_gather")):
+            moved += dense.fresh_seconds(sent, context.c)
+    trained = choice.layout.trained.payload_bytes
+    held = trained if choice.replicated else trained / choice.layout.world_size
+    updated: float = optimizer.dense_update_bytes(held, choice.unit.optimizer)
+    return _shown(space) * moved + updated / context.c["memory_rate"]
+
+
+def _payload(choice: UnitChoice, whole: int) -> int:
+    """Bytes of the tensors alone in a buffer of ``whole`` bytes, or less."""
+    layout = choice.layout
+    return layout.payload_bytes * whole // layout.nbytes if layout.nbytes else 0
+
+
 class _Known(NamedTuple):
     """What was ``placed`` in ``room``, and the bytes that its fullest rank holds."""
 
@@ -180,7 +278,7 @@ class _Known(NamedTuple):
 
 
 @dataclass
-class _Seeker:
+class _StepSearch:
     """The best draft so far; table placements are remembered by the choices that they are from.
     ``gave_up``: something faster would fit but for what a step adds to what a rank keeps."""
 
@@ -215,6 +313,8 @@ class _Seeker:
         places = [k for k, a in enumerate(found) if a.kept <= self.problem.decisive_capacity]
         if fastest is None:
             return bool(places)
+        # The floor of an arrangement is known at once, its seconds take a walk of the whole step:
+        # they are asked for only where the floor does not say no already.
         limit = fastest.seconds, next(k for k in places if found[k] is fastest)
         return any(
             found[k].floor <= fastest.seconds and (found[k].seconds, k) < limit for k in places
@@ -223,6 +323,9 @@ class _Seeker:
     def _is_too_large(self, arrangement: Arrangement) -> bool:
         """Whether less does not fit: what a rank keeps, alone or beside the activations, or the
         same placement with less of it at once."""
+        # All of this is known without running the step, which takes most of the time of a search.
+        # Within one placement a larger footprint never has a lower peak: once one did not fit, the
+        # larger ones are not run.
         capacity = self.problem.decisive_capacity
         if max(arrangement.kept, arrangement.at_rest + self.activations) > capacity:
             return True
@@ -291,6 +394,8 @@ class _Seeker:
             self.feasible += 1
             self._take(draft)
             return None
+        # Less than the tables filled, not than the room they had: where they left much of it free,
+        # a smaller room that is still larger than that would find the same placement again.
         self.gave_up = True
         room = self.problem.decisive_capacity
         needed = draft.least_demand if draft.least_demand > room else draft.demand
@@ -348,7 +453,8 @@ class _Seeker:
         ranks, tier = self.problem.cluster.world_size, self.problem.decisive_tier
         known = self.known.setdefault(variant, [])
         for before in known:
-            if before.filled <= room <= before.room:  # found with more room, it fits this as well
+            # Found with more room, it fits this as well, and nothing faster fits in less.
+            if before.filled <= room <= before.room:
                 return before
         placed = self._placed(self.variants[variant], room)
         filled = 0 if placed is None else max(tally(placed, ranks).tier_bytes(tier, ranks))

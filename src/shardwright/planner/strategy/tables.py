@@ -1,4 +1,4 @@
-"""The bounded search over tables alone."""
+"""The searches over tables alone: bounded, and exact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwright.core.model import ModelSpec
 from shardwright.core.option import column_width
 from shardwright.job.job import Job
 from shardwright.planner.choices import offers_slow
-from shardwright.planner.draft import TablesDraft
+from shardwright.planner.draft import Found, TablesDraft
 from shardwright.planner.options import USUAL_MIN_PARTITION
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import Relaxed, lower_bound, relaxed, starts, table
@@ -20,10 +20,15 @@ from shardwright.planner.search.search import SearchOutcome, search
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.search.widening import search_widening
-from shardwright.planner.strategy.found import Found
-from shardwright.planner.strategy.spacing import bounded_space, placed_tables, space_of
+from shardwright.planner.strategy.spacing import (
+    bounded_space,
+    placed_tables,
+    space_of,
+    with_close_columns,
+)
 
 SAME_BOUND = 1e-12
+DEFAULT_SECONDS, LEAST_SECONDS = 60.0, 0.1  # of an exact search
 WIDE_GAP, WIDE_GAP_OF_MANY = 0.01, 0.02  # above the bound (of many tables), where a rank is
 NEARLY_FULL = 0.8  # of its HBM: other kernels may help though all ranks together have room
 
@@ -94,7 +99,7 @@ def _widened(done: _Searched, problem: Problem, watch: Watch) -> _Searched:
         Assignment(_again(done.space, space, best.options), best.slots),
         known_bound=known,
         relaxed=whole,
-        known_start=_again(done.space, space, _first_start(done)),
+        known_start=_again(done.space, space, next(starts(done.space, *done.relaxed)).tolist()),
     )
     return _Searched(problem, space, whole, outcome)
 
@@ -122,12 +127,6 @@ def _is_short(space: Space, known: Relaxed) -> bool:
     options, bound = known
     roomy = lower_bound(space, options, roomy=True)
     return bound.seconds > roomy.seconds * (1 + SAME_BOUND)
-
-
-def _first_start(done: _Searched) -> list[int]:
-    """The relaxed choice that the search started from."""
-    chosen: list[int] = next(starts(done.space, *done.relaxed)).tolist()
-    return chosen
 
 
 def _again(before: Space, space: Space, options: Sequence[int]) -> tuple[int, ...]:
@@ -158,6 +157,30 @@ def _narrow(space: Space) -> Callable[[Item, ItemOption], bool]:
         return choice.option.partition != "multi_host"
 
     return narrow
+
+
+def search_exactly(job: Job, model: ModelSpec, watch: Watch) -> Found:
+    """The proven optimum, or the best of the time limit (60 s if none is given): the bounded search
+    first, then HiGHS on top of it."""
+    from shardwright.planner.search import exact  # scipy, which no other search needs
+
+    problem = make_problem(job, model, slow=True)
+    space = space_of(problem, problem.tables, problem.capacity)
+    start = search(space, watch)
+    left = DEFAULT_SECONDS if watch.left == float("inf") else max(watch.left, LEAST_SECONDS)
+    space = with_close_columns(space)
+    assignment, proved = exact.solve(space, start, left)
+    if any(item.floor for item in space.items):
+        proved = 0.0  # options that are not listed may be faster
+    drafts = [
+        TablesDraft(problem, placed_tables(space, found), ())
+        for found in (start.best, assignment)
+        if found is not None
+    ]
+    fitting = [draft for draft in drafts if draft.fits]
+    best = min(fitting, key=lambda draft: draft.max_rank_seconds, default=None)
+    bound, feasible = start.bound.seconds, len(fitting)
+    return Found(problem, best, bound, "exact", start.tried + 1, feasible, proved=proved)
 
 
 def tables_bound(problem: Problem) -> float:
