@@ -89,7 +89,7 @@ def study(
     section = section_of(job, "job" if given is None else str(given))
     variants = variants_of(job, section)
     _check_held_out(job)
-    source_of(job).check(job)
+    source_of(job).check()
     with hold(folder, secrets.token_hex(6)):
         return _Going(job, section, folder, stream, done, given, variants).go()
 
@@ -143,7 +143,7 @@ class _Going:
         bare = msgspec.structs.replace(data, cache=UNSET)
         job = msgspec.structs.replace(run_in(self.job, self.folder), data=bare)
         self._say(f"making {data.rows:,} rows up, for all runs")
-        source_of(job).prepare(job, self._say)
+        source_of(job).prepare(self._say)
         cache = str(self.folder / "data" / "rows") if data.cache is UNSET else data.cache
         return msgspec.structs.replace(as_log(job), cache=cache)
 

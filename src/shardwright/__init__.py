@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from shardwright.core.measurement import Measurement, read_measurement, write_measurement
     from shardwright.core.placement import BlockShard, Owned, Replicate, Shard
     from shardwright.estimate.footprint import footprint as estimate_memory
+    from shardwright.estimate.own_model import Task
     from shardwright.estimate.recordings import plan, plan_module
-    from shardwright.estimate.task import Task
     from shardwright.job.job import Job, parse_job, read_job
     from shardwright.job.plan import Plan, read_plan, write_plan
     from shardwright.planner.explain import explain_tensor as explain
@@ -56,9 +56,7 @@ if TYPE_CHECKING:
     from shardwright.runtime.units.unit import State
     from shardwright.tracker.memory import MemoryTracker
     from shardwright.train.compare import compare
-    from shardwright.train.loop import measure
-    from shardwright.train.run import Run
-
+    from shardwright.train.loop import Run, measure
 _HOMES = {
     "AdamW8bit": "runtime.adamw_8bit",
     "Batch": "core.batch",
@@ -80,7 +78,7 @@ _HOMES = {
     "Plan": "job.plan",
     "Replicate": "core.placement",
     "Resumed": "runtime.saving",
-    "Run": "train.run",
+    "Run": "train.loop",
     "RunError": "core.errors",
     "Shard": "core.placement",
     "ShardTensor": "runtime.units.shard_tensor",
@@ -88,7 +86,7 @@ _HOMES = {
     "ShardwrightError": "core.errors",
     "State": "runtime.units.unit",
     "StoppedError": "core.errors",
-    "Task": "estimate.task",
+    "Task": "estimate.own_model",
     "UnsupportedError": "core.errors",
     "apply": "runtime.apply",
     "average_weights": "runtime.average",

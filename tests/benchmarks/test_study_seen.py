@@ -70,7 +70,7 @@ def made_up(tmp_path: Path, **data: Any) -> Job:
             "tables": [{"name": name, "rows": 500, "dim": 8} for name in "ab"],
         }
     )
-    source_of(job).prepare(job)
+    source_of(job).prepare()
     return job
 
 
@@ -84,7 +84,7 @@ def test_the_best_on_a_quarter_is_that_of_the_law_that_made_it(
     if cached:
         data = structs.replace(reading.data, cache=str(tmp_path / "rows"))
         reading = structs.replace(job, data=data)
-        source_of(reading).prepare(reading)
+        source_of(reading).prepare()
     got = quarters(job, reading, job.tables, 1500)
     assert got is not None
     first, count = (2500, 500) if days else (3000, 1000)

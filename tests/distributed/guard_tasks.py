@@ -13,7 +13,7 @@ from tasks import share
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwright.estimate.task import Task
+from shardwright.estimate.own_model import Task
 from shardwright.job.job import Job
 from shardwright.job.plan import Plan
 from shardwright.models.dlrm import DLRM
@@ -23,7 +23,7 @@ from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.units.dstorage import DStorage, units_in
-from shardwright.train.tasks import task_of
+from shardwright.train.sources import task_of
 
 BAD_STEP = 3  # from 1 on; the steps before it are good ones
 Loss = Callable[[nn.Module], torch.Tensor]

@@ -18,7 +18,7 @@ from worlds import apart
 
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import Event, phase_peaks
-from shardwright.estimate.own_model import Built, Call, as_tensors, python_function
+from shardwright.estimate.own_model import Built, FunctionCall, Task, as_tensors, python_function
 from shardwright.job.job import Job, parse_job
 from shardwright.job.plan import Plan
 from shardwright.runtime.apply import apply
@@ -29,8 +29,8 @@ from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.state import full_state_dict
 from shardwright.runtime.units.dstorage import units_in
 from shardwright.tracker.memory import MemoryTracker
-from shardwright.train.tasks import Task, task_of
-from shardwright.train.tasks.python import Given, really
+from shardwright.train.sources import task_of
+from shardwright.train.sources.python import OwnTask, really
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -102,7 +102,7 @@ def exact_bytes(mesh: DeviceMesh, name: str) -> tuple[dict[str, int], dict[str, 
 
 def built(job: Job) -> Built:
     """What the job's function gives, with all numbers at once."""
-    call = Call.of(job)
+    call = FunctionCall.of(job)
     made = really(call, python_function(call.name, call.where), job.train.seed)
     assert isinstance(made, Built)
     return made
@@ -133,7 +133,7 @@ def kept(job: Job, mesh: DeviceMesh, *more: Any, make: Callable[[], dict[str, An
 
 def true_of(job: Job, mesh: DeviceMesh) -> dict[str, Any]:
     """What one process comes to."""
-    return kept(job, mesh, make=lambda: alone(Given(job, built(job)), job, mesh))
+    return kept(job, mesh, make=lambda: alone(OwnTask(job, built(job)), job, mesh))
 
 
 def alone(task: Task, job: Job, mesh: DeviceMesh) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from shardwright.core.llama import LlamaShape, LocalShape
 from shardwright.core.recording import BlockNames
-from shardwright.estimate.models import recorded_model
-from shardwright.estimate.stages import Stage, pipeline_ranks
+from shardwright.estimate.stages import ModelStage, pipeline_ranks
+from shardwright.estimate.unplanned import recorded_model
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.models.llama import Llama
 from shardwright.runtime.fully_shard import fully_shard_flat
@@ -69,7 +69,7 @@ def tracked_stage(mesh: DeviceMesh, job: Job) -> dict[str, int]:
     return {phase.phase: phase.bytes for phase in tracker.result().phases}
 
 
-def _share(model: Llama, job: Job, mine: Stage, mesh: DeviceMesh) -> None:
+def _share(model: Llama, job: Job, mine: ModelStage, mesh: DeviceMesh) -> None:
     """The units of the estimate, those inside of others first, kept whole for all microbatches."""
     section = memory_of(job)
     degrees = degrees_of(job, job.cluster.world_size or 1)

@@ -34,8 +34,8 @@ from shardwright.runtime.saving import load_checkpoint, save_checkpoint
 from shardwright.runtime.state import full_state_dict
 from shardwright.runtime.units.dstorage import units_in
 from shardwright.tracker.memory import MemoryTracker
-from shardwright.train.tasks import task_of
-from shardwright.train.tasks.python import Given
+from shardwright.train.sources import task_of
+from shardwright.train.sources.python import OwnTask
 
 BATCH, RATE, EPSILON = 6, 0.3, 1e-8
 CLOSE = 1e-6
@@ -74,7 +74,7 @@ def _updated_by_rows(job: Job, made: Plan) -> frozenset[str]:
 
 def alone(job: Job, by_rows: Set[str], mesh: DeviceMesh) -> dict[str, Any]:
     """One process with the batches of all ranks, some tables updated row by row."""
-    task, size = Given(job, built(job)), mesh.size()
+    task, size = OwnTask(job, built(job)), mesh.size()
     model = task.model(CPU)
     rows = {name: p for name, p in model.named_parameters() if name in by_rows}
     sums = {name: torch.zeros(len(p)) for name, p in rows.items()}
@@ -283,7 +283,7 @@ class RowsOf(nn.Module):
 def alone_in_half(job: Job, made: Plan, mesh: DeviceMesh) -> dict[str, Any]:
     """One process with the batches of all ranks: units compute in bf16 where the job has it, rows
     are given in bf16 and updated in fp32, by SGD."""
-    task, size, rate = Given(job, built(job)), mesh.size(), job.train.learning_rate
+    task, size, rate = OwnTask(job, built(job)), mesh.size(), job.train.learning_rate
     model, half = task.model(CPU), torch.bfloat16
     computed = half if step_dtypes(job)[0] else torch.float32
     kept = {t.fqn: dict(model.named_parameters())[t.fqn].dtype for t in made.tables}

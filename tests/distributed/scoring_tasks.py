@@ -15,7 +15,7 @@ from shardwright.job.plan import read_plan
 from shardwright.launcher.folder import record_file
 from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.runtime.comm import Comm
-from shardwright.train.scoring import Scoring
+from shardwright.train.steps import Scoring
 from shardwright.train.training import Training
 
 

@@ -30,7 +30,7 @@ def test_the_demo_trains_as_one_process_with_bytes_and_peak_as_predicted(
         settings += [f"cluster.world_size={ranks}", f"batch.size={batch}", f"train.out={folder}"]
         job = read_job(DEMO, [*settings, f"cluster.ddr_cap={memory}", "checkpoint.every=99 steps"])
         made = plan(job)
-        source_of(job).prepare(job)
+        source_of(job).prepare()
         write_plan(made, folder / "plan.json")
         options = {"plan": str(folder / "plan.json"), "folder": str(folder)}
         found = pool.run(ranks, tasks.train, **options)

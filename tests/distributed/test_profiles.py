@@ -98,7 +98,7 @@ def records(pool: Pool, folder: Path, steps: int, profiled: int) -> tuple[Plan, 
             "train": {"steps": steps, "out": str(folder)},
         }
     )
-    source_of(job).prepare(job)
+    source_of(job).prepare()
     made = plan(job)
     write_plan(made, folder / "plan.json")
     given = {"plan": str(folder / "plan.json"), "folder": folder, "steps": profiled}

@@ -22,7 +22,7 @@ from shardwright.job.job import parse_job
 from shardwright.job.plan import read_plan, sealed, write_plan
 from shardwright.runtime.checkpoint.read import read_full
 from shardwright.train.resharding import reshard
-from shardwright.train.resuming import Start, check_resume, facts_of
+from shardwright.train.resuming import RunStart, check_resume, facts_of
 from shardwright.train.sources import source_of
 
 BLOCKS = {"layers": 2, "dim": 16, "heads": 2}
@@ -110,7 +110,7 @@ def planned(
     if kind == "cached":
         document["data"] = {**JOBS[kind]["data"], "cache": str(folder / "rows")}
     job = parse_job(document)
-    source_of(job).prepare(job)
+    source_of(job).prepare()
     path = folder / f"{ranks}-{batch}-{steps}.json"
     folder.mkdir(exist_ok=True)
     write_plan(plan(job), path)
@@ -249,7 +249,7 @@ def test_batches_that_do_not_know_where_to_start_refuse_other_ranks(
 
 
 def test_bad_rows_that_were_left_out_are_rows_that_were_taken() -> None:
-    place = Start(0).place(batch=4, rank=0, world_size=1, losses=[0.5] * 3, bad_rows=2)
+    place = RunStart(0).place(batch=4, rank=0, world_size=1, losses=[0.5] * 3, bad_rows=2)
     assert (place["taken"], place["bad_rows"]) == (3 * 4 + 2, 2)
 
 

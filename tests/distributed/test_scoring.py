@@ -56,7 +56,7 @@ def run(pool: Pool, folder: Path, **train: Any) -> tuple[Plan, list[tuple[Record
             "train": {"steps": 10, "out": str(folder), **train},
         }
     )
-    source_of(job).prepare(job)
+    source_of(job).prepare()
     made = plan(job)
     write_plan(made, folder / "plan.json")
     return made, pool.run(2, tasks.trained, plan=str(folder / "plan.json"), folder=folder)

@@ -24,7 +24,7 @@ from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.state import full_state_dict
 from shardwright.runtime.units.dstorage import traffic, units_in
-from shardwright.train.tasks import task_of
+from shardwright.train.sources import task_of
 
 
 def train_whole(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:

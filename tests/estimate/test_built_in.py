@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
 from shardwright.core.recording import Moment, Recording, Unfolded
-from shardwright.estimate.built_in import built_in_recording
-from shardwright.estimate.python_model import settle
+from shardwright.estimate.recorded import built_in_recording, settle
 from shardwright.job.job import Job, parse_job
 from shardwright.job.model_of_job import model_of, tables_of
 from shardwright.models.dlrm import DLRM

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwright.core.footprint import RankMemory
 from shardwright.core.llama import LlamaShape
-from shardwright.estimate.machines import sharding
 from shardwright.estimate.unplanned import estimated as footprint
+from shardwright.estimate.unplanned import sharding
 from shardwright.heap.machine import Sharding
 from shardwright.job.job import Job, degrees_of, memory_of, parse_job
 from shardwright.models.llama import Llama

@@ -12,8 +12,8 @@ import torch
 
 from shardwright.core.errors import InputError, ShardwrightError, UnsupportedError
 from shardwright.core.footprint import Footprint
-from shardwright.estimate.expert_parallel import Routing, cut_experts
 from shardwright.estimate.fit import fit
+from shardwright.estimate.parallelize import Routing, cut_experts
 from shardwright.estimate.unplanned import estimated
 from shardwright.job.job import Job, parse_job
 

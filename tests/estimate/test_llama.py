@@ -9,19 +9,19 @@ import pytest
 
 from shardwright.core.llama import LlamaShape, LocalShape
 from shardwright.core.recording import Recording
-from shardwright.estimate.llama import Request, forget_recordings, stage_recording
-from shardwright.estimate.stages import Stage
+from shardwright.estimate.llama import StageRequest, forget_recordings, stage_recording
+from shardwright.estimate.stages import ModelStage
 from shardwright.heap.rank_step import Chunk
 from shardwright.trace.treatment import Treatment
 
 SHAPE = LlamaShape(layers=8, dim=32, heads=4, kv_heads=2, head_dim=8, ffn_dim=80, vocab=200)
 BATCH, SEQUENCE = 2, 12
-WHOLE = Stage((0, 8), True, True)
+WHOLE = ModelStage((0, 8), True, True)
 ITEM = 2  # bytes of bf16
 
 
 def recorded(
-    stage: Stage = WHOLE,
+    stage: ModelStage = WHOLE,
     shape: LlamaShape = SHAPE,
     local: LocalShape | None = None,
     checkpointing: str = "none",
@@ -30,7 +30,7 @@ def recorded(
     local = local or LocalShape()
     local = msgspec.structs.replace(local, first=stage.first, last=stage.last)
     treatment = Treatment("cpu", checkpointing)
-    request = Request(shape, local, BATCH, SEQUENCE, "bf16", treatment, **changes)
+    request = StageRequest(shape, local, BATCH, SEQUENCE, "bf16", treatment, **changes)
     return stage_recording(request, stage)
 
 
@@ -104,14 +104,14 @@ def test_a_tied_head_shares_the_roots_unit() -> None:
 
 
 def test_a_stage_in_between_takes_and_sends_the_stream() -> None:
-    found = recorded(Stage((2, 4), False, False))
+    found = recorded(ModelStage((2, 4), False, False))
     stream = BATCH * SEQUENCE * SHAPE.dim * ITEM
     assert found.inputs == found.result == stream
     assert [name for name, _ in Chunk(found).blocks.unfolded()] == ["layers.2", "layers.3"]
 
 
 def test_nothing_but_gradients_is_left_of_a_microbatch() -> None:
-    for stage in (WHOLE, Stage((0, 4), True, False), Stage((4, 8), False, True)):
+    for stage in (WHOLE, ModelStage((0, 4), True, False), ModelStage((4, 8), False, True)):
         assert bytes_of(recorded(stage))[1] == 0
 
 
@@ -129,7 +129,7 @@ def test_the_last_stage_keeps_its_logits_until_its_backward_is_over() -> None:
         last = recording.pieces[-1]
         return any(touch.what == "free" and touch.slot == made[0] for touch in last.touches)
 
-    assert kept(recorded(Stage((4, 8), False, True)))
+    assert kept(recorded(ModelStage((4, 8), False, True)))
     assert not kept(recorded(WHOLE))
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -13,9 +14,10 @@ from torch import nn
 from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.recording import Recording
 from shardwright.core.timeline import Kind, Phase
-from shardwright.estimate.machines import machine_of, optimizer_of, sharding
 from shardwright.estimate.own_model import python_function
-from shardwright.estimate.python_model import python_recording
+from shardwright.estimate.recorded import ModuleRequest
+from shardwright.estimate.recorded import recorded as recording_of
+from shardwright.estimate.unplanned import machine_of, optimizer_of, sharding
 from shardwright.heap.ledger import Ledger
 from shardwright.heap.rank_step import Chunk, RankStep
 from shardwright.job.job import Job, degrees_of, memory_of, parse_job
@@ -46,7 +48,8 @@ def job_of(name: str, arguments: dict[str, Any] | None = None, **memory: Any) ->
 def recorded(job: Job, **options: Any) -> tuple[Recording, int]:
     section = memory_of(job)
     treatment = Treatment(section.lowering or "cuda", section.policy)
-    return python_recording(job, treatment, BATCH, **options)[:2]
+    request = ModuleRequest.of(job, treatment, BATCH)
+    return recording_of(msgspec.structs.replace(request, **options))[:2]
 
 
 def peaks(job: Job, **options: Any) -> dict[Phase, dict[Kind, int]]:

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwright.core.errors import InputError
 from shardwright.estimate.fit import fit
 from shardwright.estimate.footprint import footprint
-from shardwright.estimate.tensor_parallel import cut
+from shardwright.estimate.parallelize import cut
 from shardwright.job.job import Job, parse_job
 from shardwright.job.parallel import Style
 

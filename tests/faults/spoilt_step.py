@@ -19,7 +19,7 @@ def install(rank: int, what: str, folder: Path) -> None:
 
     from shardwright.runtime.embeddings.tables import ShardedTables
     from shardwright.runtime.units.dstorage import DStorage, units_in
-    from shardwright.train.tasks.clicks import Clicks
+    from shardwright.train.sources.clicks import Clicks
 
     def weights(model: nn.Module) -> list[torch.Tensor]:
         found = [DStorage(unit).byte_storage for unit in units_in(model)]

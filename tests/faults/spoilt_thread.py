@@ -18,7 +18,7 @@ def install(what: str) -> None:
     from torch import nn
 
     from shardwright.tracker.announce import thread_rank
-    from shardwright.train.tasks.clicks import Clicks
+    from shardwright.train.sources.clicks import Clicks
 
     true_loss, steps = Clicks.loss, count(1)
 

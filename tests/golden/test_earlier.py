@@ -89,7 +89,7 @@ def test_a_run_of_an_earlier_version_goes_on_bit_for_bit(call: Any, tmp_path: Pa
     out = tmp_path / "dlrm"  # as the plan says
     shutil.copytree(RUN / "checkpoints", out / "checkpoints")
     job = sw.read_plan(RUN / "plan.json").job
-    source_of(job).prepare(job)
+    source_of(job).prepare()
     plan = str(RUN / "plan.json")
     found = Threads().run(2, resuming_tasks.train, plan=plan, folder=str(out), resume=True)
     assert [losses for losses, _ in found] == [

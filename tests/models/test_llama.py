@@ -11,7 +11,7 @@ from torch.nn import functional
 from shardwright.core.errors import InputError
 from shardwright.core.llama import LlamaShape, LocalShape, check_local
 from shardwright.models.llama import Llama, chunked_loss, loss, parallel_loss
-from shardwright.models.llama.loss import capped
+from shardwright.models.llama.layers import capped
 from shardwright.trace.treatment import Treatment
 
 DENSE = LlamaShape(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ffn_dim=48, vocab=64)

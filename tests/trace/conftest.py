@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.core.llama import LlamaShape, LocalShape
-from shardwright.models.llama import Block
+from shardwright.models.llama import LlamaBlock
 from shardwright.trace.recorder import Recorder
 
 LARGE = LlamaShape(  # Llama 3 8B
@@ -52,7 +52,7 @@ def block() -> Make:
 
     def make(small: bool = False, local: LocalShape | None = None, **options: Any) -> nn.Module:
         options.setdefault("dtype", torch.bfloat16)
-        return Block(SMALL if small else LARGE, local or LocalShape(), 0, **options)
+        return LlamaBlock(SMALL if small else LARGE, local or LocalShape(), 0, **options)
 
     return make
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwright.core.llama import LlamaShape, LocalShape
-from shardwright.models.llama import Block
+from shardwright.models.llama import LlamaBlock
 from shardwright.trace.lowering import lowering
 from shardwright.trace.recorder import Recorder
 
@@ -33,11 +33,11 @@ KERNELS = {
 }
 
 
-def made(device: str | None) -> tuple[Block, tuple[torch.Tensor, ...]]:
+def made(device: str | None) -> tuple[LlamaBlock, tuple[torch.Tensor, ...]]:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     angles = torch.zeros(SEQUENCE, SHAPE.head_dim // 2, **options)
     x = torch.zeros(1, SEQUENCE, SHAPE.dim, requires_grad=True, **options)
-    return Block(SHAPE, LocalShape(), 0, **options), (x, angles, angles.clone())
+    return LlamaBlock(SHAPE, LocalShape(), 0, **options), (x, angles, angles.clone())
 
 
 @pytest.mark.gpu

@@ -13,10 +13,8 @@ from shardwright.cost.constants import calibrated, cluster
 from shardwright.cost.network import CROSSINGS
 from shardwright.cost.presets import LOCAL, PRESETS
 from shardwright.job.job import ClusterSection
-from shardwright.train.calibrate import calibrate
-from shardwright.train.measure.cases import host_bytes
-from shardwright.train.measure.figures import DEVICE_SHARE, HOST_SHARE, calibration, fit
-from shardwright.train.measure.samples import (
+from shardwright.train.calibrate import DEVICE_SHARE, HOST_SHARE, calibrate, calibration, fit
+from shardwright.train.calibrate.cases import (
     BUFFERS,
     FLOAT,
     OVERLAPPED,
@@ -27,6 +25,7 @@ from shardwright.train.measure.samples import (
     Samples,
     Times,
     collective_case,
+    host_bytes,
     overlap_case,
     row_case,
     spread,

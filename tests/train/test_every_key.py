@@ -147,15 +147,15 @@ IN_A_RUN = {
     "train.out": ("where its files lie", "cli/train.py"),
     "train.timeout": ("how long a rank may keep others waiting", "train/session.py"),
     "train.not_finite": ("what becomes of a bad step", "train/training.py"),
-    "train.metrics_every": ("when it says how good clicks are foreseen", "train/tasks/clicks.py"),
+    "train.metrics_every": ("when it says how good clicks are foreseen", "train/sources/clicks.py"),
     "train.log": ("where its progress goes", "train/writers.py"),
     "train.schedule": ("how rates change", "train/resuming.py"),
     "train.table_folder": ("where tables on disk lie", "job/job.py"),
     "train.forward": ("whether ranks are threads", "job/train.py"),
-    "data.python": ("the batches of one's own", "train/tasks/python.py"),
-    "data.seed": ("the batches of one's own", "train/tasks/python.py"),
-    "data.skip_bad_rows": ("whether a bad row ends it", "train/tasks/clicks.py"),
-    "data.test_batch": ("held-out rows at a time", "train/tasks/clicks.py"),
+    "data.python": ("the batches of one's own", "train/sources/python.py"),
+    "data.seed": ("the batches of one's own", "train/sources/python.py"),
+    "data.skip_bad_rows": ("whether a bad row ends it", "train/sources/clicks.py"),
+    "data.test_batch": ("held-out rows at a time", "train/sources/clicks.py"),
     "checkpoint.every": ("when it is saved", "runtime/saves.py"),
     "checkpoint.keep": ("how many are kept", "runtime/saves.py"),
     "checkpoint.folder": ("where", "job/job.py"),
@@ -277,7 +277,7 @@ def longest_job(kind: str) -> dict[str, Any]:
 def outcome(job: Job) -> Any:
     """What a plan says, but for the job in it; what a run refuses first is refused."""
     if job.model.kind != "tables":
-        source_of(job).check(job)
+        source_of(job).check()
     made = msgspec.to_builtins(plan(job))
     for name in ("job", "fingerprint"):
         del made[name]
@@ -290,8 +290,8 @@ def made_up(job: Job, folder: Path) -> list[Any]:
     folder.mkdir()
     job = msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, out=str(folder)))
     with contextlib.chdir(folder):  # where a cache is made, too
-        source_of(job).prepare(job)
-        read = source_of(job).samples(job)
+        source_of(job).prepare()
+        read = source_of(job).samples()
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return [*((path.name, path.read_bytes()) for path in files), read]
 

@@ -16,7 +16,7 @@ from shardwright.estimate.recordings import plan
 from shardwright.job.job import parse_job
 from shardwright.job.plan import Plan
 from shardwright.job.train import CheckpointSection
-from shardwright.train.hosts import Facts, Hosts, check_facts
+from shardwright.train.hosts import HostFacts, Hosts, check_facts
 
 JOB = {
     "model": {"kind": "transformer", "layers": 1, "dim": 16, "heads": 2},
@@ -124,7 +124,7 @@ def test_clocks_that_are_far_apart_are_said_with_how_far(made: Plan, tmp_path: P
 
 def test_another_version_or_plan_is_named_with_host_and_ranks(made: Plan) -> None:
     for name in ("plan", "torch version", "size of rows.tsv"):
-        facts = [Facts(0, "alpha", "/a", {name: "1"}), Facts(1, "beta", "/b", {name: "2"})]
+        facts = [HostFacts(0, "alpha", "/a", {name: "1"}), HostFacts(1, "beta", "/b", {name: "2"})]
         text = (
             f"hosts: expected the same {name} everywhere, got another one on beta (rank 1) than on "
             "alpha. Start every host from the same plan, code, versions and data."
@@ -135,10 +135,10 @@ def test_another_version_or_plan_is_named_with_host_and_ranks(made: Plan) -> Non
 
 
 def test_another_number_of_ranks_to_a_host_than_planned_is_refused(made: Plan) -> None:
-    facts = [Facts(0, "alpha", "/a", {}), Facts(0, "alpha", "/a", {})]
+    facts = [HostFacts(0, "alpha", "/a", {}), HostFacts(0, "alpha", "/a", {})]
     with pytest.raises(MismatchError, match="expected 2 with 1 ranks each, as planned, got 1 with"):
         check_facts(facts, made)
-    check_facts([Facts(3, "alpha", "/a", {}), Facts(7, "beta", "/a", {})], made)
+    check_facts([HostFacts(3, "alpha", "/a", {}), HostFacts(7, "beta", "/a", {})], made)
 
 
 def test_a_rank_that_does_not_answer_is_named(made: Plan, tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from shardwright.core.errors import InputError
-from shardwright.estimate.own_model import as_tensors
+from shardwright.estimate.own_model import Task, as_tensors
 from shardwright.job.job import Job, parse_job
-from shardwright.train.sources import source_of
-from shardwright.train.tasks import Task, task_of
+from shardwright.train.sources import source_of, task_of
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
@@ -124,10 +123,10 @@ def test_a_task_that_a_function_returns_is_the_task() -> None:
 def test_scores_of_a_task_come_to_a_mean_by_weight() -> None:
     job = job_of("task")
     scores = np.array([[0.0, 2.0, 6.0], [1.0, 1.0, 0.0]])
-    found = source_of(job).quality(job, scores)
+    found = source_of(job).quality(scores)
     assert found is not None
     assert (found.rows, found.log_loss) == (2, 2.0)
-    assert source_of(job).quality(job, np.empty((0, 3))) is None
+    assert source_of(job).quality(np.empty((0, 3))) is None
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -174,14 +173,14 @@ def test_a_generator_that_raises_is_named_with_its_batch() -> None:
 def test_a_run_checks_first_what_can_be_imported(sections: dict[str, Any], text: str) -> None:
     job = job_of(**sections)
     with pytest.raises(InputError) as refused:
-        source_of(job).check(job)
+        source_of(job).check()
     assert str(refused.value).startswith(text)
 
 
 def test_what_was_imported_leaves_the_path_as_it_was() -> None:
     before = list(sys.path)
     job = job_of(batches="good")
-    source_of(job).check(job)
+    source_of(job).check()
     assert sys.path == before
 
 
@@ -200,4 +199,4 @@ def test_a_llama_needs_words_for_all_bytes() -> None:
         {"model": {"kind": "llama", "vocab": 100, "dim": 16, "heads": 2}, "batch": {"sequence": 8}}
     )
     with pytest.raises(InputError, match=r"model\.vocab: expected at least 256 for text"):
-        source_of(job).check(job)
+        source_of(job).check()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwright.core.measurement import scores_text
 from shardwright.data import quality
-from shardwright.train.scoring import BINS, EDGE, SIZE, scores_of
+from shardwright.train.steps import BINS, EDGE, SIZE, scores_of
 
 ROWS = st.lists(
     st.tuples(st.floats(-20, 20, allow_subnormal=False), st.booleans()), min_size=2, max_size=60

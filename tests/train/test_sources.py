@@ -46,7 +46,7 @@ def _clicks(tmp_path: Path, **sections: Any) -> Job:
 
 def _refused(job: Job) -> str:
     with pytest.raises(InputError) as caught:
-        source_of(job).check(job)
+        source_of(job).check()
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -81,9 +81,9 @@ def _bags(tmp_path: Path, tables: list[dict[str, Any]] = BAGS, **data: Any) -> J
 def test_rows_of_any_tables_are_made_up_and_read_back_with_their_best_score(tmp_path: Path) -> None:
     job = _bags(tmp_path, kind="synthetic", rows=300, test_rows=100)
     source = source_of(job)
-    source.check(job)
-    source.prepare(job)
-    assert source.samples(job) == 300
+    source.check()
+    source.prepare()
+    assert source.samples() == 300
     with (tmp_path / "data" / "train.tsv").open() as file:
         assert file.readline() == "label\tI1\tI2\tuser\tseen\n"
     assert 0.5 < read_facts(tmp_path / "data" / "test.tsv")["bayes_auc"] < 1
@@ -94,12 +94,12 @@ def test_a_log_of_named_columns_is_checked_before_anything_starts(tmp_path: Path
     path.write_text("click,age,price,user,seen\n1,2,3,39,1 2 29\n")
     named: dict[str, Any] = {"kind": "columns", "path": str(path), "label": "click"}
     right = _bags(tmp_path, dense=["age", "price"], **named)
-    source_of(right).check(right)
-    assert source_of(right).samples(right) == 1
+    source_of(right).check()
+    assert source_of(right).samples() == 1
     path.write_text("click,age,price,user,seen\n1,2,3,40,1 2 29\n")
     assert f"{path}:2, column 'user': expected ids from 0 to 39" in _refused(right)
     taken = _bags(tmp_path, dense=["age", "price"], ids="modulo", **named)
-    source_of(taken).check(taken)
+    source_of(taken).check()
     assert "one column 'I1', got 'click', " in _refused(_bags(tmp_path, **named))
     short = _bags(tmp_path, dense=["age"], **named)
     assert _refused(short) == "data.dense: expected 2 columns, as model.dense_features, got 1."
@@ -156,7 +156,7 @@ def test_a_named_text_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text("abc " * 100)
     job = _text(tmp_path, data={"path": str(path)})
-    source_of(job).prepare(job)
+    source_of(job).prepare()
     assert path.read_text() == "abc " * 100
     assert sorted(p.name for p in tmp_path.iterdir()) == ["book.txt"]
 
@@ -164,14 +164,14 @@ def test_a_named_text_is_left_as_it_is(tmp_path: Path) -> None:
 def test_a_made_up_text_is_too_short_for_endless_sequences(tmp_path: Path) -> None:
     job = _text(tmp_path, batch={"sequence": 10**6})
     with pytest.raises(InputError, match=r"text.txt: expected at least 2000001 bytes"):
-        source_of(job).prepare(job)
+        source_of(job).prepare()
 
 
 def test_the_quality_of_text_is_nats_per_token_and_bits_per_byte(tmp_path: Path) -> None:
     job = _text(tmp_path)
     source = source_of(job)
-    source.prepare(job)
-    found = source.quality(job, np.array([[0, 16, 24.0], [1, 16, 40.0]]))
+    source.prepare()
+    found = source.quality(np.array([[0, 16, 24.0], [1, 16, 40.0]]))
     assert found is not None
     assert (found.rows, found.auc, found.log_loss) == (32, None, 2.0)
     assert found.bits_per_byte == pytest.approx(2.0 / math.log(2))
@@ -182,7 +182,7 @@ def test_the_best_loss_of_a_named_text_is_not_known(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text("abc " * 100)
     job = _text(tmp_path, data={"path": str(path)})
-    found = source_of(job).quality(job, np.array([[0, 16, 24.0]]))
+    found = source_of(job).quality(np.array([[0, 16, 24.0]]))
     assert found is not None
     assert found.best_log_loss is None
 
@@ -190,9 +190,9 @@ def test_the_best_loss_of_a_named_text_is_not_known(tmp_path: Path) -> None:
 def test_the_quality_of_clicks_is_auc_and_log_loss_beside_the_best(tmp_path: Path) -> None:
     job = _clicks(tmp_path)
     source = source_of(job)
-    source.check(job)
-    source.prepare(job)
-    found = source.quality(job, np.array([[0, 1, 0.0], [1, 0, -1.0], [2, 1, 2.0]]))
+    source.check()
+    source.prepare()
+    found = source.quality(np.array([[0, 1, 0.0], [1, 0, -1.0], [2, 1, 2.0]]))
     assert found is not None
     assert (found.rows, found.auc, found.bits_per_byte) == (3, 1.0, None)
     assert found.best_auc is not None
@@ -201,7 +201,7 @@ def test_the_quality_of_clicks_is_auc_and_log_loss_beside_the_best(tmp_path: Pat
 
 def test_clicks_of_one_kind_have_no_auc(tmp_path: Path) -> None:
     job = _clicks(tmp_path)
-    found = source_of(job).quality(job, np.array([[0, 1, 0.0], [1, 1, -1.0]]))
+    found = source_of(job).quality(np.array([[0, 1, 0.0], [1, 1, -1.0]]))
     assert found is not None
     assert found.auc is None
 
@@ -209,7 +209,7 @@ def test_clicks_of_one_kind_have_no_auc(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [_text, _clicks], ids=["text", "clicks"])
 def test_without_scores_there_is_no_quality(tmp_path: Path, make: Any) -> None:
     job = make(tmp_path)
-    assert source_of(job).quality(job, np.empty((0, 3))) is None
+    assert source_of(job).quality(np.empty((0, 3))) is None
 
 
 def _rows(path: Path, text: str) -> None:
@@ -321,13 +321,13 @@ def test_made_up_days_are_written_once_and_the_best_of_both_halves_is_known(tmp_
     data = {"kind": "synthetic", "rows": 700, "days": 7, "drift": 0.2, "zipf": 0.9}
     job, said = _clicks(tmp_path, data=data), list[str]()
     source = source_of(job)
-    source.check(job)
-    source.prepare(job, said.append)
+    source.check()
+    source.prepare(said.append)
     assert [path.name for path in (tmp_path / "data").iterdir()].count("train.tsv") == 1
     parts = {part: log.count() for part in PARTS if (log := rows_of(job, part))}
     assert parts == {"train": 600, "validation": 50, "test": 50}
     scores = np.stack([np.arange(50.0), np.arange(50.0) % 2, np.zeros(50)], 1)
-    test, validation = (source.quality(job, scores, part) for part in ("test", "validation"))
+    test, validation = (source.quality(scores, part) for part in ("test", "validation"))
     assert test is not None
     assert validation is not None
     assert test.best_auc != validation.best_auc
@@ -342,12 +342,12 @@ def test_a_cache_is_written_once_and_anew_for_other_data(tmp_path: Path) -> None
 
     def prepared(job: Job) -> list[str]:
         said: list[str] = []
-        source_of(job).prepare(job, said.append)
+        source_of(job).prepare(said.append)
         return [text for text in said if "writing" in text]
 
     assert len(prepared(job)) == 3  # of training, validation and test
     assert prepared(job) == []
-    assert source_of(job).samples(job) == 200
+    assert source_of(job).samples() == 200
     assert len(prepared(_clicks(tmp_path, data={**data, "seed": 1}))) == 3
     (tmp_path / "file").touch()
     said = _refused(_clicks(tmp_path, data={**data, "cache": str(tmp_path / "file")}))
@@ -360,8 +360,8 @@ def test_a_log_on_disk_is_cached_by_place_size_and_date(tmp_path: Path) -> None:
         ClickModel(cardinalities=(4,) * 26, seed=day).write(tmp_path / "log" / f"day_{day}", 20)
     given = {"kind": "criteo", "path": str(tmp_path / "log"), "cache": str(tmp_path / "rows")}
     job = _clicks(tmp_path, data={**given, "drop_negatives": 0.5})
-    source_of(job).check(job)
-    source_of(job).prepare(job)
+    source_of(job).check()
+    source_of(job).prepare()
     before = cache_of(job, "train")
     assert before is not None
     kept = len(CachedRows(before))

@@ -12,13 +12,12 @@ from msgspec import UNSET
 from torch.utils._pytree import tree_leaves
 
 from shardwright.core.errors import InputError
+from shardwright.estimate.own_model import Task, inputs_of
 from shardwright.estimate.recordings import recorded
-from shardwright.estimate.task import inputs_of
 from shardwright.job.job import Job, parse_job
 from shardwright.models.dlrm import DLRM
 from shardwright.models.transformer import Transformer, next_token_loss
-from shardwright.train.sources import source_of
-from shardwright.train.tasks import Task, task_of
+from shardwright.train.sources import source_of, task_of
 
 CPU = torch.device("cpu")
 
@@ -47,7 +46,7 @@ def clicks(tmp_path: Path) -> Job:
             "tables": [{"name": f"t{i}", "rows": 4, "dim": 16} for i in range(26)],
         }
     )
-    source_of(job).prepare(job)
+    source_of(job).prepare()
     return job
 
 
@@ -153,7 +152,7 @@ def test_a_batch_has_the_bytes_that_its_recording_foresees(
             "tables": [*tables[:2], tables[2] | other],
         }
     )
-    source_of(job).prepare(job)
+    source_of(job).prepare()
     batch = next(iter(task_of(job).batches(0, 1)))
     assert isinstance(batch[1], dict) is bool(other)
     arrays = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, np.ndarray)]

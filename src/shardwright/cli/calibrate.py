@@ -36,19 +36,19 @@ def execute(options: argparse.Namespace) -> int:
     check_output(options.output, CLUSTER)  # before half a minute of work
     from shardwright.train.calibrate import calibrate
 
-    attempt = calibrate(options.ranks, sys.stderr, quick=options.quick)
-    if attempt.found is None:
-        print(f"shardwright: {attempt.outcome.reason}", file=sys.stderr)
-        if attempt.folder:
-            print(f"details in {attempt.folder}", file=sys.stderr)
-        return attempt.outcome.code
+    outcome, found, folder = calibrate(options.ranks, sys.stderr, quick=options.quick)
+    if found is None:
+        print(f"shardwright: {outcome.reason}", file=sys.stderr)
+        if folder:
+            print(f"details in {folder}", file=sys.stderr)
+        return outcome.code
     changed = shared.beside(options.output)
-    write_calibration(attempt.found, options.output)
+    write_calibration(found, options.output)
     if options.json:
-        shared.print_json(attempt.found)
+        shared.print_json(found)
     else:
         from shardwright.report.table import calibration_summary
 
-        shared.show(calibration_summary(attempt.found))
+        shared.show(calibration_summary(found))
     print(f"cluster written to {options.output}{changed}", file=sys.stderr)
     return 0

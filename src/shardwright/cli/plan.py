@@ -33,7 +33,7 @@ def execute(options: argparse.Namespace) -> int:
     if options.output:
         check_output(options.output, PLAN, (options.job, *named_files(job, options.job)))
     if not job.model.traits.has_step and job.model.python is not UNSET:
-        from shardwright.estimate.dense import with_traced_dense  # only such a job needs torch
+        from shardwright.estimate.unplanned import with_traced_dense  # only such a job needs torch
 
         job = with_traced_dense(job)
     made = planned(job)

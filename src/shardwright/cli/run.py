@@ -98,7 +98,7 @@ def _prepare(plan: Plan, options: argparse.Namespace, *, resume: bool) -> None:
     from shardwright.train.sources import source_of
     from shardwright.train.writers import check_log
 
-    source_of(plan.job).check(plan.job)
+    source_of(plan.job).check()
     check_log(plan.job.train.log or ())
     check_resume(plan.job, options.out, plan.world_size, resume=resume)
     for path in (outcome_file(options.out), progress_file(options.out)):  # of a run before

@@ -84,7 +84,7 @@ def result_lines(session: Session) -> list[str]:
         f"{measured.steps:,} steps of {together:,} samples, {job.batch.size:,} on each of "
         f"{session.plan.world_size} ranks"
     )
-    samples = source_of(job).samples(job)
+    samples = source_of(job).samples()
     if samples:
         share = measured.steps * together / samples
         trained += f": {share:.1f} times all {samples:,}" if share >= 1 else f", out of {samples:,}"

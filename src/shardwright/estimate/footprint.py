@@ -1,20 +1,35 @@
-"""From a job to the memory of every class of its ranks, without running it."""
+"""From a job to the memory of every class of its ranks, without running it.
+
+A job that can be planned has the memory of its plan; others are estimated without one. Both are
+ranks' steps on the same heap: what differs is who says how a rank's tensors are cut.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from shardwright.core.errors import check_type
-from shardwright.core.footprint import Footprint
-from shardwright.estimate.planned import planned
+from shardwright.core.errors import NoPlanError, check_type
+from shardwright.core.footprint import Footprint, RankMemory
+from shardwright.core.optimizers import trained
+from shardwright.core.quantities import format_bytes
+from shardwright.core.timeline import EXACT_KINDS
+from shardwright.estimate.recordings import found_for
 from shardwright.estimate.with_tables import Recorded
-from shardwright.job.job import A_JOB, Job
+from shardwright.heap.allocator.replay import ASSUMPTION
+from shardwright.job.job import A_JOB, Job, memory_of
+from shardwright.job.memory import MemorySection
 from shardwright.job.model_of_job import is_planned
+from shardwright.planner import shortage
+from shardwright.planner.draft import Draft
+from shardwright.planner.planner import watch_of
 from shardwright.planner.search.watch import Hear
+from shardwright.planner.step_draft import StepDraft, class_name, memories
+from shardwright.planner.strategy.steps import smallest
 
-__all__ = ["footprint"]
+OWN_DTYPE = "the module's"  # whose parameters each have the one that they were made in
 
 
 def footprint(
@@ -40,9 +55,118 @@ def footprint(
     check_type(job, Job, "job", A_JOB)
     begun = time.perf_counter()
     if is_planned(job):
-        found = planned(job, details=details, rank=rank, hear=hear, record=record, ways=ways)
+        found = _planned(job, details=details, rank=rank, hear=hear, record=record, ways=ways)
     else:
         from shardwright.estimate.unplanned import estimated
 
         found = estimated(job, details=details, rank=rank)
     return msgspec.structs.replace(found, seconds=time.perf_counter() - begun)
+
+
+def _planned(
+    job: Job,
+    *,
+    details: bool = False,
+    rank: str = "",
+    hear: Hear | None = None,
+    record: Recorded | None = None,
+    ways: bool = True,
+) -> Footprint:
+    """The memory of the plan of ``job``; where none fits, of the draft that asks least of its
+    fullest rank. NoPlanError where tables alone do not fit; arguments are those of ``footprint``.
+    """
+    watch = watch_of(job, hear)
+    found = found_for(job, watch, record)
+    problem, draft = found.problem, found.draft
+    source = "To the byte what the job's plan foresees (shardwright plan)."
+    if watch.cut_short:
+        source += f" Not searched to its end: {watch.cut_short}."
+    if draft is None and problem.model.is_trained:
+        source = "No plan was found that fits: this is what asks least of the fullest rank."
+        draft = smallest(problem)
+    if draft is None:
+        raise shortage.error(found, watch) if ways else NoPlanError("no plan found that fits")
+    whole, room = problem.cluster.memory_per_rank, problem.decisive_capacity
+    if room < whole:
+        source += f" Its budget is what the reservation leaves of {format_bytes(whole)}."
+    world, assumptions = problem.cluster.world_size, list(problem.assumptions)
+    device = memory_of(problem.job).lowering or problem.cluster.compute_device
+    units = problem.model.units
+    policy = next((unit.checkpointing for unit in units if unit.checkpointed), "none")
+    on_gpu = problem.on_accelerator
+    if isinstance(draft, StepDraft):
+        recording = problem.chunk.recording
+        assumptions += [*trained(problem.job.train.optimizer).assumptions(), *recording.notes]
+        assumptions += assumptions_on_gpu([recording.operators]) if on_gpu else []
+        shown = details or rank
+        ranks = memories(draft, details=details, named=rank) if shown else draft.memories()
+    else:
+        ranks = tuple(_counted(draft))
+    return Footprint(
+        model=job.model.name,
+        parameters=sum(tensor.numel for tensor in problem.model.tensors),
+        world_size=world,
+        parallel={},
+        settings=settings_of(problem.job, device if problem.model.is_trained else "", policy),
+        ranks=ranks,
+        capacity=room,
+        outside=problem.extras,
+        assumptions=tuple(dict.fromkeys(assumptions)),
+        source=source,
+    )
+
+
+def _counted(draft: Draft) -> Iterator[RankMemory]:
+    """Of tables alone what they keep, the fullest ranks first; there is no step of them."""
+    classes: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    totals = [draft.totals(rank) for rank in range(draft.ranks)]
+    for each in totals:
+        classes.setdefault(tuple(sorted(each.at_peak.items())), []).append(each.rank)
+    for ranks in sorted(classes.values(), key=lambda its: -totals[its[0]].peak_bytes):
+        first = totals[ranks[0]]
+        yield RankMemory(
+            name=class_name(ranks, draft.ranks),
+            ranks=len(ranks),
+            coordinates={"rank": first.rank},
+            peak_bytes=first.peak_bytes,
+            peak_phase=first.peak_phase,
+            by_category=first.at_peak,
+            certainty={k: "exact" if k in EXACT_KINDS else "modelled" for k in first.at_peak},
+            phases=(),
+        )
+
+
+def assumptions_on_gpu(operators: Iterable[Iterable[str]]) -> list[str]:
+    """What is assumed of an accelerator: operators whose kernels nobody has compared take there
+    what they take on a CPU."""
+    from shardwright.trace.lowering import unknown_operators
+
+    unknown = [unknown_operators(tuple(each)) for each in operators]
+    return [*(f"as on a CPU: {', '.join(names)}" for names in unknown if names), ASSUMPTION]
+
+
+def settings_of(job: Job, device: str, policy: str = "") -> dict[str, str]:
+    """What a step is run with on ``device``, and checkpointed by a plan's ``policy``; of the rest
+    what is not by default. Of tables alone, without a step on any, the batch."""
+    batch = {"batch": str(job.batch.size)}
+    if not device:
+        return batch
+    section, usual = memory_of(job), MemorySection()
+    rest = ("zero", "compile", "float8", "offload", "loss", "implementation", "allocator")
+    values = {name: getattr(section, name) for name in rest}
+    changed = {
+        name: str(list(value) if isinstance(value, tuple) else value)
+        for name, value in values.items()
+        if value != getattr(usual, name)
+    }
+    return {
+        "runtime": section.runtime,
+        "checkpointing": policy or section.policy,
+        "lowering": device,
+        "param_dtype": section.param_dtype or OWN_DTYPE,
+        "reduce_dtype": section.reduce_dtype or OWN_DTYPE,
+        "optimizer": job.train.optimizer,
+        **batch,
+        "sequence": str(job.batch.sequence),
+        **changed,
+    }

@@ -1,5 +1,12 @@
 """Recordings of a llama's stages: the part of a rank, with few of its layers, run once."""
 
+# Layers of a llama are known to be alike, so unlike a user's module it is not searched for parts
+# that repeat: a stretch of layers with the same experts and the same place in a checkpointing
+# policy is recorded as its first, one between and its last, and unfolded. A recording is kept by
+# everything it depends on but how often layers repeat: depth costs nothing, and all stages in the
+# middle of a pipeline share one. A rank's share of each layer is ``LocalShape``'s; data ranks cut
+# by bytes, which the machine does later.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -10,9 +17,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.llama import LlamaShape, LocalShape
-from shardwright.core.recording import Recording
-from shardwright.estimate.stages import Stage
+from shardwright.core.recording import RecordedUnit, Recording
+from shardwright.core.tensor import TensorSpec, element_bytes
+from shardwright.estimate.stages import HEAD, ModelStage, RecordedStage, StageResults
+from shardwright.job.job import Job, memory_of
+from shardwright.job.memory import WHOLE
+from shardwright.job.parallel import Degrees, ParallelSection, local_shape
 from shardwright.models.llama import Llama
 from shardwright.trace.checkpointing import policy
 from shardwright.trace.module import TracedModule, record
@@ -20,11 +32,10 @@ from shardwright.trace.structure import series_of, stretches
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.tensors import DTYPES
 
-HEAD = "head"  # the unit of what is behind the layers
-KEPT = ("", HEAD)  # units that are not freed after their forward
+STORED = "fp32"  # what runtimes that shard keep a llama's parameters in
 
 
-class Request(msgspec.Struct, frozen=True):
+class StageRequest(msgspec.Struct, frozen=True):
     """All that a recording of a stage depends on, but how often its layers repeat."""
 
     shape: LlamaShape
@@ -33,11 +44,10 @@ class Request(msgspec.Struct, frozen=True):
     sequence: int  # of this rank
     dtype: str
     treatment: Treatment
-    root: bool = False  # all that is in no layer shares one unit
     casts: bool = True  # units cast their inputs, as mixed precision of FSDP does
 
 
-def stage_recording(request: Request, stage: Stage, where: str = "") -> Recording:
+def stage_recording(request: StageRequest, stage: ModelStage) -> Recording:
     """The recording of a stage of the llama, unfolded to its layers by its series."""
     shape, every = request.shape, policy(request.treatment.checkpointing).every
     layers = range(*stage.layers)
@@ -77,10 +87,10 @@ def forget_recordings() -> None:
 
 
 @lru_cache(maxsize=256)
-def _recorded(request: Request, treated: tuple[int, ...]) -> Recording:
+def _recorded(request: StageRequest, treated: tuple[int, ...]) -> Recording:
     dtype = DTYPES[request.dtype]
     local, batch, tokens = request.local, request.batch, request.sequence
-    kept = Kept(pipelined=not local.first)
+    kept = StageResults(pipelined=not local.first)
     with FakeTensorMode():
         model = Llama(request.shape, local, sequence=tokens, dtype=dtype)
         if local.first:
@@ -90,9 +100,10 @@ def _recorded(request: Request, treated: tuple[int, ...]) -> Recording:
             x = torch.empty(batch, here, request.shape.dim, dtype=dtype, requires_grad=True)
             x.register_post_accumulate_grad_hook(kept.sent)
         targets = torch.empty(batch, tokens, dtype=torch.int64)
-        units = _units(model, request.root)
+        units = _units(model)
         blocks = list(model.layers.values())
         loss: Callable[..., torch.Tensor] = model.loss
+        # A chunked loss computes its gradients itself, in its forward: nothing of it is compiled.
         if request.treatment.compiled_loss and local.loss != "chunked":
             from shardwright.trace.compiled import compiled_loss  # seconds of imports
 
@@ -114,38 +125,12 @@ def _recorded(request: Request, treated: tuple[int, ...]) -> Recording:
     return msgspec.structs.replace(found, notes=tuple(treatment.notes))
 
 
-class Kept:
-    """What a stage behind another one keeps until its backward is over, as torch's pipelining does
-    it: the result of the model; the gradient of the stream goes then, for it is sent."""
-
-    def __init__(self, *, pipelined: bool) -> None:
-        self.pipelined = pipelined
-        self.results: list[torch.Tensor] = []
-
-    def until_sent(self, result: torch.Tensor) -> torch.Tensor:
-        """Keep a result, if there is a stage before that waits for a gradient."""
-        if self.pipelined:
-            self.results.append(result)
-        return result
-
-    def alone(self, loss: torch.Tensor) -> torch.Tensor:
-        """A loss without the logits that stay as long as it, which a step counts by itself: a
-        recording ends before a runtime's backward does."""
-        vars(loss).pop("logits", None)
-        return loss
-
-    def sent(self, stream: torch.Tensor) -> None:
-        """The gradient of the stream is there."""
-        self.results.clear()
-        stream.grad = None
-
-
-def _units(model: Llama, root: bool) -> dict[str, Sequence[nn.Module]]:
+def _units(model: Llama) -> dict[str, Sequence[nn.Module]]:
     """Units as TorchTitan makes them: embedding, blocks, norm and head together; experts that other
     ranks do not have on their own. A tied head shares the root's unit with its embedding."""
     found: dict[str, Sequence[nn.Module]] = {}
     local = model.local
-    root = root or (model.shape.tied_embeddings and local.first and local.last)
+    root = model.shape.tied_embeddings and local.first and local.last
     if local.first and not root:
         found["tok_embeddings"] = [model.tok_embeddings]
     for name, block in model.layers.items():
@@ -159,4 +144,64 @@ def _units(model: Llama, root: bool) -> dict[str, Sequence[nn.Module]]:
     return found
 
 
-__all__ = ["HEAD", "KEPT", "Kept", "Request", "forget_recordings", "stage_recording"]
+class LlamaModel:
+    """A llama: any stretch of its layers, with what one rank has of them."""
+
+    def __init__(self, job: Job, degrees: Degrees, treatment: Treatment) -> None:
+        assert isinstance(job.model.shape, LlamaShape)
+        self.job, self.degrees, self.treatment = job, degrees, treatment
+        self.shape = job.model.shape
+        self.parameters = self.shape.parameter_count
+        self.layers = self.shape.layers
+
+    def recorded(self, parallel: ParallelSection, stage: ModelStage) -> RecordedStage:
+        """The stage with parameters as they are stored, and the tokens of the whole batch."""
+        request = self._request(parallel, stage)
+        found = stage_recording(request, stage)
+        units = tuple(_stored(unit) for unit in found.units)
+        batch = self.job.batch
+        tokens = batch.size * request.sequence * INDEX_BYTES * (stage.first + stage.last)
+        stream = request.sequence // request.local.stream_degree * self.shape.dim
+        received = request.batch * stream * element_bytes(request.dtype)
+        return RecordedStage(
+            msgspec.structs.replace(found, units=units, inputs=tokens),
+            self.parameters,
+            0 if stage.first else received,
+            self._named(request),
+        )
+
+    def _named(self, request: StageRequest) -> int:
+        """Bytes of logits in fp32; a later stage of a pipeline keeps its results anyway."""
+        local = request.local
+        if not (local.fp32_logits and local.last and local.first):
+            return 0
+        words = local.vocab(self.shape) if local.loss == "parallel" else self.shape.vocab
+        return request.batch * request.sequence * words * element_bytes("fp32")
+
+    def _request(self, parallel: ParallelSection, stage: ModelStage) -> StageRequest:
+        section, batch = memory_of(self.job), self.job.batch
+        assert section.param_dtype, "a llama's is known"
+        local = local_shape(
+            parallel,
+            self.degrees,
+            self.shape,
+            layers=stage.layers,
+            first=stage.first,
+            last=stage.last,
+            loss=section.loss,
+            fp32_logits=bool(section.fp32_logits),
+        )
+        return StageRequest(
+            shape=self.shape,
+            local=local,
+            batch=batch.size // self.degrees.microbatches,
+            sequence=batch.sequence // self.degrees.context,
+            dtype=section.param_dtype,
+            treatment=self.treatment,
+            casts=section.runtime not in WHOLE,
+        )
+
+
+def _stored(unit: RecordedUnit) -> RecordedUnit:
+    tensors = tuple(TensorSpec(t.fqn, t.shape, STORED) for t in unit.tensors)
+    return msgspec.structs.replace(unit, tensors=tensors)

@@ -4,6 +4,12 @@ A job names it as ``package.module:function``. It gets the job's ``arguments``, 
 ``sequence`` where it takes them. Whoever estimates and whoever trains reads it here.
 """
 
+# The estimate and the run must read a function alike, or a plan would be made for another model
+# than the one that is trained: so both call it here, by the same arguments. A user's code may raise
+# whatever it likes, SystemExit included, and print: what it raises is one line that names the
+# function, what it prints goes to stderr, for stdout is a command's data. Of a task the call of its
+# model is found by running its loss with a stand-in that raises when it is called.
+
 from __future__ import annotations
 
 import importlib
@@ -14,28 +20,76 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright.core.errors import InputError, ShardwrightError, expected, nearest
-from shardwright.estimate.task import Task
 from shardwright.job.job import Job
 from shardwright.launcher.exhausted import out_of_memory
 from shardwright.launcher.worker import from_a_peer
 from shardwright.runtime.embeddings.bags import bad_id
 from shardwright.trace.checks import first_line, named, no_gradient, place_of, wrong_id
+from shardwright.trace.composed import Shortened
 
+Batch = Any  # tensors or arrays, alone or in tuples, lists and dictionaries
+InputsOf = Callable[[Batch], tuple[Any, Any]]
 RETURNS = (
     "a module, (module, inputs), (module, inputs, loss), (module, inputs, loss, targets) or a task"
 )
 
 
-class Call(msgspec.Struct, frozen=True):
+@runtime_checkable
+class Task(Protocol):
+    """A model, its batches, and its loss; rows of scores for what is held out. One that holds rows
+    out for validation too has ``validation``, called as ``held_out``; one whose ids may travel
+    ahead has ``inputs``: the (arguments, keywords) of a batch with which ``loss`` calls the model.
+
+    Every rank has a task of its own. A batch is made of tensors or arrays, alone or in tuples,
+    lists and dictionaries; ``loss`` and ``scores`` get it as tensors on the model's device. The
+    function that a job names as ``[model] python`` may return one.
+    """
+
+    def model(self, device: torch.device) -> nn.Module:
+        """The model, the same on every rank, with its buffers on ``device``; parameters may be on
+        the meta device where the model has ``initial_block``, as ``apply`` asks."""
+        ...
+
+    def batches(self, rank: int, world_size: int) -> Iterator[Batch]:
+        """The batches of a rank, without end.
+
+        With a parameter ``dealt`` they go on after what was (``data.reading``); without one the
+        same ranks leave out what they have had, and others are refused.
+        """
+        ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The mean loss of a batch, a scalar."""
+        ...
+
+    def held_out(self, rank: int, world_size: int) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
+        """A rank's batches of what is held out, with row numbers; as many on every rank."""
+        ...
+
+    def scores(
+        self, model: nn.Module, batch: Batch, numbers: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Three columns for each held-out row, its number first: of a task that a user wrote then
+        its weight (tokens, say), and its loss times that."""
+        ...
+
+    @property
+    def bad_rows(self) -> int:
+        """Rows that were left out so far."""
+        ...
+
+
+class FunctionCall(msgspec.Struct, frozen=True):
     """How the function that a job names is called; ``arguments`` are JSON."""
 
     name: str
@@ -44,7 +98,7 @@ class Call(msgspec.Struct, frozen=True):
     sequence: int
 
     @classmethod
-    def of(cls, job: Job, batch: int | None = None) -> Call:
+    def of(cls, job: Job, batch: int | None = None) -> FunctionCall:
         """The call for the job's own batch, or for one of ``batch`` samples."""
         model = job.model
         assert isinstance(model.python, str)
@@ -62,7 +116,8 @@ class Built(NamedTuple):
     """What the function made: a module, what it is called with, and the loss of what it returns.
 
     ``loss`` is a function of the result, or where there are ``targets`` of both; None: the mean of
-    the result.
+    the result. A model of ours names parts that are units: some ``apart`` from those that repeat,
+    or all its ``units``, and is not shortened then.
     """
 
     where: str
@@ -72,6 +127,8 @@ class Built(NamedTuple):
     loss: Callable[..., Any] | None = None
     targets: Any = None
     notes: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    units: Shortened | None = None
 
     @property
     def called(self) -> str:
@@ -154,7 +211,7 @@ def _is_pythons(found: Any) -> bool:
     return file is None or _STDLIB in Path(file).parents  # else a module of that name of one's own
 
 
-def make(call: Call, function: Callable[..., Any], remedy: str = "") -> Built | Task:
+def make(call: FunctionCall, function: Callable[..., Any], remedy: str = "") -> Built | Task:
     """Call the function and read what it returns; ``remedy`` is for where it fails.
 
     InputError, in one line, where it cannot be called or returns something else.
@@ -230,7 +287,7 @@ def _parameters(function: Callable[..., Any]) -> Sequence[str]:
         return []
 
 
-def _parts(returned: Any, call: Call, unasked: bool) -> Built:
+def _parts(returned: Any, call: FunctionCall, unasked: bool) -> Built:
     parts = returned if isinstance(returned, (tuple, list)) else (returned,)
     if not parts or len(parts) > 4 or not isinstance(parts[0], nn.Module):
         found = ", ".join(type(part).__name__ for part in parts) or "nothing"
@@ -357,3 +414,15 @@ def built_of(made: Built | Task, where: str) -> Built:
         return task.loss(_Answers(module, result), batch)  # type: ignore[arg-type]
 
     return Built(where, module, inputs, keywords, loss, batch)
+
+
+def inputs_of(task: Task, job: Job) -> InputsOf:
+    """How a task calls its model; InputError where it does not say, for ids are to travel ahead."""
+    found: InputsOf | None = getattr(task, "inputs", None)
+    if found is None:
+        wanted = "'rows' or 'none' for a task without a function inputs"
+        remedy = (
+            "Let inputs(batch) return the (arguments, keywords) that loss calls the model with."
+        )
+        raise InputError(expected("train.overlap", wanted, f"'{job.train.overlap}'", remedy))
+    return found

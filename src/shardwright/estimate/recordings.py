@@ -5,6 +5,11 @@ A recording that the cache has needs no torch. It is kept under ``$SHARDWRIGHT_C
 batch, how a step is run, the version of torch, and the files of this package that record.
 """
 
+# A wrong entry of the cache would be a wrong plan that nobody could explain, so an entry is named
+# by a digest of all that the recording depends on, the sources that record included, and has a
+# digest of its own content: a file that was cut off or edited is as if it were not there. What a
+# function of the user's own returns is never kept, for its code is not among the sources.
+
 from __future__ import annotations
 
 import hashlib
@@ -13,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +39,7 @@ from shardwright.job.job import (
     Job,
     check_units,
     checkpointing_of,
+    degrees_of,
     memory_of,
     parallel_of,
     parse_job,
@@ -50,13 +56,7 @@ from shardwright.planner.variation import as_recorded, once
 if TYPE_CHECKING:
     from torch import nn
 
-RECORDERS = (
-    "core",
-    "models",
-    "tracker",
-    "trace",
-    "estimate/footprint",
-)  # folders whose code records
+RECORDERS = ("core", "job", "models", "tracker", "trace", "estimate")  # whose code records
 
 
 def plan(job: Job, hear: Hear | None = None) -> Plan:
@@ -121,7 +121,7 @@ def plan_module(
     """
     from torch import nn
 
-    from shardwright.estimate.python_model import module_recording
+    from shardwright.estimate.recorded import module_recording
     from shardwright.trace.treatment import Treatment
 
     if isinstance(build, nn.Module) or not callable(build):
@@ -158,16 +158,11 @@ def plan_module(
 
     watch = watch_of(job)
 
-    def look(sure: bool) -> Found:
-        return find_with_tables(
-            job,
-            lambda its, routed: of(routed, checkpointing_of(its)[0]),
-            watch,
-            found_at_all=said,
-            sure=sure,
-        )
+    def record(its: Job, routed: Paths | None) -> Recording:
+        return of(routed, checkpointing_of(its)[0])
 
-    return written(surely_or_perhaps(look), watch)
+    look = partial(find_with_tables, job, record, watch, found_at_all=said)
+    return written(surely_or_perhaps(lambda sure: look(sure=sure)), watch)
 
 
 def _check_takes_nothing(build: Callable[..., Any]) -> None:
@@ -231,14 +226,26 @@ def _digest(content: bytes) -> bytes:
 
 
 def _record(job: Job, device: str, routed: tuple[str, ...] | None) -> Recording:
-    from shardwright.estimate.built_in import built_in_recording
-    from shardwright.estimate.models import recorded_whole
     from shardwright.trace.treatment import Treatment
 
     treatment = Treatment(device, checkpointing_of(job)[0])
-    if job.model.traits.is_estimated:
-        return recorded_whole(job, treatment, routed)
-    return built_in_recording(job, treatment)
+    traits = job.model.traits
+    if traits.is_estimated and not traits.is_function:
+        from shardwright.estimate.llama import LlamaModel
+        from shardwright.estimate.stages import ModelStage
+
+        # as each of its ranks runs it, divided among data ranks alone
+        section = msgspec.structs.replace(parallel_of(job), data_replicate=1, data_shard=-1)
+        alone = msgspec.structs.replace(job, parallel=section)
+        llama = LlamaModel(alone, degrees_of(alone, 1), treatment)
+        return llama.recorded(section, ModelStage((0, llama.layers), True, True)).recording
+    from shardwright.estimate.recorded import ModuleRequest, built_in_recording
+    from shardwright.estimate.recorded import recorded as of_function
+
+    if not traits.is_function:
+        return built_in_recording(job, treatment)
+    request = ModuleRequest.of(job, treatment, job.batch.size)
+    return of_function(msgspec.structs.replace(request, planned=True, routed=routed)).recording
 
 
 def _path(job: Job, device: str) -> Path | None:

@@ -2,13 +2,19 @@
 
 Either in this process, which holds everything: a llama as one rank with whole fp32 parameters; or
 on ranks that torchrun starts, which share parameters as FSDP2 or our runtime does. Both with
-kernels of the CPU, the job's checkpointing, batch and optimizer.
+kernels of the CPU, the job's checkpointing, batch and optimizer. ``torchrun ... -m
+shardwright.estimate.rehearsal DIR`` is one of those ranks.
 """
+
+# What is measured has to be what was estimated: units, the cut of parameters and the checkpointed
+# blocks are read from the estimate's own recording and ``sharding``, not decided again. The first
+# step makes what stays (states of an optimizer, buffers of a runtime) and is not followed.
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,26 +26,29 @@ import msgspec
 import torch
 from msgspec import UNSET, UnsetType
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from shardwright.core.document import read_document
+from shardwright.core.document import decode_json, read_document, write_document
 from shardwright.core.errors import InputError, RunError, UnsupportedError, expected
 from shardwright.core.footprint import TRACKED_SCHEMA, Footprint, Tracked
 from shardwright.core.llama import LlamaShape, LocalShape
 from shardwright.core.optimizers import MADE, optimizer_named
 from shardwright.core.quantities import format_bytes
 from shardwright.core.recording import BlockNames, RecordedUnit
-from shardwright.estimate.machines import optimizer_of, sharding
-from shardwright.estimate.models import recorded_model
-from shardwright.estimate.own_model import Call, built_of, importable, make, python_function
-from shardwright.estimate.stages import Stage
+from shardwright.estimate.own_model import FunctionCall, built_of, importable, make, python_function
+from shardwright.estimate.stages import ModelStage
+from shardwright.estimate.unplanned import optimizer_of, recorded_model, sharding
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import ComputeDtype, Fsdp2Section, MemorySection, ReduceDtype, Runtime
 from shardwright.job.model import KINDS
 from shardwright.job.parallel import ParallelSection
+from shardwright.launcher.folder import store_file
+from shardwright.launcher.heartbeat import Heartbeat
 from shardwright.launcher.launch import Launch, launch
+from shardwright.launcher.worker import run_worker
 from shardwright.models.llama import Llama
+from shardwright.runtime import comm
 from shardwright.runtime.fully_shard import fully_shard_flat
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.trace.checkpointing import policy
@@ -150,7 +159,7 @@ def rehearse_among(job: Job, predicted: Footprint, stream: TextIO) -> list[Track
     world_size = predicted.world_size
     folder = Path(tempfile.mkdtemp(prefix="shardwright-memory-"))
     request = Launch(
-        module="shardwright.estimate.rehearsal_rank",
+        module="shardwright.estimate.rehearsal",
         arguments=(str(folder),),
         world_size=world_size,
         folder=folder,
@@ -267,7 +276,7 @@ def units_of(job: Job) -> list[RecordedUnit]:
     """The units of the estimate, those inside of others first."""
     degrees = degrees_of(job, job.cluster.world_size or 1)
     model = recorded_model(job, degrees, Treatment("cpu", memory_of(job).policy))
-    whole = Stage((0, model.layers), True, True)
+    whole = ModelStage((0, model.layers), True, True)
     blocks = BlockNames(model.recorded(parallel_of(job), whole).recording)
     found = [blocks.own(name, unit) for name, unit in blocks.unfolded()]
     return sorted(found, key=lambda unit: unit.name == "")
@@ -276,7 +285,7 @@ def units_of(job: Job) -> list[RecordedUnit]:
 def _built(job: Job) -> tuple[nn.Module, Any, Loss]:
     """The model on this CPU, its batch, and the loss of a step."""
     if job.model.traits.is_function:
-        call = Call.of(job)
+        call = FunctionCall.of(job)
         built = built_of(make(call, python_function(call.name, call.where)), call.where)
         batch = (built.inputs, built.keywords, built.targets)
         return (
@@ -359,3 +368,31 @@ def _set_fsdp2(model: nn.Module, its: Fsdp2Section) -> None:
             where = f"--real-ranks: memory.fsdp2.{name}"
             raise UnsupportedError(expected(where, wanted, f"torch {torch.__version__}"))
         setter(value)
+
+
+def main() -> int:
+    """One rank of ``memory --real N``: follow two steps as torchrun's environment says; the status
+    file says how it ended."""
+    folder = Path(sys.argv[1])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def body(heartbeat: Heartbeat) -> None:
+        job = decode_json((folder / JOB).read_bytes(), Job)
+        store = comm.meet(TIMEOUT, rank, world_size, store_file(folder))
+        comm.start("gloo", TIMEOUT, rank, world_size, store)
+        try:
+            replicas = parallel_of(job).data_replicate
+            several = replicas > 1
+            sizes = (replicas, world_size // replicas) if several else (world_size,)
+            names = ("replicate", "shard") if several else ("shard",)
+            found = followed(job, init_device_mesh("cpu", sizes, mesh_dim_names=names))
+            write_document(found, tracked_file(folder, rank))
+            heartbeat.mark("done")
+        finally:
+            comm.stop()
+
+    return run_worker(folder, rank, body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

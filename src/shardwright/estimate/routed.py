@@ -1,5 +1,11 @@
 """Embeddings of a user's own module as tables, while a step of it is recorded."""
 
+# Whether an embedding can be a table shows only while the module runs: it must be looked up once,
+# and be trained by the step. So those that look possible are replaced, and the first that is used
+# otherwise raises NoTableError, which names it; it goes back and the step is recorded anew. Rows of
+# a table are in no unit, so a step that walks over ``parameters()`` (a norm in the loss, a tied
+# head) would silently miss them: ``_Unread`` makes that an error, too.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
@@ -16,10 +22,10 @@ from shardwright.estimate.with_tables import COULD, LARGE, NOTE
 from shardwright.runtime.embeddings.bags import Keyed, features_of
 from shardwright.runtime.embeddings.modules import NoTableError, RoutedCollection, RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table
-from shardwright.trace.arguments import Reached
 from shardwright.trace.tables import (
     OWN_DTYPES,
     Embedding,
+    Reached,
     RoutedRows,
     collected,
     embeddings,
@@ -113,7 +119,7 @@ class Routed:
                 self._put(path, instead)
                 instead_of[path] = instead
             for path, part in self.collections.items():
-                rows = _Rows(path, part, self._asking(path), self.spread)
+                rows = CollectionRows(path, part, self._asking(path), self.spread)
                 instead_of[path] = RoutedCollection(rows, part, rows.read)
                 self._put(path, instead_of[path])
             self._reached = Reached(self.module, instead_of)
@@ -161,7 +167,7 @@ class Routed:
         return {"tables": tuple(tables), "early": early or UNSET} if tables else {}
 
 
-class _Rows(RoutedRows):
+class CollectionRows(RoutedRows):
     """Stands in for the tables of a collection ``like`` at ``path``, while a step is recorded:
     features as ``read`` gives them -> rows of each that nobody looked up. What was read is put in
     ``spread``."""

@@ -1,36 +1,51 @@
-"""The memory of a job without a plan: every class of ranks recorded once, unfolded and run."""
+"""The memory of a job without a plan: every class of ranks recorded once, unfolded and run, inside
+the machine of the runtime that the job names.
+"""
+
+# Ranks are sorted into classes that do the same: a stage of the pipeline, a load of the experts.
+# One of each is run on the symbolic heap, so a cluster of thousands costs as much as one of two.
+# Of a pipeline only as many microbatches are run as change the peak (``representative``), while
+# what stays for all of them, their inputs and results, is counted by their real number.
+# ``sharding`` and ``machine_of`` are the one place where keys of [memory] become a runtime: a
+# rehearsal reads them as well, so that what is measured is cut as what was estimated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.footprint import Footprint
-from shardwright.core.llama import LlamaShape
+from shardwright.core.llama import LLAMA_EXPERTS, LlamaShape
+from shardwright.core.optimizers import Optimizer, optimizer_named
+from shardwright.core.tensor import TensorSpec
 from shardwright.cost import constants
-from shardwright.estimate.machines import (
-    holds_all_reduced,
-    machine_of,
-    optimizer_of,
-    sharding,
-)
-from shardwright.estimate.models import recorded_model
-from shardwright.estimate.settings import assumptions_on_gpu, settings_of
-from shardwright.estimate.stages import PipelineRank, pipeline_ranks
+from shardwright.estimate.footprint import assumptions_on_gpu, settings_of
+from shardwright.estimate.llama import LlamaModel
+from shardwright.estimate.stages import KEPT, PipelineRank, pipeline_ranks
 from shardwright.heap.allocator import AllocatorSettings
 from shardwright.heap.classes import MODELLED, RankClass, Setting, outside, rank_memories
-from shardwright.heap.rank_step import Chunk, RankStep
+from shardwright.heap.flat import FlatUnits
+from shardwright.heap.fsdp2 import FSDP2
+from shardwright.heap.ledger import Ledger
+from shardwright.heap.machine import Machine, Megatron, Reduces, Replicated, Sharding, Shares
+from shardwright.heap.rank_step import Chunk, MakeMachine, RankStep
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
-from shardwright.job.memory import check_memory, float8_scaling
+from shardwright.job.memory import WHOLE, MemorySection, Runtime, check_memory, float8_scaling
+from shardwright.job.model import as_function
 from shardwright.job.model_of_job import unplanned
 from shardwright.job.parallel import Degrees, ParallelSection, Quantile, experts_of
 from shardwright.job.rules import refuse_unread
 from shardwright.planner.profiles import cluster_of
 from shardwright.trace.treatment import Treatment
+from shardwright.tracker.private import fsdp2_holds_all_reduced
+
+if TYPE_CHECKING:
+    from shardwright.estimate.recorded import OwnModel
 
 # Uneven routing is shown by the rank in the middle and by one of a hundred.
 LOADS: tuple[tuple[Quantile, str, float], ...] = (
@@ -137,6 +152,7 @@ class _Estimate:
         for each in stages:
             self.assumptions.extend(each.recording.notes)
             self.operators.append(each.recording.operators)
+        # Of every microbatch, though few are run: such buffers are there from first to last.
         received = sum(each.received + each.recording.result for each in stages)
         return RankStep(
             [Chunk(each.recording, each.received, each.named) for each in stages],
@@ -210,3 +226,132 @@ def _expert_holders(job: Job, degrees: Degrees) -> int:
 def _degrees(degrees: Degrees) -> dict[str, int]:
     names = ("data_replicate", "data_shard", "tensor", "pipeline", "context", "expert")
     return {name: getattr(degrees, name) for name in names}
+
+
+def recorded_model(job: Job, degrees: Degrees, treatment: Treatment) -> LlamaModel | OwnModel:
+    """The model of a job, to be recorded under degrees."""
+    if not job.model.traits.is_function:
+        return LlamaModel(job, degrees, treatment)
+    from shardwright.estimate.recorded import OwnModel  # seconds of imports
+
+    return OwnModel(job, degrees, treatment)
+
+
+def with_traced_dense(job: Job) -> Job:
+    """The job with the traced peak of its dense part in ``planner.reservation.nbytes``.
+
+    Only of tables alone whose reservation is ``traced`` and whose ``model.python`` names the
+    function that makes the dense part; other jobs come back as they are. On an accelerator it is
+    what the allocator reserves, for that is not there for tables.
+    """
+    section = job.planner.reservation
+    wanted = not job.model.traits.has_step and section.kind == "traced" and not section.nbytes
+    if not wanted or job.model.python is UNSET:
+        return job
+    model = as_function(job.model)
+    worst = estimated(msgspec.structs.replace(job, tables=(), model=model)).worst
+    nbytes = max(worst.peak_bytes, worst.reserved_bytes)
+    planner = msgspec.structs.replace(
+        job.planner, reservation=msgspec.structs.replace(section, nbytes=nbytes)
+    )
+    return msgspec.structs.replace(job, planner=planner)
+
+
+# ---- the runtime that a job names ----------------------------------------------------------------
+
+
+def sharding(
+    section: MemorySection,
+    degrees: Degrees,
+    on_gpu: bool,
+    experts: tuple[str, ...] = LLAMA_EXPERTS,
+    block: int = 1,
+) -> Sharding:
+    """How a job's parameters lie on its data ranks.
+
+    A pipeline keeps its units whole and reduces once, as TorchTitan does it, unless the job says
+    otherwise; FSDP alone reduces every microbatch. FSDP2 keeps the root's own parameters, and by
+    default TorchTitan the head's, whose backward comes next; our runtime by default the root's.
+    ``experts`` are patterns of the units that the expert degree divides, ``block`` elements are
+    those that the optimizer quantizes together.
+    """
+    wanted = section.reshard_after_forward
+    resharded = degrees.pipeline == 1 if wanted == "default" else bool(wanted)
+    if section.runtime == "fsdp2":
+        kept = frozenset(KEPT if wanted == "default" else ("",))
+    else:
+        kept = frozenset(("",) if wanted == "default" else ())
+    return Sharding(
+        shards=degrees.shards,
+        expert_shards=degrees.expert_shards,
+        replicas=degrees.data_replicate,
+        param_dtype=section.param_dtype or "",
+        reduce_dtype=section.reduce_dtype or "",
+        reshard_after_forward=resharded,
+        kept=kept,
+        prefetch=1 if on_gpu else 0,
+        zero=section.stage,
+        reduces=_reduces(section, degrees),
+        shares=_shares(section),
+        on_gpu=on_gpu,
+        offload=section.on_host,
+        twice=section.twice,
+        reduce_scatter_inputs=section.fsdp2_settings.reduce_scatter_max_input_buffers,
+        holds_all_reduced=holds_all_reduced(section, degrees),
+        experts=experts,
+        block=block,
+    )
+
+
+def holds_all_reduced(section: MemorySection, degrees: Degrees) -> bool:
+    """What the job says of FSDP2's sums over replicas, else what the torch here does: to ask it
+    takes a second of imports, so that nobody does where there are no such sums."""
+    told = section.fsdp2_settings.holds_all_reduced
+    if not isinstance(told, UnsetType):
+        return told
+    return section.runtime != "fsdp2" or degrees.data_replicate == 1 or fsdp2_holds_all_reduced()
+
+
+def _shares(section: MemorySection) -> Shares:
+    if section.runtime not in WHOLE:
+        return "all"
+    return "states" if section.zero == 1 else "nothing"
+
+
+def _reduces(section: MemorySection, degrees: Degrees) -> Reduces:
+    """FSDP2 in a pipeline reduces when all is over; ours where it is set to wait, unit by unit, as
+    it does where whole gradients are accumulated."""
+    if degrees.pipeline == 1 and section.stage != 1:
+        return "each"
+    return "end" if section.runtime == "fsdp2" else "last"
+
+
+def machine_of(section: MemorySection, found: Sharding) -> MakeMachine:
+    """A function that makes the machine of a runtime for a heap and units."""
+
+    def make(
+        heap: Ledger, units: dict[str, tuple[TensorSpec, ...]], frozen: frozenset[str]
+    ) -> Machine:
+        return MACHINES[section.runtime](heap, units, found, frozen)
+
+    return make
+
+
+MACHINES: dict[Runtime, Callable[..., Machine]] = {
+    "shardwright": FlatUnits,
+    "fsdp2": FSDP2,
+    "ddp": Replicated,
+    "megatron": Megatron,
+}
+
+
+def optimizer_of(job: Job) -> Optimizer:
+    """The optimizer of a job; on whole parameters in less than fp32 it has no copies. Ours updates
+    what is on the host there, as it does elsewhere. Beside other runtimes than ours it may be
+    another one."""
+    section = memory_of(job)
+    other = section.runtime != "shardwright"
+    found = optimizer_named(
+        job.train.optimizer, section.implementation, offload=other and section.offload != "none"
+    )
+    return found.beside_others if other else found

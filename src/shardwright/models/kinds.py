@@ -4,6 +4,11 @@ The tables themselves are somewhere else: on this rank, sharded over many, or in
 Formulas, sizes and starting values are those of ``core/kinds.py``.
 """
 
+# A table of another kind is a few smaller tables and some dense parameters. Here ids of the table
+# become ids of those (``asked``), and their rows become its rows (the call); in between anybody may
+# look the parts up: this rank, or an exchange. So a plan knows full tables alone. Hashes are
+# arithmetic on integers, which wraps around alike on every device.
+
 from __future__ import annotations
 
 import itertools
@@ -172,7 +177,7 @@ MODULES: dict[Join, Callable[[TableSpec, torch.device | str], nn.Module]] = {
 }
 
 
-class _Run(NamedTuple):
+class _JoinedAlike(NamedTuple):
     """Tables one after the other whose rows are joined alike, with ``parts`` each."""
 
     join: Join
@@ -205,7 +210,7 @@ class Kinds(nn.Module):
                 self.add_module(table.name, module)
                 self.of_table[table.name] = module
         self.runs = [
-            _Run(key[0], run, key[1])
+            _JoinedAlike(key[0], run, key[1])
             for key, group in itertools.groupby(tables, _alike)
             for run in [tuple(group)]
         ]

@@ -55,7 +55,7 @@ class Stack(nn.Module):
         super().__init__()
         self.decodes, self.buckets, self.farthest = decodes, shape.buckets, shape.farthest
         self.distances = nn.Embedding(shape.buckets, shape.heads)
-        self.layers = nn.ModuleList(Block(shape, decodes=decodes) for _ in range(layers))
+        self.layers = nn.ModuleList(T5Block(shape, decodes=decodes) for _ in range(layers))
         self.norm = nn.RMSNorm(shape.dim, shape.norm_eps)
         self.dropout = nn.Dropout(shape.dropout)
 
@@ -93,14 +93,14 @@ def bucket(away: torch.Tensor, buckets: int, farthest: int, *, both: bool) -> to
     return found + torch.where(away < near, away, far)
 
 
-class Block(nn.Module):
+class T5Block(nn.Module):
     """Attention to its own side, in a decoder to the other one, and a feed-forward."""
 
     def __init__(self, shape: T5Shape, *, decodes: bool) -> None:
         super().__init__()
-        self.attention = Attention(shape)
-        self.cross = Attention(shape) if decodes else None
-        self.feed_forward = FeedForward(shape)
+        self.attention = T5Attention(shape)
+        self.cross = T5Attention(shape) if decodes else None
+        self.feed_forward = T5FeedForward(shape)
         self.norms = nn.ModuleList(
             nn.RMSNorm(shape.dim, shape.norm_eps) for _ in range(3 if decodes else 2)
         )
@@ -115,7 +115,7 @@ class Block(nn.Module):
         return x + self.dropout(self.feed_forward(self.norms[-1](x)))
 
 
-class Attention(nn.Module):
+class T5Attention(nn.Module):
     """Scores that are not scaled, in fp32 where they become shares."""
 
     def __init__(self, shape: T5Shape) -> None:
@@ -138,7 +138,7 @@ class Attention(nn.Module):
         return self.o((shares @ v).transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
+class T5FeedForward(nn.Module):
     """One wide layer between two, in later models a gated one."""
 
     def __init__(self, shape: T5Shape) -> None:

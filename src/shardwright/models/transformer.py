@@ -34,7 +34,7 @@ class Embed(nn.Module):
         return self.token(tokens) + self.position.weight[: tokens.shape[1]]
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Attention over what came before, then an MLP at each position; [B, T, D] -> [B, T, D]."""
 
     def __init__(self, dim: int, heads: int, ffn_dim: int, device: Device) -> None:
@@ -84,7 +84,7 @@ class Transformer(Started):
         self.seed = job.train.seed
         self.embed = Embed(section.vocab, job.batch.sequence, section.dim, device)
         self.layers = nn.ModuleList(
-            Block(section.dim, section.heads, section.ffn_dim or 4 * section.dim, device)
+            GPTBlock(section.dim, section.heads, section.ffn_dim or 4 * section.dim, device)
             for _ in range(section.layers)
         )
         self.head = Head(section.dim, section.vocab, device)

@@ -5,6 +5,13 @@ Ranks talk through the store where they met, before there is a process group, so
 is one line within seconds.
 """
 
+# Nothing collective is done before ranks have compared themselves, for a group of ranks with
+# different plans hangs or computes nonsense instead of failing. They talk through the store where
+# they met: each writes one key and waits for those of all others, so a rank that is missing is
+# named after the patience of a run. Which folders are one folder no path tells (hosts mount alike
+# and share nothing, or share by another name): rank 0 puts a file of a random name into its own,
+# and who sees that file shares the folder.
+
 from __future__ import annotations
 
 import contextlib
@@ -44,7 +51,7 @@ CLOCKS: Final = 1.0  # seconds that the clocks of two hosts may be apart without
 _KEY: Final = "shardwright/hosts"
 
 
-class Facts(msgspec.Struct, frozen=True):
+class HostFacts(msgspec.Struct, frozen=True):
     """A rank's host, the number torchrun gave it, its run folder, and what has to be the same on
     all ranks."""
 
@@ -65,7 +72,7 @@ class Hosts:
     ) -> None:
         self.plan, self.rank, self.folder, self.clock = plan, rank, folder, clock
         self.shared = rank == 0
-        self.facts: list[Facts] = []
+        self.facts: list[HostFacts] = []
         self.lines: list[str] = []  # for rank 0 to say
         self._own = own_facts(plan, rank, folder)
 
@@ -79,7 +86,7 @@ class Hosts:
         self._store = store
         self._patience = self.plan.job.train.timeout
         texts = self._exchange("facts", msgspec.json.encode(self._own).decode())
-        self.facts = [decode_json(text, Facts) for text in texts]
+        self.facts = [decode_json(text, HostFacts) for text in texts]
         check_facts(self.facts, self.plan)
         self._compare_clocks()
         with ExitStack() as held:
@@ -211,7 +218,7 @@ class Hosts:
         return first
 
 
-def own_facts(plan: Plan, rank: int, folder: Path) -> Facts:
+def own_facts(plan: Plan, rank: int, folder: Path) -> HostFacts:
     """Those of this process, from torchrun's environment."""
     data = filter(None, (plan.job.data.path, plan.job.data.test_path))
     same = {
@@ -223,10 +230,10 @@ def own_facts(plan: Plan, rank: int, folder: Path) -> Facts:
     }
     planned = rank // plan.cluster.local_world_size
     node = int(os.environ.get("GROUP_RANK", planned))
-    return Facts(node, socket.gethostname(), str(folder.absolute()), same)
+    return HostFacts(node, socket.gethostname(), str(folder.absolute()), same)
 
 
-def check_facts(facts: Sequence[Facts], plan: Plan) -> None:
+def check_facts(facts: Sequence[HostFacts], plan: Plan) -> None:
     """MismatchError, the same on every rank, unless all ranks say the same of themselves and there
     are as many to a host as planned."""
     first = facts[0]

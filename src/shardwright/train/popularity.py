@@ -52,7 +52,7 @@ class Inspected:
 def popularity(job: Job, world_size: int, limit: int | None = None) -> Inspected:
     """Of every table of ``job``, over the rows of its log or the first ``limit``; InputError for
     what is no log, or has no good row."""
-    source_of(job).check(job)
+    source_of(job).check()
     seen = [_Seen(table) for table in job.tables]
     path, size = data_files(job).train, job.batch.size * world_size
     if not Path(path).exists():

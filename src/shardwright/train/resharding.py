@@ -30,7 +30,7 @@ from shardwright.runtime.embeddings.disk import mapped
 from shardwright.runtime.model_parts import STATE
 from shardwright.runtime.optimizer_groups import joined
 from shardwright.runtime.saving import Resumed
-from shardwright.train.resuming import Place, start_after
+from shardwright.train.resuming import DataPlace, start_after
 
 Cuts = dict[str, list[tuple[int, Box]]]  # of each tensor: ranks, and what each has of it
 
@@ -165,7 +165,7 @@ def _extras(stored: Stored, plan: Plan) -> list[Any]:
     extras = tuple(each.scalars.get("extra") for each in stored.lists)
     saved = Resumed(step, extras[0], stored.manifest.facts, len(extras), False, extras)
     try:
-        first = to_kind(extras[0], Place)
+        first = to_kind(extras[0], DataPlace)
         starts = [start_after(saved, rank, ranks) for rank in range(ranks)]
     except (InputError, msgspec.ValidationError):
         return [extras[rank % len(extras)] for rank in range(ranks)]

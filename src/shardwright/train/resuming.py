@@ -1,5 +1,11 @@
 """Where a run begins: at the start of its data, or where a checkpoint ended."""
 
+# A run that goes on must see every row once: a row that is dealt twice or left out shows nowhere
+# but in the quality. So a checkpoint says how rows were dealt, as counts by number of ranks and
+# batch, and what was read is dealt on from there, also among another number of ranks. Bad rows
+# count as taken. Losses are kept as bytes of float64: the curve of a resumed run is equal bit by
+# bit to that of one that was not interrupted.
+
 from __future__ import annotations
 
 import base64
@@ -18,8 +24,7 @@ from shardwright.core.document import to_kind
 from shardwright.core.errors import InputError, MismatchError, expected
 from shardwright.core.measurement import Scores
 from shardwright.data.reading import DealtRows, split
-from shardwright.estimate.own_model import importable, python_function, with_names_of
-from shardwright.estimate.task import Batch, Task
+from shardwright.estimate.own_model import Batch, Task, importable, python_function, with_names_of
 from shardwright.job.job import Job, checkpoint_folder, data_files
 from shardwright.launcher.folder import measurement_file
 from shardwright.runtime.checkpoint.files import MANIFEST, read_manifest
@@ -31,7 +36,7 @@ from shardwright.runtime.saving import Resumed
 RATE = "learning_rate"
 
 
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DataPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a rank is in its data, with its losses and bad rows so far: plain values.
 
     ``before`` is what other numbers of ranks have taken, ``taken`` this rank's rows since, dealt by
@@ -48,7 +53,7 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class RunStart:
     """Where a rank begins: after ``step``, and what was ``dealt``, lost and left out until then."""
 
     step: int = 0
@@ -71,7 +76,7 @@ class Start:
         before, taken = split(self.dealt, batch, world_size)
         steps = len(losses) - len(self.losses)
         return msgspec.to_builtins(
-            Place(
+            DataPlace(
                 tuple((each.batch, each.taken) for each in before),
                 batch,
                 taken[rank] + steps * batch + bad_rows,
@@ -83,13 +88,13 @@ class Start:
         )
 
 
-def start_after(found: Resumed, rank: int, world_size: int) -> Start:
+def start_after(found: Resumed, rank: int, world_size: int) -> RunStart:
     """Where a rank goes on; InputError for a checkpoint that no run of a job has saved.
 
     Of another number of ranks, each has the mean of their losses as its own.
     """
     try:
-        places = [to_kind(extra, Place) for extra in found.extras]
+        places = [to_kind(extra, DataPlace) for extra in found.extras]
         losses = np.array([np.frombuffer(base64.b64decode(p.losses)) for p in places])
     except (msgspec.ValidationError, ValueError) as error:
         where, remedy = f"step-{found.step}", "Name another checkpoint.folder."
@@ -99,7 +104,7 @@ def start_after(found: Resumed, rank: int, world_size: int) -> Start:
     before = (DealtRows(batch, taken) for batch, taken in first.before)
     dealt = (*before, DealtRows(first.batch, tuple(place.taken for place in places)))
     same = len(places) == world_size
-    return Start(
+    return RunStart(
         found.step,
         tuple(each for each in dealt if any(each.taken)),
         tuple((losses[rank] if same else losses.mean(0)).tolist()),
@@ -109,7 +114,7 @@ def start_after(found: Resumed, rank: int, world_size: int) -> Start:
     )
 
 
-def batches_after(task: Task, rank: int, world_size: int, start: Start) -> Iterator[Batch]:
+def batches_after(task: Task, rank: int, world_size: int, start: RunStart) -> Iterator[Batch]:
     """The batches of a rank that it has not had yet.
 
     A task whose ``batches`` does not take what was ``dealt`` gives them all again.
@@ -145,6 +150,9 @@ def lasting(
     """Batches until the run is saved, although a worker that loads them was lost: other ranks are
     in the step that this one has no batch for, and cannot save before it is over. Those after it
     are made ``again``, as for a run that is resumed."""
+    # A loader's worker that is killed raises in the step that needs its batch. That step cannot be
+    # left out, for the other ranks are in it: its batch is made here, then all of them save and
+    # stop.
     for number in count():
         try:
             batch = next(batches)

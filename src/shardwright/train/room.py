@@ -1,5 +1,10 @@
 """The memory that is free on a rank, beside what its plan takes."""
 
+# A rank that runs out of memory is killed by the system without a word, often another one than the
+# one that took too much. So the plan's peak is compared with what is free before anything is made.
+# All limits count, of which the least holds: the host's, shared by its ranks; that of the control
+# group, which containers set; that of the address space. Where nobody says, nothing is refused.
+
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,10 @@
 """One run from a job to its comparison: data, plan, launch, merge, compare."""
 
+# Everything that can be refused is refused before the folder is held or a rank started: data, the
+# writers' packages, files that would be written over. Results of an earlier run are removed first,
+# so that a run which dies early is not told by another one's figures. Restarts go on from the
+# newest checkpoint, and only after a failure of the run: bad input would fail again.
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -137,7 +142,7 @@ def prepare(plan: Plan, folder: Path, stream: TextIO, given: Path | None = None)
     """Have the data and the plan ready in ``folder``. What an earlier run left there is removed,
     which ``stream`` says."""
     job = run_in(plan.job, folder)
-    source_of(job).prepare(job, partial(print, file=stream, flush=True))
+    source_of(job).prepare(partial(print, file=stream, flush=True))
     stale = [path for path in results_of_a_run(folder) if path.exists()]
     for path in stale:
         path.unlink(missing_ok=True)
@@ -162,7 +167,7 @@ def collect(
 
 def check(job: Job, folder: Path, given: Path | None = None) -> None:
     """Raise InputError unless the data can be used, and the folder without loss of a file."""
-    source_of(job).check(job)
+    source_of(job).check()
     check_log(job.train.log or ())
     check_inputs(folder, named_files(job, given), given)
     check_folder(folder, given)
@@ -189,7 +194,7 @@ def _records(plan: Plan, folder: Path) -> list[Record]:
 def _quality(plan: Plan, folder: Path, part: str) -> Quality | None:
     scores = scores_of(folder, plan.world_size, part)
     job = run_in(plan.job, folder)
-    return None if scores is None else source_of(job).quality(job, scores, part)
+    return None if scores is None else source_of(job).quality(scores, part)
 
 
 def scores_of(folder: Path, world_size: int, part: str) -> NDArray[np.float64] | None:

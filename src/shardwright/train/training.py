@@ -3,18 +3,24 @@
 Runs under torchrun and never imports the planner.
 """
 
+# The order of setting up is part of the result. The seed is set before the model is made, so that
+# it is one on all ranks; only then does each rank draw its own numbers, anew after every start,
+# unless the checkpoint has the generators' states. Making batches may draw too, which must not
+# shift what the model draws: states from before are put back. What may fail on one rank alone
+# (memory, the record) is done ``together``: all ranks raise the first one's error, and nobody waits
+# for a dead peer.
+
 from __future__ import annotations
 
 import io
-import math
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,92 +40,60 @@ from shardwright.core.errors import (
     ShardwrightError,
     expected,
 )
-from shardwright.core.measurement import Scores, scores_text
-from shardwright.core.timeline import Phase
-from shardwright.estimate.own_model import Call, naming_errors
-from shardwright.estimate.task import Batch, InputsOf, inputs_of
+from shardwright.estimate.own_model import Batch, inputs_of
 from shardwright.job.job import checkpoint_folder, named_files, run_in, table_folder
 from shardwright.job.plan import Plan, read_plan
-from shardwright.job.train import rate_factor
-from shardwright.launcher.exhausted import out_of_memory
 from shardwright.launcher.folder import (
     check_inputs,
     record_file,
     scores_file,
 )
 from shardwright.launcher.heartbeat import Heartbeat
-from shardwright.launcher.progress import Writer
 from shardwright.runtime import comm, data_workers
 from shardwright.runtime.apply import apply
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.folders import complete_steps
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.devices import Devices
-from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
-from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.random_state import random_states, set_random_states
-from shardwright.runtime.saves import Saves
 from shardwright.runtime.saving import load_checkpoint
 from shardwright.tracker.announce import thread_rank
 from shardwright.train.hosts import Hosts
 from shardwright.train.loop import Measured, measure, metered
 from shardwright.train.profiling import Profiler
-from shardwright.train.resuming import (
-    Start,
-    batches_after,
-    changes,
-    facts_of,
-    lasting,
-    start_after,
-)
-from shardwright.train.room import check_room, out_of_memory_at
-from shardwright.train.scoring import Scoring
-from shardwright.train.tasks import task_of
-from shardwright.train.writers import PROGRESS_SECONDS, writers
+from shardwright.train.resuming import RunStart, batches_after, changes, lasting, start_after
+from shardwright.train.room import check_room
+from shardwright.train.sources import task_of
+from shardwright.train.steps import Steps
+from shardwright.train.writers import Progress, writers
 
 
+@dataclass(eq=False)
 class Training:
-    """One rank of a run."""
+    """One rank of a run, up to its record and its scores of what is held out."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        folder: Path,
-        rank: int,
-        heartbeat: Heartbeat,
-        *,
-        resume: bool = False,
-        mesh: DeviceMesh | None = None,
-        shown: bool = False,
-        profile: int = 0,
-    ) -> None:
-        self.plan = plan
-        self.resume = resume
-        self.mesh = mesh
-        self.job = plan.job
-        self.folder = folder
-        self.rank = rank
-        self.task = task_of(plan.job)
-        self.heartbeat = heartbeat
-        self.shown = shown
-        self.writers: list[Writer] = []
+    plan: Plan
+    folder: Path
+    rank: int
+    heartbeat: Heartbeat
+    resume: bool = False
+    mesh: DeviceMesh | None = None
+    shown: bool = False  # on stderr, too, what goes to the folder
+    profile: int = 0  # steps of which a trace is kept
+
+    def __post_init__(self) -> None:
+        self.job, self.task = self.plan.job, task_of(self.plan.job)
         self.device = torch.device("cpu")
-        if plan.cluster.compute_device == "cuda":
-            here = os.environ.get("LOCAL_RANK", "0") if thread_rank() is None else rank
+        if self.plan.cluster.compute_device == "cuda":
+            here = os.environ.get("LOCAL_RANK", "0") if thread_rank() is None else self.rank
             self.device = torch.device("cuda", int(here))
             torch.cuda.set_device(self.device)
-        self._errors: Callable[[], AbstractContextManager[None]] = nullcontext
-        if isinstance(plan.job.model.python, str):
-            self._errors = partial(naming_errors, Call.of(plan.job).where)
-        self.meter = metered(rank, heartbeat, self.device.type)
-        self.profile = profile  # steps
-        self.profiler: Profiler | None = None
-        self.scoring: Scoring | None = None
+        self.meter = metered(self.rank, self.heartbeat, self.device.type)
+        self.progress = Progress()
         # how the task calls its model, where ids of a next batch travel
-        self._inputs_of = inputs_of(self.task, self.job) if plan.modes.asked else None
-        self._following: _Following | None = None  # the batch whose ids are under way
+        self.inputs_of = inputs_of(self.task, self.job) if self.plan.modes.asked else None
 
     def run(self) -> None:
         """Train to the end and leave a record, and scores of what is held out."""
@@ -127,236 +101,84 @@ class Training:
             saved = complete_steps(checkpoint_folder(self.job, self.folder)) if self.resume else ()
             step = saved[-1] if saved else 0
             log = self.job.train.log or ()
-            self.writers = writers(self.folder, log, step=step, shown=self.shown)
-        try:
-            with data_workers.outliving_signals():
-                self._run()
-        finally:
-            for writer in self.writers:
-                writer.close()
+            self.progress = Progress(writers(self.folder, log, step=step, shown=self.shown))
+        with closing(self.progress), data_workers.outliving_signals():
+            self._run()
 
     def _run(self) -> None:
+        train = self.job.train
         mesh = self.mesh or init_device_mesh(self.device.type, (self.plan.world_size,))
-        if self.profile:
-            self.profiler = Profiler(self.meter, mesh, self.folder, self.profile)
-        self.guard = Guard(Comm(mesh, self.meter), skip=self.job.train.not_finite == "skip")
+        profiler = Profiler(self.meter, mesh, self.folder, self.profile) if self.profile else None
+        self.guard = Guard(Comm(mesh, self.meter), skip=train.not_finite == "skip")
         together(self.guard.comm, "memory", self._check_room, partial(_unforeseen, "memory"))
-        torch.manual_seed(self.job.train.seed)  # one model on all ranks
+        torch.manual_seed(train.seed)  # one model on all ranks
         empty = self.task.model(self.device)
         rows = table_folder(self.job, self.folder)
         model = apply(empty, self.plan, mesh, probe=self.meter, guard=self.guard, folder=rows)
-        self.tables = [part for part in model.modules() if isinstance(part, ShardedTables)]
         parameters = optimizer_parameters(model, per_unit=True)
-        rate = self.job.train.learning_rate
-        optimizer = make_optimizer(self.job.train.optimizer, parameters, rate)
-        self.start = self._resumed(model, optimizer)
-        if every := self.job.train.metrics_every:
-            self.scoring = Scoring(self.guard.comm, every, self.start.scores)
+        optimizer = make_optimizer(train.optimizer, parameters, train.learning_rate)
+        start = self._resumed(model, optimizer)
         states = random_states()
-        taken = (self.task, self.rank, self.plan.world_size, self.start)
+        taken = (self.task, self.rank, self.plan.world_size, start)
         batches = batches_after(*taken)
-        if self.start.step:
+        if start.step:
             set_random_states(states)  # whatever making batches drew
-        self.meter.number = self.meter.first = self.start.step
+        self.meter.number = self.meter.first = start.step
         with measure(self.plan, model, optimizer, meter=self.meter) as measured:
-            measured.losses += self.start.losses
-            saves = self._saves(model, optimizer, measured)
+            measured.losses += start.losses
+            steps = Steps(self, model, optimizer, measured, start)
+            saves = steps.saves
             with saves.listening() if saves else nullcontext():
                 if saves:
                     batches = lasting(batches, partial(batches_after, *taken), saves)
-                self._train(model, optimizer, batches, measured, saves)
-        saved = UNSET
+                steps.run(batches, profiler)
         if saves:
-            saves.finish(self.job.train.steps)
-            saved = saves.figures(self.start.resumed)
-
-        def leave_record() -> None:
-            bad = self.start.bad_rows + self.task.bad_rows
-            record = msgspec.structs.replace(
-                measured.record(bad, saved, self.guard.skipped),
-                profile=tuple(self.profiler.found) if self.profiler else (),
-                scores=tuple(self.scoring.found) if self.scoring else (),
-            )
-            write_document(record, record_file(self.folder, self.rank))
-
-        # all are there before held-out rows are read, of which one may be bad
-        together(self.guard.comm, "record", leave_record, partial(_unforeseen, "the record"))
+            saves.finish(train.steps)
+        # all are there before held-out rows are read, of which one may be bad Written twice: a bad
+        # held-out row must not cost the record of what was trained, and profiles of the evaluation
+        # come only with it.
+        leave = partial(self._leave_record, steps, measured, profiler)
+        together(self.guard.comm, "record", leave, partial(_unforeseen, "the record"))
         try:
-            self._evaluate(model)
+            self._evaluate(model, profiler)
         except InputError as error:
             kept = "measured.json and the checkpoint" if saves else "measured.json"
             kept = f"What was trained is kept in {self.folder}: {kept}."
             raise InputError(f"{error} {kept}") from error
-        leave_record()
+        leave()
+
+    def _leave_record(self, steps: Steps, measured: Measured, profiler: Profiler | None) -> None:
+        start, scoring = steps.start, steps.scoring
+        saved = steps.saves.figures(start.resumed) if steps.saves else UNSET
+        bad = start.bad_rows + self.task.bad_rows
+        record = msgspec.structs.replace(
+            measured.record(bad, saved, self.guard.skipped),
+            profile=tuple(profiler.found) if profiler else (),
+            scores=tuple(scoring.found) if scoring else (),
+        )
+        write_document(record, record_file(self.folder, self.rank))
 
     def _check_room(self) -> None:
         section = self.job.checkpoint
         check_room(self.plan, self.rank, self.device, section is not UNSET and section.overlap)
 
-    def _resumed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Start:
+    def _resumed(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> RunStart:
         """Go on from the newest checkpoint, if there is one and the run is to be resumed."""
         rank, world_size = self.rank, self.plan.world_size
-        folder, start = checkpoint_folder(self.job, self.folder), Start()
+        folder, start = checkpoint_folder(self.job, self.folder), RunStart()
         if self.resume and complete_steps(folder):
             found = load_checkpoint(folder, model, optimizer, random_state=True)
             start = start_after(found, rank, world_size)
             others = ", ".join(changes(self.job, found, world_size))
-            self._say(f"going on after {folder}/step-{found.step}" + (others and f": {others}"))
+            text = f"going on after {folder}/step-{found.step}" + (others and f": {others}")
+            self.progress.say(text)
             if found.random_state:
                 return start
         # What modules draw, as dropout does, is other numbers on every rank and after every start.
         torch.manual_seed(self.job.train.seed + world_size * start.step + rank)
         return start
 
-    def _saves(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, measured: Measured
-    ) -> Saves | None:
-        if self.job.checkpoint is UNSET:
-            return None
-
-        def extra() -> dict[str, Any]:
-            ranks = (self.rank, self.plan.world_size)
-            read = self._following  # not trained on yet
-            found = (measured.losses, self.task.bad_rows if read is None else read.bad_rows)
-            scores = self.scoring.found if self.scoring else ()
-            return self.start.place(self.job.batch.size, *ranks, *found, scores)
-
-        return Saves(
-            checkpoint_folder(self.job, self.folder),
-            model,
-            optimizer,
-            self.job.checkpoint,
-            extra=extra,
-            facts=facts_of(self.job, self.plan.fingerprint),
-            say=self._say,
-            step=self.start.step,
-        )
-
-    def _write(self, entry: Mapping[str, Any]) -> None:
-        for writer in self.writers:
-            writer.update(entry)
-
-    def _say(self, text: str) -> None:
-        self._write({"said": text})
-
-    def _train(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        batches: Iterator[Batch],
-        measured: Measured,
-        saves: Saves | None,
-    ) -> None:
-        steps = self.job.train.steps
-        shown, before = 0.0, self.start.step
-        for step in range(self.start.step + 1, steps + 1):
-            self._set_rates(optimizer, step)
-            try:
-                with self._errors():
-                    is_last = step == steps
-                    loss, words = self._one_step(model, optimizer, batches, saves, is_last=is_last)
-            except Exception as error:
-                if not out_of_memory(error):
-                    raise
-                beat = self.heartbeat.reading()
-                where = f"step {step}, {beat.phase}, on rank {self.rank}"
-                raise out_of_memory_at(
-                    error, self.plan, self.rank, where, model, optimizer
-                ) from error
-            self._was_left_out = not math.isfinite(loss)
-            if self._was_left_out:  # as the one before
-                loss = measured.losses[-1] if measured.losses else 0.0
-            with measured.between(loss):
-                if self.profiler:
-                    self.profiler.after(step, steps)
-                new = self._scored(step)
-                if saves:
-                    with self._before_following():
-                        saves.after(step, words)
-            now = time.monotonic()
-            if self.writers and (new or now - shown > PROGRESS_SECONDS or step == steps):
-                took = (now - shown) / (step - before)
-                shown, before = now, step
-                text = f"loss on rank 0 {loss:.4f}"
-                if self.scoring and self.scoring.found:
-                    text += f"; {scores_text(self.scoring.found[-1])}"
-                entry: dict[str, Any] = {"step": step, "steps": steps, "loss": loss, "text": text}
-                if step > self.start.step + 1:  # the first took what only the first takes
-                    entry["seconds_per_step"] = took
-                if new:
-                    entry["scores"] = new
-                self._write(entry)
-
-    def _set_rates(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """The learning rates of a step are those of the job, whatever a checkpoint had."""
-        train = self.job.train
-        factor = rate_factor(train, step)
-        for group in optimizer.param_groups:
-            group["lr"] = train.learning_rate * factor
-        for tables in self.tables:
-            tables.learning_rate = (train.table_learning_rate or train.learning_rate) * factor
-
-    def _scored(self, step: int) -> Scores | None:
-        """What all ranks scored since the last time, where the job asks for it after ``step``."""
-        if not self.scoring:
-            return None
-        scored = getattr(self.task, "scored", None)
-        if scored and not self._was_left_out:
-            self.scoring.add(*scored)
-        return self.scoring.after(step)
-
-    def _one_step(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        batches: Iterator[Batch],
-        saves: Saves | None,
-        *,
-        is_last: bool,
-    ) -> tuple[float, Sequence[int]]:
-        """The loss of this rank, and what all ranks wish for at the end of the step."""
-        following, self._following = self._following, None
-        # kept to the end of the step, as a plan counts it
-        batch = self._tensors(next(batches)) if following is None else following.batch
-        del following
-        loss = self.task.loss(model, batch)
-        if self._inputs_of is not None and not is_last:
-            self._following = self._asked(model, batches, self._inputs_of)
-        value = loss.item()
-        self.guard.look([loss.detach()], ["loss"], lambda: [loss.detach()])
-        loss.backward()
-        # Tables are updated here, or nothing is.
-        words = self.guard.settle(saves.words(self.meter.number) if saves else ())
-        if self.guard.fault is None:
-            optimizer.step()
-        elif self.guard.skipped.bit_count() == 1:  # the 1st, 2nd, 4th, ... time
-            self._say(f"{self.guard.fault} Skipped {self.guard.skipped} steps so far.")
-        optimizer.zero_grad()
-        return value, words
-
-    def _asked(self, model: nn.Module, batches: Iterator[Batch], inputs: InputsOf) -> _Following:
-        """The next batch, whose ids travel while this one is computed (collective)."""
-        with self.meter.phase("load"):
-            states = random_states() if self.job.checkpoint is not UNSET else None
-            bad_rows = self.task.bad_rows
-            batch = self._tensors(next(batches))
-        arguments, keywords = inputs(batch)
-        start_sparse_data_dist(model, *arguments, **keywords)
-        return _Following(batch, bad_rows, states)
-
-    @contextmanager
-    def _before_following(self) -> Iterator[None]:
-        """Random states are those of before the next batch was made, which a run that goes on from
-        here makes again."""
-        if self._following is None or self._following.states is None:
-            yield
-            return
-        now = random_states()
-        set_random_states(self._following.states)
-        yield
-        set_random_states(now)
-
-    def _tensors(self, batch: Batch) -> Batch:
+    def tensors(self, batch: Batch) -> Batch:
         """The batch as tensors on the device."""
 
         def there(value: Any) -> Any:
@@ -371,29 +193,33 @@ class Training:
         return tree_map(there, batch)
 
     @torch.no_grad()
-    def _evaluate(self, model: nn.Module) -> None:
+    def _evaluate(self, model: nn.Module, profiler: Profiler | None) -> None:
         self.heartbeat.mark("evaluate")
         model.eval()
         parts = {"validation": getattr(self.task, "validation", None), "test": self.task.held_out}
         for part, held_out in parts.items():
-            rows = list(self._scores(model, part, held_out)) if held_out else []
+            rows = list(self._scores(model, part, held_out, profiler)) if held_out else []
             if rows or part == "test":
                 whole = io.BytesIO()
                 np.save(whole, np.concatenate(rows or [np.empty((0, 3))]), allow_pickle=False)
                 write_atomically(scores_file(self.folder, self.rank, part), whole.getvalue())
 
     def _scores(
-        self, model: nn.Module, part: str, held_out: Callable[[int, int], Iterator[Any]]
+        self,
+        model: nn.Module,
+        part: str,
+        held_out: Callable[[int, int], Iterator[Any]],
+        profiler: Profiler | None,
     ) -> Iterator[NDArray[np.float64]]:
         """Those of every batch that is held out."""
         batches = iter(held_out(self.rank, self.plan.world_size))
-        profiler, phase = self.profiler, self.meter.phase if self.profiler else _unmeasured
+        phase = self.meter.phase if profiler else lambda _: nullcontext()
         given = next(batches, None)
         if given and profiler:
             profiler.start(part)
         while given:
             with phase("forward"):
-                found = self.task.scores(model, self._tensors(given[0]), given[1])
+                found = self.task.scores(model, self.tensors(given[0]), given[1])
             yield found
             with phase("load"):
                 given = next(batches, None)
@@ -401,18 +227,6 @@ class Training:
                 profiler.counted()
         if profiler and profiler.is_on:
             profiler.stop()
-
-
-class _Following(NamedTuple):
-    """The batch of the next step; rows left out, and random states, before it was made."""
-
-    batch: Batch
-    bad_rows: int
-    states: Any
-
-
-def _unmeasured(_: Phase) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def _unforeseen(where: str, error: Exception) -> ShardwrightError:

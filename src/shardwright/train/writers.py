@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +41,37 @@ def writers(
         found.append(writer_for(sys.stderr))
     made = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
     return [*found, *(made[name](folder, step) for name in log)]
+
+
+class Progress:
+    """What is told of a run to its ``writers``; without any, to nobody."""
+
+    def __init__(self, found: Iterable[Writer] = ()) -> None:
+        self._writers = list(found)
+        self._told = 0.0
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        self.write({"said": text})
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """An entry, to all."""
+        for writer in self._writers:
+            writer.update(entry)
+
+    def due(self, *, anyway: bool) -> float | None:
+        """Seconds since the last entry about a step, where another one is due now or asked for;
+        else None, for nobody reads one a millisecond."""
+        now = time.monotonic()
+        if not self._writers or (now - self._told < PROGRESS_SECONDS and not anyway):
+            return None
+        took, self._told = now - self._told, now
+        return took
+
+    def close(self) -> None:
+        """No entry comes any more."""
+        for writer in self._writers:
+            writer.close()
 
 
 class TensorBoard:

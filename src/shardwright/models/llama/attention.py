@@ -18,9 +18,19 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from shardwright.core.llama import LlamaShape, LocalShape
-from shardwright.models.llama.collectives import copy_to_ranks, exchanged, gather_alike, gathered
-from shardwright.models.llama.layers import TOKENS, Device, Linear, RMSNorm, enter, leave
-from shardwright.models.llama.loss import capped
+from shardwright.models.llama.layers import (
+    TOKENS,
+    Device,
+    Linear,
+    RMSNorm,
+    capped,
+    copy_to_ranks,
+    enter,
+    exchanged,
+    gather_alike,
+    gathered,
+    leave,
+)
 
 
 def rotations(
@@ -67,6 +77,8 @@ class _RingAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         everyone = gathered(_joined(key.contiguous(), value.contiguous()), degree)
         merged, sums = _kernel(query, value)
+        # Partial results are merged in fp32, which is what peaks: two results, their difference and
+        # a product of it are there at once.
         merged, sums = merged.float(), sums[..., None]
         for _ in range(1, min(degree, DISTINCT_STEPS)):
             part, part_sums = _kernel(query, value)

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from shardwright.core.llama import LlamaShape, LocalShape
-from shardwright.models.llama.collectives import all_to_all
 from shardwright.models.llama.layers import (
     ACTIVATIONS,
     Device,
     Linear,
     SwiGLU,
+    all_to_all,
     enter,
     has_data,
     leave,

@@ -1,7 +1,14 @@
-"""Layers of a decoder: linear, norm, table of tokens, feed-forward, whole or divided among ranks.
+"""Layers of a decoder: linear, norm, table of tokens, feed-forward, whole or divided among ranks,
+and stand-ins for the collectives between its parts.
 
 Starting values are not made: a trace needs none, and a model makes its own.
 """
+
+# A stand-in computes nothing and talks to nobody: what other ranks would send is left unset. What
+# it allocates are the buffers of torch's functional collectives as DTensor calls them, forward and
+# backward: an output of its own, never in place, and a copy wherever pieces have to be laid side by
+# side in a dimension other than the first. They are operators (``torch.ops.shardwright``), so that
+# a trace can see them and a checkpointing policy can name them.
 
 from __future__ import annotations
 
@@ -15,14 +22,10 @@ from torch import nn
 from torch.nn.functional import gelu, silu
 
 from shardwright.core.llama import Activation, LlamaShape, LocalShape
-from shardwright.models.llama.collectives import (
-    all_gather,
-    all_reduce,
-    copy_to_ranks,
-    reduce_scatter,
-)
 
 Device = torch.device | str | None
+Context = Any
+Moves = Callable[[torch.Tensor], torch.Tensor]
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
@@ -63,9 +66,6 @@ def leave(x: torch.Tensor, local: LocalShape) -> torch.Tensor:
     if local.sequence_parallel:
         return reduce_scatter(x, TOKENS, local.tensor)
     return all_reduce(x, local.tensor)
-
-
-Context = Any
 
 
 class Embedding(nn.Module):
@@ -155,3 +155,130 @@ class FeedForward(SwiGLU):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, D] -> [B, T, D]."""
         return leave(super().forward(enter(x, self.local)), self.local)
+
+
+def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Logits between ``-cap`` and ``cap``; as they are where it is 0."""
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
+# ---- collectives ---------------------------------------------------------------------------------
+
+
+def _empty_gathered(x: torch.Tensor, degree: int) -> torch.Tensor:
+    """The pieces of ``degree`` ranks one after another in the first dimension."""
+    return x.new_empty((x.shape[0] * degree, *x.shape[1:]))
+
+
+def _empty_scattered(x: torch.Tensor, degree: int) -> torch.Tensor:
+    """This rank's piece of the sum, cut in the first dimension."""
+    return x.new_empty((x.shape[0] // degree, *x.shape[1:]))
+
+
+def _empty_reduced(x: torch.Tensor) -> torch.Tensor:
+    """The sum, in a buffer of its own."""
+    return torch.empty_like(x)
+
+
+def _empty_exchanged(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """``rows`` received from all ranks."""
+    return x.new_empty((rows, *x.shape[1:]))
+
+
+def _operator(name: str, allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """An operator that does the same with data and without."""
+    made = torch.library.custom_op(f"shardwright::{name}", allocate, mutates_args=())
+    made.register_fake(allocate)
+    return made
+
+
+gathered = _operator("all_gather", _empty_gathered)
+scattered = _operator("reduce_scatter", _empty_scattered)
+reduced = _operator("all_reduce", _empty_reduced)
+exchanged = _operator("all_to_all", _empty_exchanged)
+
+
+def all_gather(x: torch.Tensor, dim: int, degree: int) -> torch.Tensor:
+    """``x`` of all ranks side by side in ``dim``; its gradient is reduced and scattered."""
+    there, back = (
+        partial(_gather, dim=dim, degree=degree),
+        partial(_scatter, dim=dim, degree=degree),
+    )
+    return x if degree == 1 else _Exchange.apply(x, there, back)
+
+
+def reduce_scatter(x: torch.Tensor, dim: int, degree: int) -> torch.Tensor:
+    """This rank's part of the sum of ``x``, cut in ``dim``; its gradient is gathered."""
+    there, back = (
+        partial(_scatter, dim=dim, degree=degree),
+        partial(_gather, dim=dim, degree=degree),
+    )
+    return x if degree == 1 else _Exchange.apply(x, there, back)
+
+
+def all_reduce(x: torch.Tensor, degree: int) -> torch.Tensor:
+    """The sum of ``x`` over ranks that then work alike; its gradient passes as it is."""
+    return x if degree == 1 else _Exchange.apply(x, reduced, _as_it_is)
+
+
+def copy_to_ranks(x: torch.Tensor, degree: int) -> torch.Tensor:
+    """``x`` as it is, to ranks that each use it for their part; its gradient is summed."""
+    return x if degree == 1 else _Exchange.apply(x, lambda it: it.view_as(it), reduced)
+
+
+def gather_alike(x: torch.Tensor, dim: int, degree: int) -> torch.Tensor:
+    """``x`` of all ranks side by side in ``dim`` for ranks that then work alike; of its gradient
+    every rank keeps its own part, which DTensor clones, so that the whole gradient can go."""
+    size = x.shape[dim]
+
+    def back(grad: torch.Tensor) -> torch.Tensor:
+        return grad.narrow(dim, 0, size).clone()
+
+    return x if degree == 1 else _Exchange.apply(x, partial(_gather, dim=dim, degree=degree), back)
+
+
+def all_to_all(x: torch.Tensor, rows: int, degree: int) -> torch.Tensor:
+    """Rows of ``x`` sent to the ranks they belong to; ``rows`` come back."""
+    sent = x.shape[0]
+
+    def exchange(it: torch.Tensor, rows: int) -> torch.Tensor:
+        return exchanged(it.contiguous(), rows)
+
+    there, back = partial(exchange, rows=rows), partial(exchange, rows=sent)
+    return x if degree == 1 else _Exchange.apply(x, there, back)
+
+
+class _Exchange(torch.autograd.Function):
+    """What goes ``there`` forward and ``back`` backward; neither may keep the tensor."""
+
+    @staticmethod
+    def forward(ctx: Context, x: torch.Tensor, there: Moves, back: Moves) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.back(grad), None, None
+
+
+def _as_it_is(grad: torch.Tensor) -> torch.Tensor:
+    return grad
+
+
+def _gather(x: torch.Tensor, dim: int, degree: int) -> torch.Tensor:
+    """The buffer that arrives; where pieces are not rows, a second one in which they lie right."""
+    # Pieces arrive one after another. Where only dimensions of size 1 lie before ``dim`` that is
+    # their order already.
+    flat = gathered(x.contiguous(), degree)
+    dim %= x.dim()
+    if all(size == 1 for size in x.shape[:dim]):
+        return flat.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+    return torch.cat(flat.chunk(degree), dim=dim)
+
+
+def _scatter(x: torch.Tensor, dim: int, degree: int) -> torch.Tensor:
+    """Pieces are laid one after another first, then summed into a buffer of their own."""
+    dim %= x.dim()
+    if dim:
+        x = torch.cat(x.chunk(degree, dim=dim))
+    return scattered(x.contiguous(), degree)

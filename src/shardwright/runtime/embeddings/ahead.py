@@ -15,7 +15,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.runtime.embeddings.modules import LookupModule
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.torch_private import outside_graphs
-from shardwright.trace.arguments import GivenArguments, Reached, value_at
+from shardwright.trace.tables import GivenArguments, Reached, value_at
 from shardwright.tracker.private import in_backward
 
 

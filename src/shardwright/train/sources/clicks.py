@@ -1,9 +1,9 @@
-"""Click logs for a DLRM: a Criteo file, one of named columns, or rows from a known click model."""
+"""A DLRM on click logs: a Criteo file, one of named columns, or rows from a known click model."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,48 +16,191 @@ from numpy.typing import NDArray
 from shardwright.core.batch import MADE_UP_ZIPF
 from shardwright.core.errors import InputError, expected
 from shardwright.core.measurement import Quality
-from shardwright.data.logs import PARTS
+from shardwright.data import quality as figures
+from shardwright.data.cache import SCHEMA, CachedRows, cached_evaluation, write_cache
+from shardwright.data.logs import (
+    PARTS,
+    BagColumn,
+    ColumnLog,
+    CriteoLog,
+    Days,
+    LogSlice,
+    Part,
+    bounds,
+    day_files,
+    slices_of,
+)
+from shardwright.data.reading import (
+    ClickBatch,
+    ClickLog,
+    ClickReader,
+    DealtRows,
+    evaluation_batches,
+    numbered_batches,
+)
+from shardwright.data.synthetic import LABEL, ClickModel, dense_names
 from shardwright.job.job import Job, data_files
 from shardwright.job.model_of_job import reads_bags, tables_of_bags
 from shardwright.train.sources.made_up import DIGEST, make_up, read_facts
 
 if TYPE_CHECKING:
-    from shardwright.data.logs import Part
-    from shardwright.data.reading import ClickLog
-    from shardwright.data.synthetic import ClickModel
+    import torch
+    from torch import nn
+
+    from shardwright.estimate.own_model import Batch, Task
 
 TABLES_OF_CRITEO = 26
 DENSE_OF_CRITEO = 13
 LONG = 256 * 2**20  # bytes of a log that take about a second to count
+TEST_BATCH = 1024  # rows at least where a job names none; nothing is saved for a backward
 
 
-def check(job: Job) -> None:
-    """Raise InputError unless the model fits click logs and the log is one."""
-    if job.data.kind not in ("criteo", "columns", "synthetic"):
-        wanted = "'criteo', 'columns' or 'synthetic' for a dlrm"
-        raise InputError(expected("data.kind", wanted, f"'{job.data.kind}'"))
-    if job.data.kind == "criteo" and not is_criteo(job):
-        _refuse_criteo(job)
-    _check_names(job)
-    if job.data.cache is not UNSET and Path(job.data.cache).is_file():
-        raise InputError(expected("data.cache", "a folder", f"the file '{job.data.cache}'"))
-    if job.data.kind == "synthetic":
-        _refuse_paths(job)
-        return
-    if not job.data.path:
-        raise InputError(expected("data.path", "a click log", "none", "Use --set data.path=FILE."))
-    if is_folder(job) and job.data.test_path:
-        wanted = "none beside a folder of days, of which the last is held out"
-        raise InputError(expected("data.test_path", wanted, f"'{job.data.test_path}'"))
-    for path in (*files_of(job), *filter(None, (job.data.test_path,))):
-        log_of(job, str(path)).check()
+class Clicks:
+    """Binary cross-entropy; scores are (row, label, logit)."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._reader: ClickReader | None = None
+        self.scored: tuple[torch.Tensor, torch.Tensor] | None = None  # logits and labels, if asked
+
+    def check(self) -> None:
+        """Raise InputError unless the model fits click logs and the log is one."""
+        job = self.job
+        if job.data.kind not in ("criteo", "columns", "synthetic"):
+            wanted = "'criteo', 'columns' or 'synthetic' for a dlrm"
+            raise InputError(expected("data.kind", wanted, f"'{job.data.kind}'"))
+        if job.data.kind == "criteo" and not is_criteo(job):
+            _refuse_criteo(job)
+        _check_names(job)
+        if job.data.cache is not UNSET and Path(job.data.cache).is_file():
+            raise InputError(expected("data.cache", "a folder", f"the file '{job.data.cache}'"))
+        if job.data.kind == "synthetic":
+            _refuse_paths(job)
+            return
+        if not job.data.path:
+            raise InputError(
+                expected("data.path", "a click log", "none", "Use --set data.path=FILE.")
+            )
+        if is_folder(job) and job.data.test_path:
+            wanted = "none beside a folder of days, of which the last is held out"
+            raise InputError(expected("data.test_path", wanted, f"'{job.data.test_path}'"))
+        for path in (*files_of(job), *filter(None, (job.data.test_path,))):
+            log_of(job, str(path)).check()
+
+    def prepare(self, say: Callable[[str], None] = lambda text: None) -> None:
+        """Make the rows up if they are synthetic, and write the cache where there is none yet."""
+        job = self.job
+        if job.data.kind == "synthetic":
+            _make_up(job, say)
+        if job.data.cache is UNSET:
+            return
+        for part in PARTS:
+            folder = cache_of(job, part)
+            if folder is None or folder.exists() or (log := rows_of(job, part)) is None:
+                continue
+            say(f"writing the rows of {part} into {folder}")
+            narrow = all(table.rows <= 2**31 for table in job.tables)
+            skip = job.data.skip_bad_rows
+            found = write_cache(log, folder, narrow=narrow, skip_bad_rows=skip, say=say)
+            bad = f", {found.bad_rows:,} bad ones left out" if found.bad_rows else ""
+            say(f"{found.rows:,} rows{bad}")
+
+    def samples(self) -> int | None:
+        """Rows of the log; None of one that would take long to count."""
+        job = self.job
+        if folder := cache_of(job, "train"):
+            return len(CachedRows(folder))
+        size = sum(path.stat().st_size for path in files_of(job))
+        log = rows_of(job, "train") if size <= LONG else None
+        return log.count() if log else None
+
+    def quality(self, scores: NDArray[np.float64], part: str = "test") -> Quality | None:
+        """Figures of rows (number, label, logit), beside the best that there is."""
+        return quality_of(scores, _best(self.job, part))
+
+    def task(self) -> Task:
+        """Itself: rows and model of a DLRM are one's."""
+        return self
+
+    def model(self, device: torch.device) -> nn.Module:
+        """DLRM with its index buffers in place."""
+        from shardwright.models.dlrm import DLRM
+
+        model = DLRM(self.job, device="meta")
+        for part in model.modules():
+            for name, buffer in list(part.named_buffers(recurse=False)):
+                setattr(part, name, buffer.to(device))
+        return model
+
+    def batches(
+        self, rank: int, world_size: int, dealt: Sequence[DealtRows] = ()
+    ) -> Iterator[Batch]:
+        """Dense features [B, D], ids [B, F] or bags by feature, labels [B]."""
+        place = (self.job.batch.size, rank, world_size)
+        if folder := cache_of(self.job, "train"):
+            return map(_arrays, numbered_batches(CachedRows(folder).at, *place, dealt=dealt))
+        log, skip = rows_of(self.job, "train"), self.job.data.skip_bad_rows
+        assert log is not None
+        self._reader = ClickReader(log, *place, skip_bad_rows=skip, dealt=dealt)
+        return map(_arrays, self._reader)
+
+    def inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model is called with."""
+        dense, ids, _ = batch
+        return (dense, ids), {}
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Mean binary cross-entropy."""
+        from torch.nn.functional import binary_cross_entropy_with_logits
+
+        dense, ids, labels = batch
+        logits = model(dense, ids).squeeze(1)
+        if self.job.train.metrics_every:
+            self.scored = (logits.detach(), labels)
+        return binary_cross_entropy_with_logits(logits, labels)
+
+    def held_out(self, rank: int, world_size: int) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
+        """The test file, or the second half of the last day, if there is one."""
+        return self._held_out("test", rank, world_size)
+
+    def validation(self, rank: int, world_size: int) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
+        """The first half of the last day, if there is one."""
+        return self._held_out("validation", rank, world_size)
+
+    def _held_out(
+        self, part: Part, rank: int, world_size: int
+    ) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
+        rows = self.job.data.test_batch
+        if rows is UNSET:
+            rows = max(self.job.batch.size, TEST_BATCH)
+        place = (rows, rank, world_size)
+        folder = cache_of(self.job, part)
+        if folder and folder.exists():
+            batches = cached_evaluation(CachedRows(folder), *place)
+        elif folder or not (log := rows_of(self.job, part)):
+            return
+        else:
+            skip = self.job.data.skip_bad_rows
+            batches = evaluation_batches(log, *place, skip_bad_rows=skip)
+        for batch, numbers in batches:
+            yield _arrays(batch), numbers
+
+    def scores(
+        self, model: nn.Module, batch: Batch, numbers: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Row number, label and logit."""
+        dense, ids, labels = batch
+        logits = model(dense, ids).squeeze(1).double().cpu().numpy()
+        return np.stack([numbers, labels.cpu().numpy(), logits], 1)
+
+    @property
+    def bad_rows(self) -> int:
+        """Of the training file; those of a cache were left out when it was written."""
+        return self._reader.bad_rows if self._reader else 0
 
 
 def log_of(job: Job, path: str) -> ClickLog:
     """The rows of a file as the tables of ``job`` are given them; InputError if it is no log."""
-    from shardwright.data.logs import BagColumn, ColumnLog, CriteoLog
-    from shardwright.data.synthetic import LABEL, dense_names
-
     if is_criteo(job) and job.data.kind != "columns":
         return CriteoLog(path, [table.rows for table in job.tables])
     hashed = job.data.ids == "modulo"
@@ -128,16 +271,12 @@ def is_folder(job: Job) -> bool:
 
 def files_of(job: Job) -> list[Path]:
     """The files of what is trained on."""
-    from shardwright.data.logs import day_files
-
     path = Path(data_files(job).train)
     return day_files(path) if is_folder(job) else [path]
 
 
 def rows_of(job: Job, part: Part) -> ClickLog | None:
     """The rows of a part of the log; None where it has no such part."""
-    from shardwright.data.logs import Days, LogSlice, slices_of
-
     files, data = data_files(job), job.data
     if data.days is UNSET and not is_folder(job):
         path = {"train": files.train, "test": files.test}.get(part)
@@ -152,8 +291,6 @@ def rows_of(job: Job, part: Part) -> ClickLog | None:
 
 def cache_of(job: Job, part: Part) -> Path | None:
     """The folder of a part's rows in binary, named by everything they depend on; None without."""
-    from shardwright.data.cache import SCHEMA
-
     data, files = job.data, data_files(job)
     if data.cache is UNSET:
         return None
@@ -173,26 +310,6 @@ def _identity(path: Path) -> tuple[Any, ...]:
         return (digest,)
     found = path.stat()
     return str(path.resolve()), found.st_size, found.st_mtime_ns
-
-
-def prepare(job: Job, say: Callable[[str], None] = lambda text: None) -> None:
-    """Make the rows up if they are synthetic, and write the cache where there is none yet."""
-    if job.data.kind == "synthetic":
-        _make_up(job, say)
-    if job.data.cache is UNSET:
-        return
-    from shardwright.data.cache import write_cache
-
-    for part in PARTS:
-        folder = cache_of(job, part)
-        if folder is None or folder.exists() or (log := rows_of(job, part)) is None:
-            continue
-        say(f"writing the rows of {part} into {folder}")
-        narrow = all(table.rows <= 2**31 for table in job.tables)
-        skip = job.data.skip_bad_rows
-        found = write_cache(log, folder, narrow=narrow, skip_bad_rows=skip, say=say)
-        bad = f", {found.bad_rows:,} bad ones left out" if found.bad_rows else ""
-        say(f"{found.rows:,} rows{bad}")
 
 
 def _make_up(job: Job, say: Callable[[str], None]) -> None:
@@ -215,8 +332,6 @@ def _make_up(job: Job, say: Callable[[str], None]) -> None:
 
 def model_of_clicks(job: Job) -> ClickModel:
     """The law that rows for the job's tables are made up from."""
-    from shardwright.data.synthetic import ClickModel
-
     data = job.data
     law: dict[str, Any] = {
         "seed": data.seed,
@@ -238,8 +353,6 @@ def model_of_clicks(job: Job) -> ClickModel:
 
 def _write_days(model: ClickModel, rows: int, days: int, path: Path) -> dict[str, Any]:
     """Write all days; what is known of them, and of what is held out."""
-    from shardwright.data.logs import bounds
-
     first, middle = bounds(rows, days)
     known: dict[str, Any] = msgspec.to_builtins(model.write(path, rows=rows))
     for part, start, stop in (("validation", first, middle), ("test", middle, rows)):
@@ -257,26 +370,8 @@ def _best(job: Job, part: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def samples(job: Job) -> int | None:
-    """Rows of the log; None of one that would take long to count."""
-    if folder := cache_of(job, "train"):
-        from shardwright.data.cache import CachedRows
-
-        return len(CachedRows(folder))
-    size = sum(path.stat().st_size for path in files_of(job))
-    log = rows_of(job, "train") if size <= LONG else None
-    return log.count() if log else None
-
-
-def quality(job: Job, scores: NDArray[np.float64], part: str = "test") -> Quality | None:
-    """Figures of rows (number, label, logit), beside the best that there is."""
-    return quality_of(scores, _best(job, part))
-
-
 def quality_of(scores: NDArray[np.float64], best: dict[str, Any]) -> Quality | None:
     """Figures of rows (number, label, logit), beside what is known of the best predictor."""
-    from shardwright.data import quality as of
-
     _, labels, logits = scores.T
     if not len(labels):
         return None
@@ -284,13 +379,17 @@ def quality_of(scores: NDArray[np.float64], best: dict[str, Any]) -> Quality | N
     is_mixed = 0 < labels.sum() < len(labels)
     return Quality(
         rows=len(labels),
-        auc=of.auc(labels, logits) if is_mixed else None,
-        log_loss=of.log_loss(labels, clicks),
+        auc=figures.auc(labels, logits) if is_mixed else None,
+        log_loss=figures.log_loss(labels, clicks),
         best_auc=best.get("bayes_auc"),
         best_log_loss=best.get("bayes_log_loss"),
-        accuracy=of.accuracy(labels, clicks),
+        accuracy=figures.accuracy(labels, clicks),
         best_accuracy=best.get("bayes_accuracy"),
-        majority=of.majority(labels),
-        normalized_entropy=of.normalized_entropy(labels, clicks) if is_mixed else None,
-        calibration=of.calibration(labels, clicks) if labels.any() else None,
+        majority=figures.majority(labels),
+        normalized_entropy=figures.normalized_entropy(labels, clicks) if is_mixed else None,
+        calibration=figures.calibration(labels, clicks) if labels.any() else None,
     )
+
+
+def _arrays(batch: ClickBatch) -> Batch:
+    return batch.dense, batch.ids, batch.labels

@@ -1,16 +1,28 @@
-"""What is timed: memory and arithmetic of one rank, collectives of all, embedding rows."""
+"""What ranks time side by side: memory and arithmetic of one rank, collectives of all, embedding
+rows; how they time it; and what they found, as values.
+"""
+
+# Ranks make the same calls in the same order, for a collective waits for all of them: how often a
+# run is repeated, and when a section is over, are means of what all ranks found, never one's own.
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import nn
 
 from shardwright.core.block import Block, GroupKey
+from shardwright.core.cluster import Device
 from shardwright.cost.network import CROSSINGS, Collective
 from shardwright.data.logs import CriteoLog
 from shardwright.data.reading import ClickReader
@@ -22,18 +34,173 @@ from shardwright.runtime.embeddings.routing import GroupRouting
 from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.embeddings.update import Looked
 from shardwright.runtime.probe import Probe
-from shardwright.train.measure.samples import (
-    BUFFERS,
-    FLOAT,
-    OVERLAPPED,
-    PARTS,
-    WIDTHS,
-    Bench,
-    Run,
-    collective_case,
-    overlap_case,
-    row_case,
+
+FLOAT = 4
+BUFFERS = tuple(2**k for k in (12, 14, 16, 18, 20, 22, 24, 25))  # 4 KiB to 32 MiB
+OVERLAPPED: tuple[tuple[Collective, int], ...] = (  # buffers of a small layer and of a large one
+    ("all_gather", 2**20),
+    ("reduce_scatter", 2**20),
+    ("all_gather", 2**23),
+    ("reduce_scatter", 2**23),
 )
+PARTS = ("alone", "work", "both")
+WIDTHS = (16, 64)  # elements of a row that is read
+
+
+def collective_case(collective: Collective, nbytes: int) -> str:
+    """The case of a collective over a full buffer."""
+    return f"{collective} {nbytes}"
+
+
+def overlap_case(collective: Collective, nbytes: int, part: str) -> str:
+    """The case of a collective alone, of work that takes as long, or of both at once."""
+    return f"overlap {collective} {nbytes} {part}"
+
+
+def row_case(width: int) -> str:
+    """The case of reading random rows."""
+    return f"rows of {width}"
+
+
+SCHEMA = "shardwright.samples/1"
+
+
+class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of one run in each round; one run does ``amount`` of work (bytes, FLOPs, ids ...).
+
+    ``together``: the ranks work on one thing, which is done when the slowest is.
+    """
+
+    amount: float
+    together: bool
+    seconds: tuple[float, ...]
+
+
+class Samples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank's cases by name, and its machine: facts as text, memory in bytes by capacity."""
+
+    schema: str
+    rank: int
+    world_size: int
+    device: Device
+    backend: str
+    machine: dict[str, str]
+    memory: dict[str, int]
+    cases: dict[str, Case]
+
+
+def samples_file(folder: Path, rank: int) -> Path:
+    """What a rank timed."""
+    return folder / f"rank-{rank}.samples.json"
+
+
+class Times:
+    """Seconds of every case of all ranks: the median over the rounds, and round by round.
+
+    A round's seconds are the slowest rank's where ranks work together, else the ranks' mean.
+    """
+
+    def __init__(self, ranks: Sequence[Samples]) -> None:
+        self.amounts = {name: case.amount for name, case in ranks[0].cases.items()}
+        self._rounds: dict[str, list[float]] = {}
+        for name, case in ranks[0].cases.items():
+            rounds = zip(*(rank.cases[name].seconds for rank in ranks), strict=True)
+            merge = max if case.together else statistics.fmean
+            self._rounds[name] = [merge(values) for values in rounds]
+
+    def medians(self) -> dict[str, float]:
+        """Every case's median over its rounds."""
+        return {name: statistics.median(values) for name, values in self._rounds.items()}
+
+    def rounds(self, names: Iterable[str]) -> Iterator[dict[str, float]]:
+        """Seconds of the cases ``names`` in each round that all of them have."""
+        chosen = {name: self._rounds[name] for name in names}
+        for values in zip(*chosen.values(), strict=False):
+            yield dict(zip(chosen, values, strict=True))
+
+
+def spread(values: Sequence[float], value: float) -> float:
+    """Half of the distance between the quartiles of ``values``, as a share of ``value``."""
+    if len(values) < 2 or not value:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / 2 / abs(value)
+
+
+SAMPLE_SECONDS = 4e-3  # a run that is shorter is repeated, for clocks and barriers are coarse
+MOST_REPEATS = 200
+MOST_ROUNDS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Something to time: ``work`` does ``amount`` of it; ``together`` with the other ranks."""
+
+    amount: float
+    work: Callable[[], object]
+    together: bool = False
+
+
+class Bench:
+    """All ranks make the same calls in the same order; ``tick`` is called before every sample."""
+
+    def __init__(self, comm: Comm, synchronize: Callable[[], None], tick: Callable[[], None]):
+        self.comm = comm
+        self.cases: dict[str, Case] = {}
+        self._synchronize = synchronize
+        self._tick = tick
+
+    def agreed(self, value: float) -> float:
+        """The mean of all ranks' values; no rank goes on before every rank is here."""
+        mean = torch.tensor([value], device=self.comm.mesh.device_type)
+        if self.comm.size > 1:
+            self.comm.all_reduce("calibrate", mean)
+        return mean.item() / self.comm.size
+
+    def measure(self, runs: Mapping[str, Timed], seconds: float, least: int) -> None:
+        """Time ``runs`` for about ``seconds``, in ``least`` rounds at least."""
+        repeats = {name: self.repeats(run.work) for name, run in runs.items()}
+        found: dict[str, list[float]] = {name: [] for name in runs}
+        began = time.perf_counter()
+        for done in range(MOST_ROUNDS):
+            if self.agreed(time.perf_counter() - began) > seconds and done >= least:
+                break
+            for name, run in runs.items():
+                found[name].append(self._sample(run.work, repeats[name]))
+        for name, run in runs.items():
+            self.cases[name] = Case(run.amount, run.together, tuple(found[name]))
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """How long ``work`` takes about, on every rank alike."""
+        repeats = self.repeats(work)
+        return self.agreed(statistics.median(self._sample(work, repeats) for _ in range(5)))
+
+    def repeats(self, work: Callable[[], object]) -> int:
+        """How often ``work`` is repeated in a sample, on every rank alike; it has run then."""
+        self._sample(work, 1)
+        once = self.agreed(self._sample(work, 1))
+        return max(1, min(MOST_REPEATS, math.ceil(SAMPLE_SECONDS / max(once, 1e-9))))
+
+    def _sample(self, work: Callable[[], object], repeats: int) -> float:
+        """Seconds of one run: the median where runs can be timed one by one, for a run that another
+        process interrupts is the exception; else the mean of runs that follow one another."""
+        # A barrier before each sample: a collective's time is from the last rank's arrival, and a
+        # rank that runs ahead would measure the others' delay.
+        self._tick()
+        self.agreed(0.0)
+        self._synchronize()
+        ends = [time.perf_counter()]
+        for _ in range(repeats):
+            work()
+            ends.append(time.perf_counter())
+        if self.comm.mesh.device_type == "cpu":
+            return statistics.median(b - a for a, b in itertools.pairwise(ends))
+        self._synchronize()
+        return (time.perf_counter() - ends[0]) / repeats
+
+
+# ---- what is timed -------------------------------------------------------------------------------
+
 
 _LIMITS = (  # of a control group, by version
     Path("/sys/fs/cgroup/memory.max"),
@@ -59,29 +226,29 @@ CHAIN, WIDTH = 8, 16  # layers so small that calling them is all they cost
 OPERATIONS_OF_A_LAYER = 4  # linear and ReLU, forward and backward
 
 
-def memory(device: torch.device) -> dict[str, Run]:
+def memory(device: torch.device) -> dict[str, Timed]:
     """An update and a copy; an amount is the bytes of the arrays that are touched."""
     weight = torch.zeros(LARGE // FLOAT, device=device)
     gradient = torch.ones_like(weight)
     return {
-        "update": Run(2 * LARGE, lambda: weight.add_(gradient, alpha=-0.1)),
-        "copy": Run(2 * LARGE, lambda: weight.copy_(gradient)),
-        "fresh": Run(FRESH, lambda: torch.empty(FRESH // FLOAT, device=device).fill_(1.0)),
+        "update": Timed(2 * LARGE, lambda: weight.add_(gradient, alpha=-0.1)),
+        "copy": Timed(2 * LARGE, lambda: weight.copy_(gradient)),
+        "fresh": Timed(FRESH, lambda: torch.empty(FRESH // FLOAT, device=device).fill_(1.0)),
     }
 
 
-def link(device: torch.device) -> dict[str, Run]:
+def link(device: torch.device) -> dict[str, Timed]:
     """An accelerator's way to its host's memory, and that memory itself."""
     near = torch.zeros(LARGE // FLOAT, device=device)
     pinned = torch.zeros(LARGE // FLOAT, pin_memory=True)
     other = torch.ones(LARGE // FLOAT)
     return {
-        "link": Run(LARGE, lambda: near.copy_(pinned, non_blocking=True)),
-        "host": Run(2 * LARGE, lambda: pinned.copy_(other)),
+        "link": Timed(LARGE, lambda: near.copy_(pinned, non_blocking=True)),
+        "host": Timed(2 * LARGE, lambda: pinned.copy_(other)),
     }
 
 
-def compute(device: torch.device) -> dict[str, Run]:
+def compute(device: torch.device) -> dict[str, Timed]:
     """Layers of usual sizes, forward; an amount is FLOPs."""
     runs = {}
     for samples, fan_in, fan_out in LAYERS:
@@ -94,11 +261,11 @@ def compute(device: torch.device) -> dict[str, Run]:
         ) -> None:
             nn.functional.linear(batch, weight, bias)
 
-        runs[f"layer {samples}x{fan_in}x{fan_out}"] = Run(2.0 * samples * fan_in * fan_out, layer)
+        runs[f"layer {samples}x{fan_in}x{fan_out}"] = Timed(2.0 * samples * fan_in * fan_out, layer)
     return runs
 
 
-def operations(device: torch.device) -> dict[str, Run]:
+def operations(device: torch.device) -> dict[str, Timed]:
     """A step of a chain of tiny layers; an amount is the operations a plan counts for it."""
     chain = nn.Sequential(*(m for _ in range(CHAIN) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
     chain.to(device)
@@ -108,13 +275,13 @@ def operations(device: torch.device) -> dict[str, Run]:
         chain.zero_grad()
         chain(batch).sum().backward()
 
-    return {"operations": Run(CHAIN * OPERATIONS_OF_A_LAYER, step)}
+    return {"operations": Timed(CHAIN * OPERATIONS_OF_A_LAYER, step)}
 
 
 LAYER = 256
 
 
-def collectives(comm: Comm) -> dict[str, Run]:
+def collectives(comm: Comm) -> dict[str, Timed]:
     """Every collective over every size of the full buffer; an amount is the buffer's bytes."""
     device = comm.mesh.device_type
     full = torch.zeros(BUFFERS[-1] // FLOAT, device=device)
@@ -123,7 +290,7 @@ def collectives(comm: Comm) -> dict[str, Run]:
     for nbytes in BUFFERS:
         for name in CROSSINGS:
             work = _work(comm, name, full, other, nbytes)
-            runs[collective_case(name, nbytes)] = Run(nbytes, work, together=True)
+            runs[collective_case(name, nbytes)] = Timed(nbytes, work, together=True)
     return runs
 
 
@@ -144,7 +311,7 @@ def _work(
     return lambda: comm.all_to_all("calibrate", whole, sent)
 
 
-def overlaps(comm: Comm, bench: Bench) -> dict[str, Run]:
+def overlaps(comm: Comm, bench: Bench) -> dict[str, Timed]:
     """Each overlapped collective alone, work that takes as long alone, and both at once."""
     device = comm.mesh.device_type
     left, right = (torch.randn(LAYER, LAYER, device=device) for _ in range(2))
@@ -162,7 +329,7 @@ def overlaps(comm: Comm, bench: Bench) -> dict[str, Run]:
         work = partial(compute, count)
         works = (partial(_both, begin, _nothing), work, partial(_both, begin, work))
         for part, both in zip(PARTS, works, strict=True):
-            runs[overlap_case(collective, nbytes, part)] = Run(nbytes, both, together=True)
+            runs[overlap_case(collective, nbytes, part)] = Timed(nbytes, both, together=True)
     return runs
 
 
@@ -200,7 +367,7 @@ def rows_of(width: int) -> int:
     return TABLE_BYTES // FLOAT // width
 
 
-def accesses(device: torch.device, owners: int) -> dict[str, Run]:
+def accesses(device: torch.device, owners: int) -> dict[str, Timed]:
     """Reads of random rows, fused updates of them, and ids on their way to ``owners`` ranks."""
     runs = {}
     random = torch.Generator().manual_seed(0)
@@ -208,14 +375,14 @@ def accesses(device: torch.device, owners: int) -> dict[str, Run]:
         weight = torch.zeros(rows_of(width), width, device=device)
         rows = torch.randint(rows_of(width), (IDS,), generator=random).to(device)
         out = torch.empty(IDS, width, device=device)
-        runs[row_case(width)] = Run(IDS, partial(torch.index_select, weight, 0, rows, out=out))
+        runs[row_case(width)] = Timed(IDS, partial(torch.index_select, weight, 0, rows, out=out))
     runs |= _updates(device, random)
     for name, cut in (("ids addressed", False), ("ids sorted", True)):
-        runs[name] = Run(IDS, _travel(device, owners, cut, random))
+        runs[name] = Timed(IDS, _travel(device, owners, cut, random))
     return runs
 
 
-def _updates(device: torch.device, random: torch.Generator) -> dict[str, Run]:
+def _updates(device: torch.device, random: torch.Generator) -> dict[str, Timed]:
     width = WIDTHS[0]
     block = Block("table", "parameter", (0, 0), (rows_of(width), width), 0)
     looked = Looked(torch.randint(rows_of(width), (IDS,), generator=random).to(device))
@@ -226,7 +393,7 @@ def _updates(device: torch.device, random: torch.Generator) -> dict[str, Run]:
             GroupKey(width, optimizer, "fp32", width), 1, (), {0: (HeldBlock(block, 0),)}
         )
         store = Store(group, 0, lambda *_: torch.tensor(0.0), Probe(), device)
-        runs[optimizer] = Run(IDS, partial(store.update, looked, gradient, 0.1, 1))
+        runs[optimizer] = Timed(IDS, partial(store.update, looked, gradient, 0.1, 1))
     return runs
 
 
@@ -258,10 +425,10 @@ def _travel(
     return travel
 
 
-def parsing(folder: Path, rank: int) -> dict[str, Run]:
+def parsing(folder: Path, rank: int) -> dict[str, Timed]:
     """Reading a click log of this rank's own; an amount is rows."""
     path = folder / f"rank-{rank}.tsv"
     tables = (CLICK_TABLE,) * 26
     ClickModel(cardinalities=tables).write(path, CLICK_ROWS)
     reader = ClickReader(CriteoLog(path, tables), CLICK_BATCH)
-    return {"click rows": Run(CLICK_BATCH, lambda: next(reader))}
+    return {"click rows": Timed(CLICK_BATCH, lambda: next(reader))}

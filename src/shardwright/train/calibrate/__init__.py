@@ -1,17 +1,31 @@
-"""From what ranks timed to the constants of a cluster file, each by a formula over seconds."""
+"""This machine measured by its own ranks: launch them, and make a cluster file of their samples,
+each constant by a formula over seconds.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
 import statistics
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
 
 from shardwright.core.cluster import SCHEMA, Calibration, Constant, SourcedFigure
+from shardwright.core.document import read_document
+from shardwright.core.errors import EXIT_BUG, EXIT_RUN_FAILED, InputError, expected
 from shardwright.cost.network import CROSSINGS, Collective
 from shardwright.cost.presets import LOCAL, PRESETS
-from shardwright.train.measure.samples import (
+from shardwright.launcher.ending import RunOutcome
+from shardwright.launcher.launch import Launch, launch
+from shardwright.train.calibrate.cases import (
     BUFFERS,
     FLOAT,
     OVERLAPPED,
@@ -22,8 +36,62 @@ from shardwright.train.measure.samples import (
     collective_case,
     overlap_case,
     row_case,
+    samples_file,
     spread,
 )
+from shardwright.train.calibrate.cases import (
+    SCHEMA as SAMPLES,
+)
+
+MOST_RANKS = 256
+BUSY = 0.5  # of the cores: other work that is worth a word
+TIMEOUT, SETUP_TIMEOUT = 60.0, 180.0
+
+
+def calibrate(
+    world_size: int, stream: TextIO, *, quick: bool = False
+) -> tuple[RunOutcome, Calibration | None, Path | None]:
+    """Measure with ``world_size`` ranks on this machine; messages and progress go to ``stream``.
+
+    Gives how they ended, what they found if they finished, and where their logs are if not. About
+    half a minute with two ranks, ``quick`` a few seconds. InputError: too many ranks or none.
+    """
+    if not 1 <= world_size <= MOST_RANKS:
+        raise InputError(expected("-n", f"from 1 to {MOST_RANKS} ranks", f"{world_size}"))
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > BUSY * cores:
+        text = f"the machine is busy (load {load:.1f} on {cores} cores): times will vary more"
+        print(text, file=stream, flush=True)
+    folder = Path(tempfile.mkdtemp(prefix="shardwright-calibrate-"))
+    request = Launch(
+        module=f"{__name__}.worker",
+        arguments=(str(folder), *(["--quick"] if quick else [])),
+        world_size=world_size,
+        folder=folder,
+        timeout=TIMEOUT,
+        setup_timeout=SETUP_TIMEOUT,
+        stop_grace=2.0,
+    )
+    kept = False
+    try:
+        outcome = launch(request, stream)
+        kept = outcome.code in (EXIT_BUG, EXIT_RUN_FAILED)
+        if outcome.code:
+            return outcome, None, folder if kept else None
+        ranks = [
+            read_document(samples_file(folder, rank), Samples, SAMPLES, "shardwright calibrate")
+            for rank in range(world_size)
+        ]
+        found = calibration(ranks, time.strftime("%Y-%m-%d"))
+        machine = found.machine | {"load_before": f"{load:.1f}"}
+        return outcome, msgspec.structs.replace(found, machine=machine), None
+    finally:
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- constants -----------------------------------------------------------------------------------
+
 
 SMALL = 16 * 2**10  # a buffer up to which latency is nearly all there is
 _TURNS = 10  # latency and rate are found in turns, and stand still at once
@@ -31,7 +99,7 @@ _LEAST_SLOPE = 1e-15  # seconds per byte; no link is faster
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class FittedLine:
     """Seconds, bytes per second, and how far a size lies from the line at most, as a share."""
 
     latency: float
@@ -39,7 +107,9 @@ class Line:
     misfit: float
 
 
-def fit(buffers: Sequence[float], crossing: Sequence[float], seconds: Sequence[float]) -> Line:
+def fit(
+    buffers: Sequence[float], crossing: Sequence[float], seconds: Sequence[float]
+) -> FittedLine:
     """The line for ``crossing`` bytes of full ``buffers`` bytes that took ``seconds``.
 
     The latency is that of the small buffers, for large ones drown it, and no more than any size
@@ -55,7 +125,7 @@ def fit(buffers: Sequence[float], crossing: Sequence[float], seconds: Sequence[f
         slopes = [((t - latency) / x, x / t) for x, t in points]
         slope = max(_weighted_median(slopes), _LEAST_SLOPE)
     misfit = max(abs(latency + slope * x - t) / t for x, t in points)
-    return Line(latency, 1 / slope, misfit)
+    return FittedLine(latency, 1 / slope, misfit)
 
 
 def _weighted_median(pairs: Sequence[tuple[float, float]]) -> float:
@@ -212,18 +282,18 @@ def _links(first: Samples, times: Times) -> Iterator[tuple[str, Formula]]:
         yield f"{collective}_rate", Formula(cases, partial(_rate_of, line), source)
 
 
-def _line(collective: Collective, ranks: int, seconds: Seconds) -> Line:
+def _line(collective: Collective, ranks: int, seconds: Seconds) -> FittedLine:
     """The line through all sizes, over the bytes that cross a rank's link."""
     share = CROSSINGS[collective] * (ranks - 1) / ranks
     times = [seconds[collective_case(collective, nbytes)] for nbytes in BUFFERS]
     return fit(BUFFERS, [nbytes * share for nbytes in BUFFERS], times)
 
 
-def _latency(line: Callable[[Seconds], Line], seconds: Seconds) -> float:
+def _latency(line: Callable[[Seconds], FittedLine], seconds: Seconds) -> float:
     return line(seconds).latency
 
 
-def _rate_of(line: Callable[[Seconds], Line], seconds: Seconds) -> float:
+def _rate_of(line: Callable[[Seconds], FittedLine], seconds: Seconds) -> float:
     return line(seconds).rate
 
 

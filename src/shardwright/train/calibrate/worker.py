@@ -1,4 +1,4 @@
-"""``torchrun ... -m shardwright.train.measure.worker``: one rank of a calibration."""
+"""``torchrun ... -m shardwright.train.calibrate.worker``: one rank of a calibration."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from shardwright.launcher.progress import ProgressLog
 from shardwright.launcher.worker import run_worker
 from shardwright.runtime import comm
 from shardwright.runtime.comm import Comm
-from shardwright.train.measure import cases
-from shardwright.train.measure.samples import BUFFERS, SCHEMA, Bench, Run, Samples, samples_file
+from shardwright.train.calibrate import cases
+from shardwright.train.calibrate.cases import BUFFERS, SCHEMA, Bench, Samples, Timed, samples_file
 
 TIMEOUT = 60.0
 LEAST, LEAST_QUICK = 5, 3
@@ -31,12 +31,12 @@ QUICK = 0.12  # of the seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class TimedTogether:
     """Cases that are timed side by side, for about ``seconds``."""
 
     title: str
     seconds: float
-    runs: Callable[[], Mapping[str, Run]]
+    runs: Callable[[], Mapping[str, Timed]]
 
 
 class Worker:
@@ -82,21 +82,21 @@ class Worker:
     def _tick(self) -> None:
         self.heartbeat.begin("evaluate", self.step)
 
-    def _sections(self, link: Comm, bench: Bench) -> list[Section]:
+    def _sections(self, link: Comm, bench: Bench) -> list[TimedTogether]:
         device, alone = self.device, self.world_size == 1
         sections = [
-            Section("memory", 3.0, lambda: cases.memory(device)),
-            Section("layers", 2.5, lambda: cases.compute(device)),
-            Section("small operations", 1.5, lambda: cases.operations(device)),
-            Section("embedding rows", 3.0, lambda: cases.accesses(device, self.world_size)),
-            Section("click-log rows", 1.0, lambda: cases.parsing(self.folder, self.rank)),
+            TimedTogether("memory", 3.0, lambda: cases.memory(device)),
+            TimedTogether("layers", 2.5, lambda: cases.compute(device)),
+            TimedTogether("small operations", 1.5, lambda: cases.operations(device)),
+            TimedTogether("embedding rows", 3.0, lambda: cases.accesses(device, self.world_size)),
+            TimedTogether("click-log rows", 1.0, lambda: cases.parsing(self.folder, self.rank)),
         ]
         if self.kind == "cuda":
-            sections.append(Section("host memory", 2.0, lambda: cases.link(device)))
+            sections.append(TimedTogether("host memory", 2.0, lambda: cases.link(device)))
         if not alone:
             sections += [
-                Section("collectives", 12.0, lambda: cases.collectives(link)),
-                Section("overlap", 4.0, lambda: cases.overlaps(link, bench)),
+                TimedTogether("collectives", 12.0, lambda: cases.collectives(link)),
+                TimedTogether("overlap", 4.0, lambda: cases.overlaps(link, bench)),
             ]
         return sections
 
@@ -127,7 +127,7 @@ class Worker:
 
 def main() -> int:
     """Measure as torchrun's environment says; the status file says how it ended."""
-    parser = argparse.ArgumentParser(prog="shardwright.train.measure.worker")
+    parser = argparse.ArgumentParser(prog="shardwright.train.calibrate.worker")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
