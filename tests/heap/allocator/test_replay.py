@@ -10,19 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
-from shardwright.heap.allocator import AllocatorSettings, PoolBytes, Replay, Request, replay
-from shardwright.heap.allocator.allocator import Allocator, Block
+from shardwright.heap.allocator import (
+    AllocatorRequest,
+    AllocatorSettings,
+    PoolBytes,
+    Replay,
+    replay,
+)
+from shardwright.heap.allocator.allocator import Allocator, CachedBlock
 
 KIB, MIB = 2**10, 2**20
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
-def _takes(*sizes: int, stream: int = 0) -> list[Request]:
-    return [Request(f"{stream}.{k}", size, stream) for k, size in enumerate(sizes)]
+def _takes(*sizes: int, stream: int = 0) -> list[AllocatorRequest]:
+    return [AllocatorRequest(f"{stream}.{k}", size, stream) for k, size in enumerate(sizes)]
 
 
-def _free(name: str, late: int = 0) -> Request:
-    return Request(name, -1, late=late)
+def _free(name: str, late: int = 0) -> AllocatorRequest:
+    return AllocatorRequest(name, -1, late=late)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +63,7 @@ def test_requests_below_ten_mebibytes_share_a_segment_of_twenty() -> None:
 
 
 def test_what_is_freed_serves_the_next_request_that_fits() -> None:
-    requests = [*_takes(40 * MIB), _free("0.0"), Request("again", 30 * MIB)]
+    requests = [*_takes(40 * MIB), _free("0.0"), AllocatorRequest("again", 30 * MIB)]
     result = replay(requests)
     assert result.reserved_peak == 40 * MIB
     assert result.allocated_end == 30 * MIB
@@ -69,9 +75,9 @@ def test_the_smallest_block_that_fits_is_taken() -> None:
         _free("0.0"),
         _free("0.1"),
         _free("0.2"),
-        Request("a", 38 * MIB),  # cuts the block of 40
-        Request("b", 58 * MIB),  # cuts the block of 60
-        Request("c", 100 * MIB),
+        AllocatorRequest("a", 38 * MIB),  # cuts the block of 40
+        AllocatorRequest("b", 58 * MIB),  # cuts the block of 60
+        AllocatorRequest("c", 100 * MIB),
     ]
     assert replay(requests).reserved_end == 200 * MIB
 
@@ -80,11 +86,11 @@ def test_free_neighbours_become_one_block() -> None:
     requests = [
         *_takes(20 * MIB),
         _free("0.0"),
-        Request("a", 8 * MIB),
-        Request("b", 8 * MIB),
+        AllocatorRequest("a", 8 * MIB),
+        AllocatorRequest("b", 8 * MIB),
         _free("a"),
         _free("b"),
-        Request("c", 20 * MIB),
+        AllocatorRequest("c", 20 * MIB),
     ]
     assert replay(requests).reserved_end == 20 * MIB
 
@@ -92,12 +98,12 @@ def test_free_neighbours_become_one_block() -> None:
 def test_a_request_that_no_part_is_large_enough_for_takes_a_segment_more() -> None:
     """Two holes of 10 MiB, apart, do not serve 20 MiB: this is fragmentation."""
     requests = [
-        Request("all", 30 * MIB),
+        AllocatorRequest("all", 30 * MIB),
         _free("all"),
-        *[Request(name, 10 * MIB) for name in "abc"],
+        *[AllocatorRequest(name, 10 * MIB) for name in "abc"],
         _free("a"),
         _free("c"),
-        Request("d", 20 * MIB),
+        AllocatorRequest("d", 20 * MIB),
     ]
     result = replay(requests)
     assert result.reserved_peak == 50 * MIB
@@ -112,22 +118,22 @@ def test_a_stream_does_not_take_what_another_one_cached() -> None:
 
 
 def test_a_block_that_another_stream_still_uses_is_freed_late() -> None:
-    late = [*_takes(40 * MIB), _free("0.0", late=2), Request("a", 40 * MIB)]
+    late = [*_takes(40 * MIB), _free("0.0", late=2), AllocatorRequest("a", 40 * MIB)]
     assert replay(late).reserved_peak == 80 * MIB
     assert replay(late).active_peak == 80 * MIB
-    later = [*late[:2], Request("small", 1), Request("b", 40 * MIB)]
+    later = [*late[:2], AllocatorRequest("small", 1), AllocatorRequest("b", 40 * MIB)]
     assert replay(later).reserved_peak == 42 * MIB
 
 
 def test_a_full_device_gives_back_what_is_cached_and_tries_again() -> None:
-    requests = [*_takes(40 * MIB), _free("0.0"), Request("a", 60 * MIB)]
+    requests = [*_takes(40 * MIB), _free("0.0"), AllocatorRequest("a", 60 * MIB)]
     result = replay(requests, capacity=64 * MIB)
     assert (result.retries, result.out_of_memory) == (1, None)
     assert (result.reserved_peak, result.reserved_end) == (60 * MIB, 60 * MIB)
 
 
 def test_a_retry_waits_for_blocks_that_are_freed_late() -> None:
-    requests = [*_takes(40 * MIB), _free("0.0", late=100), Request("a", 60 * MIB)]
+    requests = [*_takes(40 * MIB), _free("0.0", late=100), AllocatorRequest("a", 60 * MIB)]
     result = replay(requests, capacity=64 * MIB)
     assert (result.retries, result.out_of_memory, result.active_peak) == (1, None, 60 * MIB)
 
@@ -136,52 +142,59 @@ def test_a_segment_that_is_used_in_part_cannot_be_given_back() -> None:
     requests = [
         *_takes(40 * MIB),
         _free("0.0"),
-        Request("a", 2 * MIB),
-        Request("b", 30 * MIB),
+        AllocatorRequest("a", 2 * MIB),
+        AllocatorRequest("b", 30 * MIB),
     ]
     assert replay(requests, capacity=64 * MIB).out_of_memory is None
-    failed = replay([*requests, Request("c", 30 * MIB)], capacity=64 * MIB)
+    failed = replay([*requests, AllocatorRequest("c", 30 * MIB)], capacity=64 * MIB)
     assert (failed.retries, failed.out_of_memory) == (1, 4)
 
 
 def test_a_replay_ends_with_the_request_that_fails() -> None:
-    result = replay([*_takes(40 * MIB, 40 * MIB), Request("a", 2 * MIB)], capacity=64 * MIB)
+    result = replay(
+        [*_takes(40 * MIB, 40 * MIB), AllocatorRequest("a", 2 * MIB)], capacity=64 * MIB
+    )
     assert (result.out_of_memory, result.allocated_end) == (1, 40 * MIB)
 
 
 def test_max_split_size_keeps_large_blocks_whole() -> None:
     unsplit = AllocatorSettings.parse("max_split_size_mb:100")
-    requests = [*_takes(200 * MIB), _free("0.0"), Request("a", 60 * MIB)]
+    requests = [*_takes(200 * MIB), _free("0.0"), AllocatorRequest("a", 60 * MIB)]
     assert replay(requests).reserved_end == 200 * MIB
     assert replay(requests, unsplit).reserved_end == 260 * MIB
 
 
 def test_an_unsplit_block_serves_requests_that_are_little_smaller() -> None:
     unsplit = AllocatorSettings.parse("max_split_size_mb:100")
-    near = [*_takes(200 * MIB), _free("0.0"), Request("a", 182 * MIB)]
+    near = [*_takes(200 * MIB), _free("0.0"), AllocatorRequest("a", 182 * MIB)]
     assert replay(near, unsplit).allocated_end == 200 * MIB
-    far = [*_takes(200 * MIB), _free("0.0"), Request("a", 180 * MIB)]
+    far = [*_takes(200 * MIB), _free("0.0"), AllocatorRequest("a", 180 * MIB)]
     assert replay(far, unsplit).reserved_end == 380 * MIB
 
 
 def test_unsplit_blocks_are_given_back_first_and_count_as_no_retry() -> None:
     unsplit = AllocatorSettings.parse("max_split_size_mb:100")
     frees = [_free(f"0.{k}") for k in range(3)]
-    requests = [*_takes(200 * MIB, 120 * MIB, 12 * MIB), *frees, Request("a", 300 * MIB)]
+    requests = [*_takes(200 * MIB, 120 * MIB, 12 * MIB), *frees, AllocatorRequest("a", 300 * MIB)]
     result = replay(requests, unsplit, capacity=350 * MIB)
     assert (result.retries, result.reserved_end) == (0, 312 * MIB)
 
 
 def test_too_few_unsplit_blocks_make_a_retry_of_it() -> None:
     unsplit = AllocatorSettings.parse("max_split_size_mb:100")
-    requests = [*_takes(200 * MIB, 40 * MIB), _free("0.0"), _free("0.1"), Request("a", 300 * MIB)]
+    requests = [
+        *_takes(200 * MIB, 40 * MIB),
+        _free("0.0"),
+        _free("0.1"),
+        AllocatorRequest("a", 300 * MIB),
+    ]
     result = replay(requests, unsplit, capacity=350 * MIB)
     assert (result.retries, result.reserved_end) == (1, 300 * MIB)
 
 
 def test_garbage_is_collected_above_the_threshold() -> None:
     text = "garbage_collection_threshold:0.5,per_process_memory_fraction:1.0"
-    requests = [*_takes(40 * MIB, 20 * MIB), _free("0.0"), Request("a", 50 * MIB)]
+    requests = [*_takes(40 * MIB, 20 * MIB), _free("0.0"), AllocatorRequest("a", 50 * MIB)]
     assert replay(requests, AllocatorSettings.parse(text), 100 * MIB).reserved_end == 70 * MIB
     assert replay(requests, capacity=200 * MIB).reserved_end == 110 * MIB
 
@@ -220,7 +233,7 @@ def test_an_expandable_segment_is_mapped_page_by_page() -> None:
 
 
 def test_an_expandable_segment_grows_into_what_is_free_at_its_end() -> None:
-    requests = [*_takes(40 * MIB, 40 * MIB), _free("0.1"), Request("a", 60 * MIB)]
+    requests = [*_takes(40 * MIB, 40 * MIB), _free("0.1"), AllocatorRequest("a", 60 * MIB)]
     assert replay(requests, EXPANDABLE).reserved_peak == 100 * MIB
     assert replay(requests).reserved_peak == 140 * MIB
 
@@ -229,24 +242,24 @@ def test_pages_in_the_middle_of_an_expandable_segment_are_given_back_when_needed
     requests = [
         *_takes(40 * MIB, 40 * MIB, 40 * MIB),
         _free("0.1"),
-        Request("a", 60 * MIB),
+        AllocatorRequest("a", 60 * MIB),
     ]
     result = replay(requests, EXPANDABLE, capacity=140 * MIB)
     assert (result.retries, result.out_of_memory) == (1, None)
     assert result.reserved_end == 140 * MIB
     assert replay(requests, capacity=140 * MIB).out_of_memory is None
-    split = [*requests[:4], Request("b", 2 * MIB), Request("a", 60 * MIB)]
+    split = [*requests[:4], AllocatorRequest("b", 2 * MIB), AllocatorRequest("a", 60 * MIB)]
     assert replay(split, EXPANDABLE, capacity=160 * MIB).out_of_memory is None
     assert replay(split, capacity=160 * MIB).out_of_memory == 5
 
 
 def test_growing_batches_fragment_less_with_expandable_segments() -> None:
     """The case of the allocator's notes: each step a little larger than the last one."""
-    requests: list[Request] = []
+    requests: list[AllocatorRequest] = []
     for step in range(12):
         sizes = [(24 + step) * MIB + 512 * layer for layer in range(24)]
-        requests += [Request((step, k), size) for k, size in enumerate(sizes)]
-        requests += [Request((step, k), -size) for k, size in enumerate(sizes)]
+        requests += [AllocatorRequest((step, k), size) for k, size in enumerate(sizes)]
+        requests += [AllocatorRequest((step, k), -size) for k, size in enumerate(sizes)]
     plain, grown = replay(requests), replay(requests, EXPANDABLE)
     assert grown.reserved_peak < 1.05 * grown.allocated_peak
     assert plain.reserved_peak > 2 * plain.allocated_peak
@@ -254,7 +267,7 @@ def test_growing_batches_fragment_less_with_expandable_segments() -> None:
 
 
 @st.composite
-def traces(draw: st.DrawFn) -> list[Request]:
+def traces(draw: st.DrawFn) -> list[AllocatorRequest]:
     """Takes and frees in any order, on up to three streams, some freed late."""
     sizes = st.one_of(
         st.integers(1, 4 * KIB), st.integers(1, 3 * MIB), st.integers(9 * MIB, 70 * MIB)
@@ -265,10 +278,10 @@ def traces(draw: st.DrawFn) -> list[Request]:
     for k, (take, size, stream) in enumerate(steps):
         if take or not alive:
             alive.append(k)
-            requests.append(Request(k, size, stream))
+            requests.append(AllocatorRequest(k, size, stream))
         else:
             name = alive.pop(size % len(alive))
-            requests.append(Request(name, -1, late=(0, 0, 5)[stream]))
+            requests.append(AllocatorRequest(name, -1, late=(0, 0, 5)[stream]))
     return requests
 
 
@@ -288,7 +301,7 @@ CAPACITIES = st.sampled_from([None, 100 * MIB, 300 * MIB])
 @given(traces(), ANY_SETTINGS, CAPACITIES)
 @settings(max_examples=50)
 def test_what_is_reserved_covers_what_is_active_and_fits_the_device(
-    requests: list[Request], chosen: AllocatorSettings, capacity: int | None
+    requests: list[AllocatorRequest], chosen: AllocatorSettings, capacity: int | None
 ) -> None:
     result = replay(requests, chosen, capacity)
     assert result.requested_peak <= result.allocated_peak <= result.active_peak
@@ -305,10 +318,10 @@ def test_what_is_reserved_covers_what_is_active_and_fits_the_device(
 @given(traces(), ANY_SETTINGS, CAPACITIES)
 @settings(max_examples=50)
 def test_blocks_never_overlap_and_leave_no_gap(
-    requests: list[Request], chosen: AllocatorSettings, capacity: int | None
+    requests: list[AllocatorRequest], chosen: AllocatorSettings, capacity: int | None
 ) -> None:
     allocator = Allocator(chosen, capacity)
-    held: dict[object, Block] = {}
+    held: dict[object, CachedBlock] = {}
     for name, nbytes, stream, _ in requests:
         if nbytes < 0:
             allocator.free(held.pop(name))
@@ -320,7 +333,7 @@ def test_blocks_never_overlap_and_leave_no_gap(
     _check_structure(allocator, list(held.values()))
 
 
-def _check_structure(allocator: Allocator, held: list[Block]) -> None:
+def _check_structure(allocator: Allocator, held: list[CachedBlock]) -> None:
     free = [block for pool in allocator.pools() for _, _, block in pool.free]
     unmapped = [block for pool in allocator.pools() for _, block in pool.unmapped]
     everything = [*held, *free, *unmapped]
@@ -346,10 +359,10 @@ def _check_structure(allocator: Allocator, held: list[Block]) -> None:
 @given(traces(), ANY_SETTINGS)
 @settings(max_examples=30)
 def test_when_all_is_freed_every_segment_is_one_free_block(
-    requests: list[Request], chosen: AllocatorSettings
+    requests: list[AllocatorRequest], chosen: AllocatorSettings
 ) -> None:
     allocator = Allocator(chosen)
-    held: dict[object, Block] = {}
+    held: dict[object, CachedBlock] = {}
     for name, nbytes, stream, _ in requests:
         if nbytes < 0:
             allocator.free(held.pop(name))
@@ -369,23 +382,26 @@ def test_when_all_is_freed_every_segment_is_one_free_block(
     assert list(_free_blocks(allocator)) == []
 
 
-def _free_blocks(allocator: Allocator) -> Iterator[Block]:
+def _free_blocks(allocator: Allocator) -> Iterator[CachedBlock]:
     return (block for pool in allocator.pools() for _, _, block in pool.free)
 
 
 def test_nothing_requested_reserves_nothing() -> None:
-    assert replay([Request("empty", 0)]) == Replay(0, 0, 0, 0, 0, 0, 0, (), 0)
+    assert replay([AllocatorRequest("empty", 0)]) == Replay(0, 0, 0, 0, 0, 0, 0, (), 0)
 
 
 @pytest.mark.parametrize(
     ("requests", "message"),
     [
-        ([Request("a", 8), Request("a", 8)], "request 1: expected a new name, got 'a' again"),
-        ([Request("a", -8)], "request 0: expected a name that is held, got 'a'"),
+        (
+            [AllocatorRequest("a", 8), AllocatorRequest("a", 8)],
+            "request 1: expected a new name, got 'a' again",
+        ),
+        ([AllocatorRequest("a", -8)], "request 0: expected a name that is held, got 'a'"),
     ],
 )
 def test_requests_that_contradict_each_other_are_refused(
-    requests: list[Request], message: str
+    requests: list[AllocatorRequest], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
         replay(requests)
