@@ -27,7 +27,7 @@ STATE = "optimizer/"  # what names of optimizer state begin with
 STEP = "step"  # of it, how many updates were made
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """This rank's part of a parameter, in the memory that the model computes with.
 
     ``held`` has its name in the model. ``parameter`` is what the module shows while sharded;
@@ -102,7 +102,7 @@ def comm_of(model: nn.Module, mesh: DeviceMesh | None = None) -> Comm | None:
     return None
 
 
-def parts_of(model: nn.Module) -> list[Part]:
+def parts_of(model: nn.Module) -> list[ModelPart]:
     """Every parameter of the model once, tied ones by their first name; units must be settled."""
     places = {
         id(member.parameter): (unit, index)
@@ -115,7 +115,7 @@ def parts_of(model: nn.Module) -> list[Part]:
         name = plain_name(name)
         if place is None:
             _refuse_dtensor(name, parameter)
-            parts.append(Part(whole(name, parameter.detach()), parameter))
+            parts.append(ModelPart(whole(name, parameter.detach()), parameter))
             continue
         unit, index = place
         cut, local = unit.sharded.cuts[index], unit.buffers.locals[index]
@@ -123,11 +123,11 @@ def parts_of(model: nn.Module) -> list[Part]:
             held = whole(name, local)
         else:
             held = TensorPart(name, tuple(cut.shape), cut.offsets, cut.sizes, local)
-        parts.append(Part(held, parameter, unit, index))
+        parts.append(ModelPart(held, parameter, unit, index))
     return parts
 
 
-def holdings(model: nn.Module, parts: list[Part], *, leads: bool) -> list[TensorPart]:
+def holdings(model: nn.Module, parts: list[ModelPart], *, leads: bool) -> list[TensorPart]:
     """Parameters, tables with the states of their rows, and persistent buffers of the model.
 
     What no unit keeps alike on all ranks, buffers and parameters outside of units, is listed by the

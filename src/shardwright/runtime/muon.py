@@ -37,7 +37,7 @@ class Muon(torch.optim.Muon):
     def __init__(
         self, params: Any, lr: float = 1e-3, *, head_rows: int = 0, **options: Any
     ) -> None:
-        self._exchanges: dict[tuple[Any, ...], _Exchange] = {}
+        self._exchanges: dict[tuple[Any, ...], _MatrixExchange] = {}
         self._head_rows = head_rows
         super().__init__(params, lr, **options)
         self.defaults["head_rows"] = head_rows
@@ -95,11 +95,11 @@ class Muon(torch.optim.Muon):
         held.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(held, group["momentum"]) if group["nesterov"] else held
 
-    def _exchange(self, key: tuple[Any, ...], matrices: Sequence[_Matrix]) -> _Exchange:
+    def _exchange(self, key: tuple[Any, ...], matrices: Sequence[_Matrix]) -> _MatrixExchange:
         """The exchange of these very matrices, worked out once for a mesh and dtype."""
         found = self._exchanges.get(key)
         if found is None or found.of != _layout(matrices):
-            found = self._exchanges[key] = _Exchange(matrices)
+            found = self._exchanges[key] = _MatrixExchange(matrices)
         return found
 
 
@@ -206,7 +206,7 @@ def _layout(matrices: Sequence[_Matrix]) -> Layout:
     return [(matrix.cut, matrix.first, matrix.rows) for matrix in matrices if matrix.cut]
 
 
-class _Exchange:
+class _MatrixExchange:
     """Which rank orthogonalizes each matrix, and what it needs of the others: of each matrix its
     ``parts`` by rank, and its home; the same on all ranks.
 

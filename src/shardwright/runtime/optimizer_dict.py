@@ -15,7 +15,7 @@ from shardwright.core.amount import ceil_div
 from shardwright.core.errors import InputError, ShardwrightError, expected
 from shardwright.runtime.checkpoint.agreement import reason, together
 from shardwright.runtime.checkpoint.region import blocks_of
-from shardwright.runtime.model_parts import Part, comm_of, parts_of, settle
+from shardwright.runtime.model_parts import ModelPart, comm_of, parts_of, settle
 from shardwright.runtime.optimizer_groups import (
     Group,
     everyones,
@@ -60,7 +60,7 @@ def optimizer_state_dict(
     settle(model)
     optimizers = as_optimizers(optimizer)
 
-    def look() -> tuple[list[Part], Named, Known, list[Group]]:
+    def look() -> tuple[list[ModelPart], Named, Known, list[Group]]:
         parts = parts_of(model)
         uses = [uses_of(parts, each) for each in optimizers]
         tensors: Named = {}
@@ -110,7 +110,7 @@ def load_optimizer_state_dict(
     settle(model)
     optimizers = as_optimizers(optimizer)
 
-    def look() -> tuple[list[Part], list[Group]]:
+    def look() -> tuple[list[ModelPart], list[Group]]:
         parts = parts_of(model)
         return parts, groups_of(optimizers, [uses_of(parts, each) for each in optimizers])
 
@@ -156,7 +156,7 @@ def _dtype_name(value: Any) -> str:
     return "float64" if isinstance(value, float) else "int64"
 
 
-def _shown(parts: Sequence[Part], tensors: Named, known: Known) -> dict[str, dict[str, Any]]:
+def _shown(parts: Sequence[ModelPart], tensors: Named, known: Known) -> dict[str, dict[str, Any]]:
     state: dict[str, dict[str, Any]] = {}
     for part in parts:
         for name, (kind, number, elements) in sorted(known.get(part.fqn, {}).items()):
@@ -170,7 +170,7 @@ def _shown(parts: Sequence[Part], tensors: Named, known: Known) -> dict[str, dic
 
 
 def _wrapped(
-    part: Part, local: torch.Tensor | None, dtype: torch.dtype, elements: int
+    part: ModelPart, local: torch.Tensor | None, dtype: torch.dtype, elements: int
 ) -> torch.Tensor:
     """This rank's part of a state as its parameter is shown."""
     cut, sizes = _cut(part, elements), part.held.sizes
@@ -183,7 +183,7 @@ def _wrapped(
     return local.view(sizes) if cut is None else ShardTensor(local.view(sizes), cut)
 
 
-def _cut(part: Part, elements: int) -> Cut | None:
+def _cut(part: ModelPart, elements: int) -> Cut | None:
     """How a state is cut that has one value for so many elements of a parameter."""
     cut = None if part.unit is None else part.unit.sharded.cuts[part.slot]
     return cut if cut is None or elements == 1 else cut.of_blocks(elements)
@@ -192,14 +192,14 @@ def _cut(part: Part, elements: int) -> Cut | None:
 # ---- taking --------------------------------------------------------------------------------------
 
 
-def _shape(part: Part, elements: int) -> torch.Size:
+def _shape(part: ModelPart, elements: int) -> torch.Size:
     """Of a whole state that has one value for so many elements of a parameter."""
     shape = torch.Size(part.held.shape)
     return shape if elements == 1 else torch.Size([ceil_div(shape.numel(), elements)])
 
 
 def _given(
-    state: Mapping[str, Any], parts: Sequence[Part], blocks: Mapping[str, int]
+    state: Mapping[str, Any], parts: Sequence[ModelPart], blocks: Mapping[str, int]
 ) -> dict[str, dict[str, Any]]:
     """The states by fqn; refuses names and shapes that the model has not."""
     if not {"state", "param_groups"} <= state.keys():

@@ -28,7 +28,7 @@ from shardwright.core.amount import ceil_div
 from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
 from shardwright.runtime.checkpoint.region import TensorPart, blocks_of
 from shardwright.runtime.flat_tensors import FlatHome
-from shardwright.runtime.model_parts import STATE, Part
+from shardwright.runtime.model_parts import STATE, ModelPart
 from shardwright.runtime.torch_private import local_of
 
 State = dict[str, Any]
@@ -39,7 +39,7 @@ class Use(NamedTuple):
     """A part of a parameter that begins at ``start`` of an optimizer's flat tensor; None: the
     optimizer has the parameter itself."""
 
-    part: Part
+    part: ModelPart
     start: int | None = None
 
     def cut(self, value: torch.Tensor, block: int = 1) -> torch.Tensor:
@@ -70,7 +70,7 @@ def as_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimiz
     return [given] if isinstance(given, Optimizer) else list(given)
 
 
-def uses_of(parts: Sequence[Part], optimizer: Optimizer) -> Uses:
+def uses_of(parts: Sequence[ModelPart], optimizer: Optimizer) -> Uses:
     """For every parameter of the optimizer, in its order, the parts of the model it has."""
     known: dict[int, list[Use]] = {id(part.parameter): [Use(part)] for part in parts}
     for unit in {id(p.unit): p.unit for p in parts if p.unit is not None}.values():

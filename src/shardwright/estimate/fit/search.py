@@ -32,7 +32,7 @@ Need = Callable[[int], float]  # bytes, infinite of a size that does not run
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Bracket:
     """Answers so far."""
 
     need: Need
@@ -54,7 +54,7 @@ def largest(need: Need, limit: int, most: int, hint: int = 1, *, steady: bool = 
     Where a larger one was seen to need less, sizes are looked at one by one from there, so that
     the answer is the first border; not so if they are not ``steady`` anyway.
     """
-    asked = _Asked(need, limit)
+    asked = _Bracket(need, limit)
     first = min(max(hint, 1), most)
     if not asked.fits(first) and (first == 1 or not asked.fits(1)):
         return Largest(0)
@@ -83,7 +83,7 @@ def smallest(need: Need, limit: int, most: int, hint: int = 1) -> int:
     0 where none is, as far as larger sizes still needed less: padding grows with ranks, so at some
     number of them needs grow again.
     """
-    asked = _Asked(need, limit)
+    asked = _Bracket(need, limit)
     if asked.fits(1):
         return 1
     low, high, guess, turn = 1, most + 1, max(hint, 2), 0
@@ -107,7 +107,7 @@ def smallest(need: Need, limit: int, most: int, hint: int = 1) -> int:
     return 0 if high > most else high
 
 
-def _on_line(asked: _Asked, low: int, high: int | None) -> int:
+def _on_line(asked: _Bracket, low: int, high: int | None) -> int:
     """Where the line through two answers meets the limit; twice ``low`` where there is none."""
     if high is None:
         before = max((size for size in asked.answers if size < low), default=None)
@@ -124,7 +124,7 @@ def _on_line(asked: _Asked, low: int, high: int | None) -> int:
     return int(low + (asked.limit - asked.of(low)) * (high - low) // max(steep, 1))
 
 
-def _on_curve(asked: _Asked, low: int, high: int) -> int:
+def _on_curve(asked: _Bracket, low: int, high: int) -> int:
     """Where ``a + b / size`` through two answers meets the limit."""
     near, far = asked.of(low), asked.of(high)
     if near <= far:
@@ -140,7 +140,7 @@ def _grows(answers: dict[int, float]) -> bool:
     return not any(after < SLACK * before for before, after in pairwise(needs))
 
 
-def _scanned(asked: _Asked, found: int, most: int) -> Largest:
+def _scanned(asked: _Bracket, found: int, most: int) -> Largest:
     """Size by size from where order broke, so that all up to the answer fit."""
     # A larger size that needs less (a plan that shards more, an allocator that rounds otherwise)
     # would make the answer depend on which sizes happened to be asked for.

@@ -133,7 +133,7 @@ Step = Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor | None, float, i
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class UpdateRule:
     """An optimizer of rows: its states of one number an element and of one a row, its step, and
     whether a row that was looked up changes even if its gradient is zero."""
 
@@ -192,11 +192,11 @@ def _adam(
 
 
 RULES = {
-    "sgd": Rule((), (), _sgd),
-    "adagrad": Rule(("sum",), (), _adagrad),
-    "rowwise_adagrad": Rule((), ("sum",), _adagrad),
-    "adam": Rule(("exp_avg", "exp_avg_sq"), (), _adam, moves=True),
-    "partial_rowwise_adam": Rule(("exp_avg",), ("exp_avg_sq",), _adam, moves=True),
+    "sgd": UpdateRule((), (), _sgd),
+    "adagrad": UpdateRule(("sum",), (), _adagrad),
+    "rowwise_adagrad": UpdateRule((), ("sum",), _adagrad),
+    "adam": UpdateRule(("exp_avg", "exp_avg_sq"), (), _adam, moves=True),
+    "partial_rowwise_adam": UpdateRule(("exp_avg",), ("exp_avg_sq",), _adam, moves=True),
 }
 
 
