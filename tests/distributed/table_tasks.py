@@ -314,9 +314,9 @@ def batches_that_change(mesh: DeviceMesh, seeds: Sequence[int]) -> tuple[float, 
     ]
     beside = Beside(mesh, tables, blocks)
     worst, beside_counts = 0.0, []
-    asking = beside.sharded.asking
+    ids = beside.sharded.ids
     for seed in seeds:
-        beside_counts.append(sum(asking.steady.out) if asking and asking.steady else 0)
+        beside_counts.append(sum(ids.out) if ids else 0)
         worst = max(worst, beside.step(seed, 1, weighted=False))
     given = batch_of(tables, seeds[-1], 1, weighted=False)
     if mesh.get_rank() == mesh.size() - 1:

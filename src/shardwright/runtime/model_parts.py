@@ -162,7 +162,7 @@ def on_disk(model: nn.Module) -> bool:
 def tables_filled(model: nn.Module) -> None:
     """Rows whose columns this rank has in several blocks were filled with states in the first."""
     for module in model.modules():
-        for strip in module.strips.own if isinstance(module, ShardedTables) else ():
+        for strip in module.column_sums.own if isinstance(module, ShardedTables) else ():
             (group, source), *others = strip.places
             for other, target in others:
                 for name in module.stores[group].rule.rows:
@@ -172,7 +172,7 @@ def tables_filled(model: nn.Module) -> None:
 
 def _of_tables(tables: ShardedTables) -> Iterator[TensorPart]:
     shapes = {table.fqn: (table.rows, table.dim) for table in tables.tables}
-    cut = {strip.fqn for strip in tables.strips.own}
+    cut = {strip.fqn for strip in tables.column_sums.own}
     for store, item in tables.holdings():
         fqn, offsets, sizes = item.block.tensor, item.block.offsets, item.block.sizes
         yield TensorPart(fqn, shapes[fqn], offsets, sizes, store.block_view(item))
@@ -184,7 +184,7 @@ def _of_tables(tables: ShardedTables) -> Iterator[TensorPart]:
     for table in tables.tables:
         if RULES[table.optimizer].moves:
             yield whole(f"{STATE}{table.fqn}/{STEP}", tables.updates)
-    for strip in tables.strips.own:
+    for strip in tables.column_sums.own:
         group, rows = strip.places[0]
         for name in tables.stores[group].rule.rows:
             state = tables.stores[group].states[name][rows]

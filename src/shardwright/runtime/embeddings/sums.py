@@ -143,9 +143,11 @@ class ReplicatedStores:
 
 @dataclass(frozen=True, slots=True)
 class _CutRows:
-    """Rows of a table of which this rank has columns: the ``ranks`` that have some, and where they
-    are in this one's groups."""
+    """Rows of table ``fqn``, from ``row`` on, of which this rank has columns: the ``ranks`` that
+    have some, and where they are in this one's groups."""
 
+    fqn: str
+    row: int
     ranks: list[int]
     places: list[tuple[int, slice]]
 
@@ -159,6 +161,8 @@ class ColumnSums:
         self.groups = {group for strip in strips for _, group, _ in strip.members}
         self.own = [
             _CutRows(
+                strip.fqn,
+                strip.row,
                 sorted({rank for rank, _, _ in strip.members}),
                 [
                     (group, slice(base, base + strip.rows))
