@@ -20,7 +20,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -35,7 +35,9 @@ from shardwright.launcher.exhausted import out_of_memory
 from shardwright.launcher.worker import from_a_peer
 from shardwright.runtime.embeddings.bags import bad_id
 from shardwright.trace.checks import first_line, named, no_gradient, place_of, wrong_id
-from shardwright.trace.composed import Shortened
+
+if TYPE_CHECKING:  # a run records nothing, and needs no heap
+    from shardwright.trace.composed import Shortened
 
 Batch = Any  # tensors or arrays, alone or in tuples, lists and dictionaries
 InputsOf = Callable[[Batch], tuple[Any, Any]]
