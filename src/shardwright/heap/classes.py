@@ -72,6 +72,9 @@ def rank_memories(
         )
         for each in classes
     ]
+    # Allocators are replayed only near the highest peak: a class far below it would need more than
+    # a tenth of its bytes in gaps to be the fullest, and a replay plays every allocation of a step
+    # twice.
     worst = max(range(len(found)), key=lambda k: found[k].peak_bytes)
     if details or setting.on_gpu:
         for index in _followed(found, worst, setting.on_gpu, named):
@@ -239,6 +242,8 @@ def reserved(
     found = replay(requests, settings, capacity, enough)
     if found.out_of_memory is None:
         return found
+    # Where the device runs out, the replay ends at that request and says nothing of how much would
+    # have been enough.
     return replay(requests, settings, enough=enough)
 
 

@@ -248,6 +248,8 @@ class Replicated(Machine):
             return tensors
         shares: list[list[TensorSpec]] = [[] for _ in range(self.sharding.shards)]
         sizes = [0] * self.sharding.shards
+        # As torch's ZeroRedundancyOptimizer does it: the largest parameter first, each to the rank
+        # that has least so far.
         for tensor in sorted(tensors, key=lambda t: -t.numel):
             least = sizes.index(min(sizes))
             shares[least].append(tensor)

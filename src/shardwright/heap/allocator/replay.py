@@ -108,11 +108,14 @@ class _Player:
                 raise InputError(expected(f"request {place}", "a new name", f"{name!r} again"))
             if allocator.late:
                 self._finish_late(place)
+            # The same sizes come again and again.
             size = sizes.get(nbytes)
             if size is None:
                 size = sizes[nbytes] = rounded(nbytes)
             peak, waiting = device.peak, bool(allocator.late)
             block = allocator.take(size, stream)
+            # The allocator had to wait for the device: every block that another stream still used
+            # is free now, so what is active is what is allocated.
             if waiting and not allocator.late:
                 self.active = self.allocated
             if block is None:
