@@ -162,8 +162,8 @@ class Exchange:
             table, kernel = placed.choice.table, placed.choice.option.compute_kernel
             key = _key(table, table.dim, kernel, replicated=True)
             groups.setdefault(key, []).append(table)
-        # Rows are gathered of replicas that exchange these; of others the whole gradient is
-        # reduced, however few rows a batch touches.
+        # Replicas that exchange rows gather those that a batch touches; of others the whole
+        # gradient is reduced, however few these are.
         touched = {
             key: sum(distinct_rows(t, self.batch) for t in members) if key.by_rows else 0
             for key, members in groups.items()

@@ -255,8 +255,7 @@ class StepDraft(Draft):
     def highest_peak(self) -> int:
         """The highest total of any rank. Of units alone every rank has the same: what is padding
         on one is weight on another, unless their optimizer quantizes some."""
-        # Asked for thousands of drafts of units alone: one step instead of one for each class of
-        # ranks.
+        # Asked for every draft of units alone: one step instead of one for each class of ranks.
         if self.tables or any(choice.elements(None) for choice in self.units):
             return super().highest_peak  # ranks differ
         exact: Exact = {}

@@ -93,11 +93,10 @@ def lower_bound(space: Space, options: OptionTable, *, roomy: bool = False) -> B
     limit = np.array(space.capacity, dtype=np.float64) * space.ranks
     if roomy:
         limit = np.full(3, np.inf)
-    # A plan below T seconds has no shard above T, so with T falls the number of options and rises
-    # the work of the cheapest choice. Between two sizes of shards the options are the same, so it
-    # is enough to look at the sizes themselves: the bound is in the first stretch between two of
-    # them that its own bound lies in, which bisection finds because one rises where the other
-    # falls.
+    # A plan of T seconds has no shard above T. So the lower T is, the fewer options there are and
+    # the more work the cheapest choice takes; between two sizes of shards nothing changes.
+    # Bisection finds the first size whose own bound is not above the next size: below that no T
+    # holds.
     sizes = np.where(options.fits, options.largest, np.inf)
     floor = float(np.minimum.reduceat(sizes, options.starts).max())
     levels = np.array(sorted({*sizes[np.isfinite(sizes) & (sizes >= floor)].tolist()}))

@@ -58,9 +58,9 @@ def helping_move(
 
 def _together(state: SearchState, ranks: list[int], near: Ints) -> Iterator[list[int]]:
     """Ranks that are looked at in one go: one after the other where there is much to look at."""
-    # The first rank that any move helps ends the round. With many ranks each look is large and
-    # mostly the first one helps, so looking at several together would be work for nothing; with few
-    # ranks numpy's calls cost more than what they compute, so several ranks share them.
+    # The first rank that any move helps ends the round. With many ranks each look is large, so they
+    # are looked at one after the other; with few numpy's calls cost more than what they compute, so
+    # several ranks share them.
     if state.space.ranks > SWAP_PARTNERS:
         yield from ([rank] for rank in ranks)
         return

@@ -111,8 +111,8 @@ def annealed(
     most = state.worst * space.ranks  # of all work: no better plan has as much
     work = [[option.total_seconds for option in item.options] for item in space.items]
     slack = most - sum(space.least_work)
-    # An option that leaves less than the cheapest work of all others, even with all of them at
-    # their cheapest, is in no better plan, so it need not be drawn.
+    # An option that alone takes more work above the cheapest one than a better plan may have in all
+    # is in none, so it need not be drawn.
     usable = [
         [number for number, own in enumerate(its) if own <= least + slack]
         for its, least in zip(work, space.least_work, strict=True)

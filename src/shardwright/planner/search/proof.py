@@ -195,8 +195,8 @@ def _ways(demands: _Demands) -> Ints | None:
     chosen = np.zeros((1, len(begins)), np.int64)
     for item in np.argsort(-spread, kind="stable").tolist():
         rows = np.arange(begins[item], ends[item])
-        # An option that uses no less than another one of anything, nor has a smaller part, cannot
-        # be in the only way there is.
+        # An option that uses no less of anything than another one of its item, and has no smaller
+        # part, may be replaced by that one in every way: it is left out.
         rows = rows[_undominated(np.column_stack([uses[rows], alike[rows], largest[rows]]))]
         more = np.empty((len(ways), len(rows), ways.shape[1]))
         more[..., :kinds] = ways[:, None, :kinds] - uses[rows]

@@ -173,8 +173,8 @@ def weigh(
     than ``below``."""
     ranks = state.space.ranks
     found_load, found_costs = np.zeros((len(ways), ranks)), np.full((len(ways), ranks), np.inf)
-    # Arrays of [ways, ranks] of thousands of ranks would be mostly the same numbers; there each way
-    # is placed near the idle ranks alone, which looks at few.
+    # To deal many ways together looks at every rank for each of them. Of thousands of ranks a
+    # placement of one way alone looks at the idle ones first, which is far less.
     if ranks >= MANY_RANKS:
         for index, (item, option) in enumerate(ways):
             found_load[index], found_costs[index] = _weigh_alone(state, item, option)

@@ -146,8 +146,8 @@ def search(
         before = best.seconds
         state = best.take(start, max(proved, enough))
         # The best start says how long a start takes to get anywhere. Others that have not caught up
-        # in twice as many steps are given up; what the search was given to improve says nothing of
-        # that, for it was nearly done.
+        # in twice as many steps (of many items in as many) are given up; what the search was given
+        # to improve says nothing of that, for it was nearly done.
         if best.seconds < before and start not in begun:
             patience = PATIENCE if len(space.items) <= MAX_ITEMS else 1
             best.most = min(best.most, max(patience * state.steps, LEAST_STEPS))
@@ -162,8 +162,8 @@ def search(
     if quick:
         return SearchOutcome(chosen, seconds, found, best.tried, best.feasible, proved)
     ways: list[_Way] = []
-    # A proof takes as long as several starts. It is asked for only where there is something left
-    # between the plan and the bound.
+    # A proof takes time of its own: it is asked for only where there is something left between the
+    # plan and the bound.
     if roomy is not None and seconds > max(proved * (1 + GOOD_ENOUGH), enough):
         proved, ways = _proved(space, options, best, found, enough, roomy=roomy)
     chosen, seconds = _finished(space, chosen, seconds, proved, enough, watch)
