@@ -1,5 +1,9 @@
 """Classes of ranks on a symbolic heap: what each takes, and of some what every event shows."""
 
+# A class is run once for all of its ranks. Its peaks come from a ledger that keeps sums. What an
+# allocator holds, the tensors at the peak and a timeline need every event of the step, which takes
+# many times as long: only classes that may decide are followed that far.
+
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

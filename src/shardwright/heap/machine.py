@@ -1,5 +1,12 @@
 """What every runtime profile answers: what a rank keeps, and what a step takes and frees."""
 
+# The walk of a step (`rank_step`) knows when units are entered and left; a machine knows what its
+# runtime takes and frees then.
+#
+# What must stay true: `state` has everything that decides what is done next beside what the heap
+# holds by name. Passes are skipped where it is equal (`Repetition`); what is forgotten there lets
+# the peak of a later microbatch go unseen.
+
 from __future__ import annotations
 
 import math

@@ -335,4 +335,6 @@ def hosts_of(cluster: Cluster) -> int:
 
 def ranks_per_host(cluster: Cluster) -> int | None:
     """Ranks that are linked closely; None where all are."""
+    # None, not the number of ranks: formulas then have one link for all bytes, where with a number
+    # they would derive a network that is never crossed.
     return None if cluster.group >= cluster.world_size else cluster.group

@@ -160,6 +160,8 @@ class StepDraft(Draft):
         """Of the ``exact`` bytes of a rank what its device has between steps: kind, name, bytes."""
         away = {name for choice in self.units if choice.away for name in _names(choice)}
         for (phase, kind, name), size in exact.items():
+            # Gradients are there from a reduce to the step, not between steps: the heap takes them
+            # itself.
             passes = kind == "gradient" or (kind == "padding" and phase == "reduce")
             if name not in away and not passes:
                 yield kind, name, size

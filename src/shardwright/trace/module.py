@@ -1,5 +1,11 @@
 """A module's step as a recording: run once on fake tensors, cut where units begin and end."""
 
+# Why a step is cut where units begin and end: there a runtime gathers, frees and reduces, so that
+# memory under any runtime is these pieces with that in between. The trace itself knows no runtime.
+#
+# What must stay true: nothing is held here for longer than a training loop holds it, so results and
+# losses are let go where they are last needed, and the user's module is left as it was.
+
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,9 @@
 """Requests for device memory, played through the caching allocator."""
 
+# What an allocator holds follows from sizes, streams and their order alone, so requests are all
+# that is played. A name that is taken twice, or freed without being held, is refused: the replay
+# would go on with sums that mean nothing.
+
 from __future__ import annotations
 
 import math

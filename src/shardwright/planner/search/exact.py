@@ -6,6 +6,11 @@ at most its capacity; T is minimised. Seconds are scaled by the relaxed bound an
 capacities, so that all coefficients are near 1.
 """
 
+# What must stay true: all rules of the space (allowed ranks, items kept apart, blocks in one group)
+# are rows, and an option is left out only where no better plan can have it. Else what is proven is
+# not true of every plan. Tolerances are taken to the safe side: the solver calls equal what differs
+# by a little, so the ceiling is raised by that (`SLACK`) and the bound lowered (`SAFETY`).
+
 from __future__ import annotations
 
 from collections.abc import Sequence

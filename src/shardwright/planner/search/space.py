@@ -5,6 +5,13 @@ for a row-cut inside it, all ranks for a replica or a row-cut over everything. B
 are interchangeable, so one set of moves serves every sharding type.
 """
 
+# Why blocks and not shards: to place something one needs to know how many neighbouring ranks it
+# takes, its seconds and its bytes, and nothing of sharding types.
+#
+# What must stay true: all blocks of an option are as wide, those of one rank are alike, and a block
+# begins at a multiple of its width, so that it never lies across two hosts. Moves of a block,
+# dealing of many and bounds by reshaped arrays all rest on it.
+
 from __future__ import annotations
 
 import functools
