@@ -80,6 +80,8 @@ def communication_seconds(
         return {"gather": 0.0, "reduce": named("all_reduce_seconds", reduced, "s")}
     whole = fresh_seconds(buffer_bytes, c)
     gathered = network.collective_seconds("all_gather", buffer_bytes, ranks, c, local)
+    # Parameters that stay are gathered into the buffer that they were in; others get a new one each
+    # time, whose pages have to be mapped first.
     if not stays:
         gathered = gathered + whole
     scattered = network.collective_seconds("reduce_scatter", buffer_bytes, ranks, c, local) + whole

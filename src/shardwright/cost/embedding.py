@@ -148,8 +148,12 @@ def ids_at_shard(ids: Any, rows: Any, ranks: Any, sharding_type: str, local: Any
     """
     kind = traits(sharding_type)
     served = ids
+    # Rows that are cut over the ranks of one host are all there: their shards serve the ids of all
+    # ranks, and share these among the host's ranks alone.
     if kind.rows_over == "host" and local is not None:
         served = ids * ranks / local
+    # Ids of all ranks come to the one shard of a table that is whole or cut by columns, and so many
+    # ids to each of its columns. Shards of rows over all ranks serve as many as a rank asks for.
     elif not (kind.replicated or kind.cuts_rows):
         served = ids * ranks
     return named("ids_at_shard", where(rows > 0, served, 0), "ids")
@@ -205,6 +209,9 @@ def dedup_pays(
 ) -> bool:
     """Whether a step takes less where a rank's ``distinct`` rows travel once each; numbers only."""
     columns = demand.columns * (demand.forward_bytes + demand.backward_bytes)
+    # What each row that need not travel saves: its number out, its columns back, its gradient in,
+    # and a lookup and update at its owner. It has to pay for sorting all ids, not only those that
+    # repeat.
     moved = network.transfer_seconds("all_to_all", INDEX_BYTES + columns, ranks, c, local)
     row = moved + touch_seconds(demand, kernel, c) * (1 + demand.passes)
     sorted_, plain = (
@@ -230,6 +237,8 @@ def slow_rate(kernel: str, c: Any) -> Any:
 
 def touch_seconds(demand: Demand, kernel: str, c: Any) -> Any:
     """Seconds to reach one row of a shard, cached if there is a cache."""
+    # A cached kernel reads rows from its cache; what is not there is fetched first, which is
+    # counted apart.
     rate = slow_rate(kernel, c) if kernel in HOST_KERNELS else c["memory_rate"]
     return named("row_seconds", demand.row_bytes / rate + c["row_latency"], "s")
 
@@ -290,6 +299,8 @@ def _memory_seconds(
     touch = touch_seconds(demand, kernel, c)
     update = served * touch * demand.passes
     if kernel == DENSE:
+        # A dense gradient has a number for every row, so its optimizer reads and writes the whole
+        # shard, one row after the other: no latency of single rows.
         update = demand.rows * demand.row_bytes * demand.passes / c["memory_rate"]
     if kernel not in CACHED_KERNELS:
         lookup = named("lookup_seconds", served * touch, "s")
@@ -348,6 +359,9 @@ def rows_are_few(ids: float, rows: int, columns: int, ranks: int) -> bool:
     most, rather than a dense gradient."""
     size = ELEMENT_BYTES["fp32"]
     replica = rows * columns * size
+    # Rows of all ranks come to each, and are sorted and summed there, which passes over them as
+    # often again. By the number of ids, not of different rows, for that much is known before a
+    # batch is there; and only above what rides with other gradients for nothing.
     few = ROW_PASSES * ranks * ids * (INDEX_BYTES + columns * size) <= replica
     return replica > RIDE_BYTES and few
 

@@ -36,10 +36,14 @@ def transfer_seconds(
     rate = c[f"{collective}_rate"]
     if local is None:
         return crossing * (ranks - 1) / ranks / rate
+    # Every rank sends a part to each other one: of n parts, local - 1 stay on the host and n -
+    # local leave it, all through this rank's share of the network.
     if collective == "all_to_all":
         near = crossing * (local - 1) / ranks
         far = crossing * (ranks - local) / ranks
     else:
+        # In two stages: within the host each rank gets a part of 1/local of the bytes in common,
+        # and only that part goes to its twins on other hosts.
         near = crossing * (local - 1) / local
         far = crossing * (ranks - local) / ranks / local
     return near / rate + far / c["inter_host_rate"]
@@ -47,6 +51,8 @@ def transfer_seconds(
 
 def latency_seconds(collective: Collective, ranks: Any, c: Any, local: Any = None) -> Any:
     """Seconds of a collective of no bytes; nothing for a single rank."""
+    # As a minimum, not a branch: ranks may be an Amount, and one rank then derives to 0 by the same
+    # formula.
     latency = minimum(ranks - 1, 1) * c[f"{collective}_latency"]
     if local is None:
         return latency

@@ -24,6 +24,8 @@ def dense_state_bytes(
     an optimizer quantizes some, for these ``elements``."""
     source = f"optimizer {kind}"
     states = _averages_bytes(weight_bytes, kind, elements)
+    # A counter of steps is one number for each tensor that the optimizer is given, so a unit that
+    # is cut into several flat tensors has as many.
     numbers = [state for state in OPTIMIZERS[kind].kept if state.elements is single]
     nbytes = tensors * sum(element_bytes(state.dtype) for state in numbers)
     step = noted(nbytes, "step_counter_bytes", "B", source, like=weight_bytes)

@@ -93,6 +93,8 @@ def hidden_seconds(exchanges: Iterable[tuple[Any, Any]], overlap: Any) -> Any:
     """
     hidden: Any = None
     for seconds, window in exchanges:
+        # Exchanges share what is computed: what of it already hides the ones in narrower windows is
+        # not there for this one, so hidden seconds are summed before they are cut at the window.
         share = seconds * overlap
         hidden = minimum(share if hidden is None else hidden + share, window)
     return 0.0 if hidden is None else hidden
@@ -135,6 +137,8 @@ class _Lanes:
             if verb in take and (unit in self.units or (verb == "compute" and not unit)):
                 seconds = take[verb](action, unit)
                 if self.prefetch:
+                    # Without prefetch nothing is under way beside compute, so no clock is asked for
+                    # and sums are all there is.
                     clock = self.computing + seconds
                     if self.settle:
                         clock = self.settle(f"clock after {_words(action)}", clock)
@@ -159,6 +163,8 @@ class _Lanes:
         first = unit not in self.filled
         self.filled.add(unit)
         seconds = its.gather
+        # Replicas that cut a shard once more updated a part each: before the first gather of a step
+        # they send each other these parts, and later gathers find them there.
         if first and its.replicas is not None:
             seconds = seconds + its.replicas
         return self._communicate(seconds, unit, "gathered")
@@ -177,6 +183,9 @@ class _Lanes:
         """Everything at once, or what cannot hide; then ``what`` is ready later."""
         if not self.prefetch:
             return seconds
+        # A collective begins when it is issued, which takes the lane of compute as far as it is,
+        # and when the one before it is through: NCCL and gloo run those of one group one after the
+        # other.
         done = maximum(self.computing, self.communicating) + seconds
         if self.settle:
             done = self.settle(f"{unit} {what} at", done)
@@ -186,6 +195,7 @@ class _Lanes:
     def _wait(self, unit: str, what: Brought) -> Any:
         """Until ``what`` is ready; None where nothing is under way."""
         ready = self.ready.pop((unit, what), None)
+        # Taken out: a unit is waited for once, and what is there later is another gather.
         return None if ready is None else maximum(ready - self.computing, 0.0)
 
 

@@ -51,6 +51,8 @@ def stage_recording(request: StageRequest, stage: ModelStage) -> Recording:
     """The recording of a stage of the llama, unfolded to its layers by its series."""
     shape, every = request.shape, policy(request.treatment.checkpointing).every
     layers = range(*stage.layers)
+    # All that may differ between two layers of a llama: whether it has experts, and whether the
+    # policy picks it.
     signatures = [(shape.is_moe(layer), (place + 1) % every) for place, layer in enumerate(layers)]
     cut = stretches(signatures)
     few = [place for stretch in cut for place in stretch.recorded]
@@ -61,6 +63,8 @@ def stage_recording(request: StageRequest, stage: ModelStage) -> Recording:
     )
     treated = tuple(k for k, place in enumerate(few) if signatures[place][1] == 0)
     local = msgspec.structs.replace(request.local, first=stage.first, last=stage.last, layers=None)
+    # Asked for with the few layers alone, so that the cache knows nothing of the depth: a llama of
+    # 32 and one of 80 layers share a recording.
     found = _recorded(msgspec.structs.replace(request, shape=small, local=local), treated)
     series, begin = [], 0
     for index, stretch in enumerate(cut):

@@ -271,6 +271,8 @@ def naming_errors(where: str) -> Iterator[None]:
         raise
     except Exception as error:
         place = place_of(error)
+        # A rank that lost its peers, or ran out of memory, has nothing wrong with the user's code:
+        # to name its line would send the user to the wrong place.
         if place is None or from_a_peer(error) or out_of_memory(error):
             raise
         where += place

@@ -37,6 +37,8 @@ def cut(module: nn.Module, plan: Mapping[str, Style], degree: int, where: str) -
     A name may have ``*`` in place of any part of a path. InputError names the layer that is not
     there, is of another class, or cannot be divided.
     """
+    # By parameter: layers that share a weight must share its part, too, or the tied weight would
+    # become two.
     done: dict[nn.Parameter, tuple[int, nn.Parameter]] = {}
     layers: dict[str, Style] = {name: style for name, style in plan.items() if style != "expert"}
     for path, style in styles(module, layers, where):

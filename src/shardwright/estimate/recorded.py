@@ -152,11 +152,15 @@ class OwnModel:
         """The module, or a stage of its blocks; of those that are alike one stands for others."""
         begin, end = stage.layers
         by = 0
+        # Stages in the middle have as many blocks, which are alike: one recording serves them all,
+        # however long the pipeline is.
         if self.blocks and self.blocks.alike and not stage.first and not stage.last:
             by = begin - 1  # the blocks of the second stage on, wherever they lie
             stage = ModelStage((1, end - by), False, False)
         of = self._of(stage, parallel)
         found = moved(of.recording, self.blocks, by) if self.blocks else of.recording
+        # A microbatch is recorded, but the inputs of all of them are on the rank from the step's
+        # begin.
         found = msgspec.structs.replace(found, inputs=found.inputs * self.several)
         return of._replace(recording=found)
 
@@ -207,6 +211,8 @@ def _made(
 def _without_sampling() -> Iterator[None]:
     """``trunc_normal_``, which draws until all numbers are within its bounds, draws none inside."""
     name = "_no_grad_trunc_normal_"
+    # On fake tensors a comparison has no value: a loop that draws until all numbers are within
+    # bounds would never end, or raise.
     sampling = getattr(nn.init, name)
     setattr(nn.init, name, lambda tensor, *_, **__: tensor)
     try:
@@ -232,6 +238,8 @@ def _traced(request: ModuleRequest, built: Built, mode: FakeTensorMode) -> Recor
         paths = cut_experts(module, dict(request.cut), request.routing, PLAN)
         experts = {module.get_submodule(path): path for path in paths}
     seen: dict[int, Any] = {}  # a task's loss has the inputs among its targets
+    # One map over all of them: a tensor that stands in two places must be one fake tensor in both,
+    # or its bytes count twice.
     given = (built.inputs, built.keywords, built.targets)
     inputs, keywords, targets = tree_map(
         lambda leaf: seen.setdefault(id(leaf), faked(leaf, mode)), given
@@ -239,6 +247,7 @@ def _traced(request: ModuleRequest, built: Built, mode: FakeTensorMode) -> Recor
     built = built._replace(inputs=inputs, keywords=keywords, targets=targets)
     check_call(built)
     of = StageOf(module, request.stage) if request.stage else None
+    # Ends, for each round takes one table out and none is put back.
     while True:
         try:
             with routed.instead(), of.cut() if of else nullcontext():
@@ -295,6 +304,8 @@ def _composed(
 
     @torch.no_grad()
     def forward() -> None:
+        # This forward is a check, not a step: what it asks of tables must not count as a second
+        # lookup.
         asked = dict(routed.asked)
         routed.asked.clear()
         try:

@@ -189,6 +189,7 @@ def tracked_file(folder: Path, rank: int) -> Path:
 def _check_size(predicted: Footprint) -> None:
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    # All ranks run on this machine: what one of them needs is there as often as there are ranks.
     needs = predicted.worst.peak_bytes * predicted.world_size
     if needs > SHARE * free:
         raise InputError(
@@ -279,6 +280,8 @@ def units_of(job: Job) -> list[RecordedUnit]:
     whole = ModelStage((0, model.layers), True, True)
     blocks = BlockNames(model.recorded(parallel_of(job), whole).recording)
     found = [blocks.own(name, unit) for name, unit in blocks.unfolded()]
+    # Units inside of others first, as both runtimes want it: what is sharded already is left out of
+    # the unit around it.
     return sorted(found, key=lambda unit: unit.name == "")
 
 

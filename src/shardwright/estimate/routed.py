@@ -145,6 +145,8 @@ class Routed:
     def completed(self, found: Recording) -> dict[str, Any]:
         """What they add to a recording; NoTableError for one that no step of it trains."""
         step = Unfolded(found)
+        # The runtime exchanges a table's gradients in each backward: a step that does not reach one
+        # may leave other ranks waiting for it.
         for path in (*self.tables, *self.collections):
             if path not in step.lookups or path not in step.returned:
                 raise NoTableError(path, ALONE, "not trained by every step")
@@ -205,6 +207,8 @@ class CollectionRows(RoutedRows):
             wanted = "weights that do not learn, for their bags are pooled by a plan's ranks"
             raise UnsupportedError(expected(place, wanted, "weights with a gradient"))
         known = given.length_per_key_or_none() if hasattr(given, "length_per_key_or_none") else None
+        # Fake lengths have no values, so how many ids are whose cannot be read: dealt evenly the
+        # sum is right.
         even, over = divmod(len(values), len(keys))
         sizes = list(known or (even + (place < over) for place in range(len(keys))))
         bags = [lengths.numel() // len(keys)] * len(keys)

@@ -83,6 +83,8 @@ def stages(layers: int, count: int) -> list[ModelStage]:
     """Deal ``layers`` out to ``count`` stages, the first and last with less for what is beside."""
     if count == 1:
         return [ModelStage((0, layers), True, True)]
+    # Embedding and head count as layers when they are dealt out and are taken off again: so the
+    # first and last stage get fewer layers, as TorchTitan does it.
     weight = layers + 2 * ENDS_WEIGH
     if weight < count or layers < count - 2 * ENDS_WEIGH:
         raise InputError(
@@ -188,6 +190,9 @@ def moved(recording: Recording, blocks: OwnBlocks, by: int) -> Recording:
         return recording
     prefix = re.escape(f"{blocks.path}." if blocks.path else "")
     text = msgspec.json.encode(recording).decode()
+    # A stage of alike blocks differs from another one in nothing but their numbers, which stand in
+    # names all over the recording. To renumber its text is far quicker than to record the stage
+    # once more.
     there = re.sub(rf'"{prefix}(\d+)(?=["./])', lambda m: _later(m, by), text)
     return decode_json(there, Recording)
 
@@ -207,6 +212,9 @@ class StageOf:
         self.container = _container(module)
         begin, end = stage.layers
         self.blocks = self.container.names[begin:end]
+        # A stage without blocks has only the embedding or the head. Where its own code ends or
+        # begins shows at the nearest block of the stage beside it, so that one is kept as a door
+        # and never runs as the stage's.
         self.kept = (
             range(begin, end) if self.blocks else range(begin - stage.last, end + stage.first)
         )
@@ -265,6 +273,8 @@ class StageOf:
         given = list(tensors_in((subject.inputs, dict(subject.keywords))))
         extra = list(subject.extra)
         own = (given if self.stage.first else []) + (extra if self.stage.last else [])
+        # The module is called with all inputs wherever the stage is, for its code before the blocks
+        # must run; but ids lie on the first rank alone and targets on the last.
         inputs = found.inputs - storage_bytes([*given, *extra]) + storage_bytes(own)
         found = msgspec.structs.replace(found, units=tuple(units), inputs=inputs)
         return found if self.stage.first else _behind(found)
@@ -314,6 +324,8 @@ class _StageForward:
 
     def result(self) -> Any:
         module: Any = self.of.module
+        # The forward is replaced on the object and called through the module, so that all hooks run
+        # as they would; afterwards it is as it was, also where the object had one of its own.
         own, mine = module.forward, vars(module).get("forward")
 
         def forward(*arguments: Any, **keywords: Any) -> Any:
@@ -346,6 +358,8 @@ class _StageForward:
         first, last = blocks[0], blocks[-1]
         assert first is not None
         assert last is not None
+        # Global hooks see every module, also those that the code before the blocks calls; only by
+        # what runs and what does not can parameters be told to belong to this stage.
         hooks = [register_module_forward_pre_hook(self._running)]
         if not self.stage.first:
             hooks.append(register_module_forward_hook(self._ran))
@@ -368,6 +382,8 @@ class _StageForward:
             around.callback(hook.remove)
 
     def _running(self, module: nn.Module, _arguments: Any) -> None:
+        # Blocks that run in another order than they are listed in, or twice, cannot be dealt to
+        # stages by their list.
         place = self.places.get(module, self.reached)
         if place < self.reached:
             wanted = "blocks that run once each, in the order of their list"
@@ -388,6 +404,8 @@ class _StageForward:
     def _made(self, tensor: torch.Tensor) -> None:
         """What an earlier stage made has no gradient here, for the stream is cut off from it."""
         name = self.names.get(self.inside[-1], "") if self.inside else ""
+        # The stream is cut off from what made it, so a gradient that gets back here has come
+        # another way: over a result that a real stage would not have.
         tensor.register_hook(lambda gradient: self.of.skipped.add(name))
 
     def _begins(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:
@@ -413,6 +431,8 @@ class _StageForward:
 
     def _received(self, stream: torch.Tensor) -> torch.Tensor:
         self.before.close()
+        # A leaf, as what is received from another rank is one: autograd ends here and leaves its
+        # gradient, which goes to the stage before.
         fresh = torch.empty_like(stream.detach()).requires_grad_()
         fresh.register_post_accumulate_grad_hook(self.kept.sent)
         self.recorder.adopt(fresh)

@@ -91,6 +91,8 @@ class _Estimate:
         self.assumptions = [*optimizer_of(job).assumptions(), *_sharing(job, self.degrees)]
 
     def result(self, details: bool, rank: str) -> Footprint:
+        # On the CPU the kernels of the trace are those of a run, so all bytes are met exactly; a
+        # GPU's, a compiler's and fp8's are known by rules.
         exact = self.device == "cpu" and not self.section.compile and not self.section.float8
         setting = Setting(
             machine_of(self.section, self.sharding),
@@ -123,6 +125,8 @@ class _Estimate:
 
     def _classes(self) -> Iterator[RankClass]:
         degrees = self.degrees
+        # Ranks of one stage do the same whatever their other coordinates: only the pipeline's place
+        # and the load of the experts make classes.
         count = degrees.world_size // degrees.pipeline
         holders = _expert_holders(self.job, degrees)
         holding = "ranks with experts" if holders else ""
@@ -219,6 +223,9 @@ def _expert_holders(job: Job, degrees: Degrees) -> int:
     if not isinstance(shape, LlamaShape) or not shape.moe_layers:
         return 0
     section = memory_of(job)
+    # FSDP2 cuts the first dimension of each parameter, which is that of the experts: with fewer
+    # experts than ranks some ranks get whole ones and others nothing. Our runtime cuts flat
+    # buffers, of which every rank has a share.
     cut = section.runtime == "fsdp2" and degrees.expert == 1
     return shape.experts if cut and shape.experts < degrees.shards else 0
 

@@ -70,6 +70,8 @@ def find_with_tables(
     searched: list[Found] = []
     errors: list[ShardwrightError] = []
     for paths in _ways(job, tables, collected, everything):
+        # All that can be is one recording, which is made already: asked for by paths it would be
+        # made again under another key.
         given = None if paths == tables and wanted else paths
         try:
             searched.append(find(job, _described(recorded, given, reasons, wanted), watch, sure))
@@ -77,6 +79,7 @@ def find_with_tables(
             errors.append(error)
     if not searched:
         raise errors[0]
+    # Of equally fast ways the first, which has most tables.
     best = min(searched, key=lambda found: found.seconds)
     if best.draft is None:
         best = replace(best, remark=_no_tables(everything, reasons))
@@ -128,6 +131,8 @@ def _ways(job: Job, tables: Paths, collected: Set[str], everything: Recording) -
     forced = job.planner.tables or {}
     most = tuple(path for path in tables if forced.get(path) != "dense")
     yield most
+    # Where a job says how tables learn, or forces some, nothing is left to choose: then one way is
+    # all.
     free = set(most) - set(forced) - collected
     if free and not is_said(job):
         small = small_tables(make_problem(job, model_of(job, everything))) & free

@@ -1,5 +1,9 @@
 """Classes of ranks on a symbolic heap: what each takes, and of some what every event shows."""
 
+# A class is run once for all of its ranks. Its peaks come from a ledger that keeps sums. What an
+# allocator holds, the tensors at the peak and a timeline need every event of the step, which takes
+# many times as long: only classes that may decide are followed that far.
+
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -72,6 +76,9 @@ def rank_memories(
         )
         for each in classes
     ]
+    # Allocators are replayed only near the highest peak: a class far below it would need more than
+    # a tenth of its bytes in gaps to be the fullest, and a replay plays every allocation of a step
+    # twice.
     worst = max(range(len(found)), key=lambda k: found[k].peak_bytes)
     if details or setting.on_gpu:
         for index in _followed(found, worst, setting.on_gpu, named):
@@ -239,6 +246,8 @@ def reserved(
     found = replay(requests, settings, capacity, enough)
     if found.out_of_memory is None:
         return found
+    # Where the device runs out, the replay ends at that request and says nothing of how much would
+    # have been enough.
     return replay(requests, settings, enough=enough)
 
 

@@ -104,7 +104,11 @@ class FlatUnits(Machine):
         """Only the last microbatch's gradient is reduced, unless every one's is."""
         units = frozenset(forward)
         self.last = last or self.sharding.reduces == "each"
+        # autograd keeps the first gradient that it makes as it is and adds every further one in
+        # place: only where an earlier microbatch's is still there, nothing new stays.
         self.adding = any(self.heap.holds(f"{unit}.unreduced") for unit in units)
+        # Each chunk of a pipeline has a flow of its own that remembers what is under way: its
+        # passes come between those of others.
         if forward not in self.flows:
             sharded = frozenset(unit for unit in units if self._comes(unit))
             staying = frozenset(filter(self.sharding.stays, units))
@@ -128,6 +132,8 @@ class FlatUnits(Machine):
 
     def enter(self, unit: str) -> None:
         """Before a forward, which may be one that runs again for a backward."""
+        # A checkpointed block runs its forward again in the backward: what it gathers then belongs
+        # to the backward.
         direction: Direction = "backward" if self.flow.in_backward else "forward"
         self._run(self.flow.enter(unit, direction))
         self._arrive(unit)
@@ -161,6 +167,8 @@ class FlatUnits(Machine):
 
     def finish_backward(self) -> None:
         """After the whole backward: units whose inputs have no gradient follow now."""
+        # autograd calls no hook for a unit of which no input needs a gradient (the first one that
+        # sees only data): what is left at the end is reduced now.
         for unit in list(self.flow.touched):
             self.leave_backward(unit)
         self._run(self.flow.collect())
@@ -182,6 +190,8 @@ class FlatUnits(Machine):
             phase = "reduce" if action.phase == "reduce" else self.heap.phase
             with self.heap.during(phase):
                 getattr(self, f"_{action.verb}")(action.target, action)
+            # Without prefetch the runtime waits for the sum at once, so the buffer that was sent is
+            # gone before anything else comes.
             if action.verb == "reduce" and not self.sharding.prefetch:
                 with self.heap.during(phase):
                     self._collect(action.target, action)
@@ -196,6 +206,7 @@ class FlatUnits(Machine):
         self.heap.take(f"{unit}.stage", "all_gather", sizes.stage)
         with self.heap.passing("all_gather", sizes.parts):
             self.heap.take(f"{unit}.cast", "all_gather", sizes.cast)
+        # One rank sends nothing to anybody: nothing reads the cast after the copy.
         if self.layouts[unit].world_size == 1:
             self.heap.free(f"{unit}.cast")
 
@@ -223,6 +234,8 @@ class FlatUnits(Machine):
 
     def _let_go(self, unit: str, way: Reduced) -> None:
         """A segment's gradient as autograd left it goes; those of others stay."""
+        # Gradients of a unit stand under one name, but segments of different dtypes are reduced one
+        # after the other: those of the others are still where autograd left them.
         rest = self.heap.free(f"{unit}.unreduced") - self.come.pop((unit, way.dtype), 0)
         if rest > 0:
             self.heap.take(f"{unit}.unreduced", STAYING, rest)
@@ -236,6 +249,8 @@ class FlatUnits(Machine):
                 self._let_go(unit, way)
             elif (unit, way.dtype) not in self.come:  # a later call of its modules brings it
                 self.absent.add(name)
+            # The order is the runtime's and decides the peak: the buffer to be sent is there before
+            # the gradients that are copied into it go.
             heap.take(f"{name}.send", "reduce_scatter", way.send)
             with heap.passing("temporary", way.note):
                 pass
@@ -263,6 +278,8 @@ class FlatUnits(Machine):
             self.absent.discard(name)
             if self.sharding.on_host(unit):
                 if not self.sharding.away(unit):
+                    # On the CPU the "host" is the device: the copy is memory here, and the gradient
+                    # only after the backward.
                     landing = LandedMean(name, f"{name}.landing.{len(self.landing)}", absent)
                     self.landing.append(landing)
                     heap.take(landing.copy, "gradient", way.landing)
@@ -274,6 +291,8 @@ class FlatUnits(Machine):
                 with heap.passing("gradient", way.mean):
                     heap.free(f"{name}.row")
                 continue
+            # The mean in another dtype is a new tensor beside the sum. In the same dtype the sum
+            # itself, divided in place, is the gradient, and only its name changes.
             if way.mean:
                 heap.take(f"{name}.gradient", "gradient", way.mean)
                 heap.free(f"{name}.row")
@@ -305,6 +324,9 @@ def _flat_tensors(name: str, segment: Segment, layout: UnitLayout) -> Iterable[T
     if segment.block == 1:
         yield TensorSpec(name, (segment.share,), segment.dtype)
         return
+    # An optimizer that quantizes blocks gets its share in two stretches, blocks and what is kept in
+    # full. How they are cut differs from rank to rank; the fullest rank's are counted, but which of
+    # them exist at all is the same on every rank.
     every = [segment.stretches(rank) for rank in segment.telling(layout.world_size)]
     own = segment.stretches(layout.trained.fullest())
     there = (segment.quantized > 0, segment.quantized < len(segment.slots))
@@ -372,6 +394,8 @@ def unit_sizes(layout: UnitLayout, sharding: Sharding, *, on_host: bool = False)
     direct = [copied(s, sharding) for s in others if s.cut != "replicated"]
     after = sharding.ranks_after_forward
     return FlatBytes(
+        # Equal shares for a gather straight into place: the buffer is as long as all of them
+        # together, padding included.
         whole=ceil_div(whole, all_parts) * all_parts,
         stage=row * all_parts,
         # one rank sends nothing: each is let go before the next

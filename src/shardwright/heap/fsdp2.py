@@ -121,6 +121,8 @@ class FSDP2(Machine):
 
     def leave(self, unit: str) -> None:
         """After a forward; the root is left last and lets the last buffer go."""
+        # torch prefetches in a backward by its list of forwards in reverse. The list is kept here
+        # as counts by unit, so that a thousand equal microbatches are one entry and can be skipped.
         ahead = unit if self.latest is None else self.latest
         its = self.before.setdefault(unit, [])
         if its and its[-1].value == ahead:
@@ -151,6 +153,8 @@ class FSDP2(Machine):
                 self._fill(unit)
             self._copy_out(unit)
             self.heap.free(self.buffers.pop(unit))
+        # After the unit itself, never before: torch begins the next gather once the present one has
+        # been waited for, so that at most these two are whole at once.
         ahead = self._meet(unit)
         if ahead not in self.present | self.filled:
             self._fill(ahead)
@@ -162,6 +166,8 @@ class FSDP2(Machine):
         if reduces == "each" or (reduces == "last" and self.last):
             self._reduce(unit)
             return
+        # Gradients stay whole between microbatches, but parameters do not: each microbatch gathers
+        # them anew.
         if reduces == "last":
             self._free(unit)
         if not self._has_gradients(unit):
@@ -183,6 +189,8 @@ class FSDP2(Machine):
             return
         for unit in self.chunk if at_end else ():
             self._reduce(unit)
+        # Only at the end of a backward is everything let go that the next unit's reduce would have
+        # replaced: there is no next one.
         self._drop_reduced(down_to=0)
         self.summed = None
         for unit in self.chunk:
@@ -232,6 +240,8 @@ class FSDP2(Machine):
             return
         with self.heap.passing(STAYING, sizes.turned):
             self.heap.take(f"{unit}.reduce_scatter", "reduce_scatter", sizes.reduced)
+        # All gradients are copied into the one buffer before the reduce begins, and are freed then,
+        # but for the one that torch's loop variable still names.
         kept = min(sizes.last, self.heap.free(f"{unit}.unreduced"))
         kept = kept or min(sizes.last_accumulated, self.heap.free(f"{unit}.accumulated"))
         with self.heap.passing(STAYING, kept):
@@ -362,6 +372,7 @@ def unit_sizes(
     totals = [tensors[k].numel * sharding.reduced(tensors[k]) for k in trained]
     scattered = sum(chunks[k].numel * sharding.reduced(tensors[k]) for k in trained)
     gradient = sum(chunks[k].nbytes for k in trained)
+    # A single rank gathers and reduces nothing: FSDP2 then copies each parameter by itself.
     several = shards > 1 and bool(tensors)
     copied = sum(size for size, is_turned in zip(whole, turned, strict=True) if is_turned)
     ranks = sharding.ranks_after_forward
@@ -399,6 +410,9 @@ def _cast(chunk: TensorSpec, sharding: Sharding) -> int:
 def _beside(casts: Sequence[int], whole: Sequence[int]) -> int:
     """What is alive at most beside all of ``whole`` while one after the other is copied from its
     cast, whose name is bound anew before the one before goes."""
+    # The loop's name is bound to the next cast while the one before is still there, so beside the
+    # copies made so far two casts may be alive, or the last copy beside its cast, whichever is
+    # more.
     most = before = done = 0
     for cast, copy in zip(casts, whole, strict=True):
         most = max(most, done + before + cast - sum(whole), done + copy + cast - sum(whole))

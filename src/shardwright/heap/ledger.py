@@ -145,6 +145,7 @@ class Ledger:
     def _change(self, kind: Kind, nbytes: int) -> None:
         self.live[kind] = self.live.get(kind, 0) + nbytes
         self.total += nbytes
+        # Bytes that go make no peak, so the moment is looked at only when some come.
         if nbytes > 0:
             self._mark()
 
@@ -185,6 +186,8 @@ class Summaries:
         gradients: dict[tuple[str, str], int] = {}
         total = highest = 0
         for touch in piece.touches:
+            # By slot: what a free says of its kind need not be what the take said, and bytes must
+            # come off the kind that they were counted under.
             kind = self.kinds.get(touch.slot, touch.kind)
             if touch.what == "take":
                 live[kind] = live.get(kind, 0) + touch.nbytes
@@ -197,6 +200,8 @@ class Summaries:
             if touch.what == "gradient":
                 home = self.home_of[touch.name]
                 gradients[home] = gradients.get(home, 0) + stays * touch.nbytes
+            # Taken off its kind and put on the other, with the total as it was: nothing is
+            # allocated by becoming a gradient.
             if stays:
                 live[STAYING] = live.get(STAYING, 0) + touch.nbytes
             else:

@@ -1,5 +1,12 @@
 """What every runtime profile answers: what a rank keeps, and what a step takes and frees."""
 
+# The walk of a step (`rank_step`) knows when units are entered and left; a machine knows what its
+# runtime takes and frees then.
+#
+# What must stay true: `state` has everything that decides what is done next beside what the heap
+# holds by name. Passes are skipped where it is equal (`Repetition`); what is forgotten there lets
+# the peak of a later microbatch go unseen.
+
 from __future__ import annotations
 
 import math
@@ -248,6 +255,8 @@ class Replicated(Machine):
             return tensors
         shares: list[list[TensorSpec]] = [[] for _ in range(self.sharding.shards)]
         sizes = [0] * self.sharding.shards
+        # As torch's ZeroRedundancyOptimizer does it: the largest parameter first, each to the rank
+        # that has least so far.
         for tensor in sorted(tensors, key=lambda t: -t.numel):
             least = sizes.index(min(sizes))
             shares[least].append(tensor)

@@ -56,6 +56,8 @@ def states(optimizer: Optimizer, tensor: TensorSpec) -> Iterator[StateTensor]:
         if elements is None:
             continue
         nbytes = elements * element_bytes(state.dtype or optimizer.value_dtype(tensor))
+        # torch keeps a scalar such as Adam's step on the host unless its fused kernel reads it on
+        # the device.
         waits = state.place == "kernel" and not optimizer.fused
         on_host = optimizer.offload or state.place == "host" or waits
         yield StateTensor(state.name, nbytes, "host" if on_host else "device")
@@ -103,6 +105,8 @@ class _Locals:
 
     def bind(self, name: str, *sizes: int) -> None:
         """Make tensors, then let the name hold them instead of what it held."""
+        # In Python `a = f(a)` makes the new tensor while the name still holds the old one: both are
+        # alive for a moment, which is often the peak of an optimizer's step.
         made = self._take(name, sizes)
         self.drop(name)
         self._held[name] = made
@@ -234,6 +238,8 @@ class RankStep:
         self._settle(heap, machine)
         ahead = [tables for tables in self.tables.values() if tables.ahead]
         inputs = sum(chunk.recording.inputs for chunk in self.chunks)
+        # A steady step begins with the batch that the step before fetched ahead: its inputs and ids
+        # are there already, and it fetches the next one itself.
         if ahead:  # came in the step before
             heap.take("inputs of before", "input", inputs)
             for tables in ahead:
@@ -241,6 +247,8 @@ class RankStep:
                 route.advance(heap, tables)
         with heap.during("load"):
             heap.take("inputs", "input", 0 if ahead else inputs)
+        # A chunk's gradients are complete after its last backward, which schedules put at different
+        # places for different chunks: runtimes that reduce once do it there.
         last = {
             p.chunk: (number, place)
             for number, run in enumerate(self.runs)
@@ -255,6 +263,8 @@ class RankStep:
         heap.unit = ""
         with heap.during("step"):
             returned = [path for chunk in self.chunks for path in chunk.step.returned]
+            # Tables are updated before the optimizer steps, as the runtime does it: what an update
+            # takes for a moment is freed again before the optimizer takes its own.
             for path in filter(self.tables.__contains__, returned):
                 if self.tables[path].late:
                     with heap.during("reduce"):
@@ -279,6 +289,8 @@ class RankStep:
         """
         done = 0
         while done < run.times:
+            # The first repetition may take what stays from then on (accumulated gradients), and the
+            # last one reduces. Both are run in any case, so only what lies between may be left out.
             left = run.times - done - 2  # between this one and the last
             before = Repetition(heap, machine) if left > 0 and not heap.keeps_events else None
             done += 1
@@ -293,12 +305,16 @@ class RankStep:
         if each.kind == "forward":
             with heap.during("forward"):
                 for path in self.chunks[each.chunk].step.lookups:
+                    # Before anything of the forward runs, since the rows are to travel while the
+                    # first layers compute.
                     if path in self.tables and self.tables[path].early:
                         self._look_up(heap, self.tables[path])
                 self._walk(heap, machine, each, self.chunks[each.chunk].forward)
                 self._look_ahead(heap)
         elif each.kind in ENDING:
             with heap.during("backward"):
+                # A training loop names the model's output until the backward returns, so autograd
+                # cannot free it with the graph: it stays beside everything the backward takes.
                 with heap.passing("activation", self.chunks[each.chunk].named):
                     self._walk(heap, machine, each, self.chunks[each.chunk].backward)
                     machine.finish_backward()
@@ -393,6 +409,9 @@ class RankStep:
                 (self.merged.name(chunk.blocks.beside(unit, moment)), dtype, nbytes)
                 for (unit, dtype), nbytes in summary.gradients.items()
             ]
+            # The machine hears of gradients before the piece runs: the first one may begin a unit's
+            # backward, for which a reduce of the same unit that is still under way is waited for.
+            # What stays of them gets its name after the piece, which counts their bytes.
             for name, dtype, nbytes in gradients:
                 machine.arrive(name, dtype, nbytes)
             scene = Scene(moment.piece, moment.unit, moment.block, each.chunk, each.microbatch)

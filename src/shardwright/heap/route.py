@@ -68,6 +68,8 @@ def ask(heap: Ledger, traffic: Traffic) -> None:
                 heap.take(f"{traffic.path}.lengths.{index}", "communication", group.sent_bytes)
                 heap.take(f"{traffic.path}.order.{index}", "communication", 2 * rows)
             continue
+        # Tables that are whole on one rank need no sort: their ids go as they lie, and only jagged
+        # bags have lengths that stay for the backward.
         if not group.cut:
             heap.take(f"{traffic.path}.sent.{index}", "communication", rows)
             heap.take(f"{traffic.path}.order.{index}", "communication", lengths)
@@ -88,6 +90,8 @@ def ask(heap: Ledger, traffic: Traffic) -> None:
 
 def _send(heap: Ledger, traffic: Traffic, sent: int) -> None:
     """Sections are joined to ``sent`` bytes, with counts beside them if these travel with ids."""
+    # One collective for all sections instead of one for each: what is saved in latency costs a copy
+    # of everything that is sent.
     if traffic.is_joined:
         with heap.passing("communication", sent):
             pass
@@ -185,10 +189,13 @@ def _in_full(group: Served | ReplicatedTables) -> int:
 
 def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
     """The rows asked for come back, in fewer bytes once those found are rounded."""
+    # Rows travel in fewer bytes than they are kept in, so there are two buffers for a moment, and
+    # the wide one goes before what comes back is there.
     rounded = traffic.served_elements * traffic.forward_size
     if rounded < traffic.served_bytes:
         heap.take(f"{traffic.path}.rounded", "communication", rounded)
         heap.free(f"{traffic.path}.found")
+    # Nobody waits here: what is sent must stay until the rows of the others are here (`arrive`).
     if traffic.early:
         heap.take(f"{traffic.path}.back", "communication", traffic.asked_bytes)
         return
@@ -206,6 +213,8 @@ def arrive(heap: Ledger, traffic: Traffic) -> None:
     """Rows that were on their way are here, and what was sent is forgotten."""
     for name in ("found", "rounded"):
         heap.free(f"{traffic.path}.{name}")
+    # What came back is the result itself, in order and in full: from here on it is the model's
+    # activation, which its recording counts.
     if traffic.as_asked and traffic.forward_size == FLOAT:
         heap.free(f"{traffic.path}.back")
 
@@ -247,6 +256,8 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
     ride = traffic.ride_bytes
     joined = sent + ride if len(traffic.asked) > 1 or ride else 0
     received = 0 if traffic.alone else traffic.arrived_bytes + ride
+    # Gradients travel while the rest of the backward computes, so both buffers stay until the
+    # update asks for them (`receive_gradients`).
     if traffic.late:
         with heap.passing("communication", sent + ride if joined else 0):
             heap.take(f"{traffic.path}.returned", "communication", joined or sent)
@@ -339,6 +350,8 @@ def update(heap: Ledger, traffic: Traffic) -> None:
         with heap.passing("temporary", kept + rows + made):
             pass
         kept += _touched(group) if group.is_cut else 0
+    # The sums over all columns are needed before any row of a cut table may change, so all such
+    # groups are summed first, exchanged once, and only then updated.
     if cut:
         kept += _add_up(heap, cut, kept)
     for group in cut:
@@ -384,6 +397,8 @@ def _updating(group: Served) -> int:
         return 0
     if group.on_disk:
         return max(_summed(group), _stepping(group))
+    # The runtime updates so many rows at a time (`core.schedule.rows_at_once`), which bounds what
+    # an update takes however many rows a batch touches.
     most = rows_at_once(group.width)
     if group.optimizer == "sgd" and in_place:
         return _summed(group, most)
@@ -422,6 +437,8 @@ def _changing(group: Served) -> int:
 def _summing(group: Served | ReplicatedTables, distinct: int, most: int | None = None) -> int:
     """Bytes for a moment where ids are sorted and the gradients of ``distinct`` rows summed, at
     ``most`` so many at a time."""
+    # Three moments of one function of which the largest counts: while ids are sorted, while the
+    # first of each is marked, and while the gradients of a stretch are summed.
     sorting = group.ids * (INDEX_BYTES + 2 * SORTED)  # before and after, and where each is
     marking = group.ids * (INDEX_BYTES + SORTED + BOOL) + distinct * (2 * INDEX_BYTES + SORTED)
     ordering = 0

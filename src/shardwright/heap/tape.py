@@ -49,6 +49,7 @@ class _Followed(Ledger):
     def hold(self, name: str, kind: Kind, nbytes: int) -> None:
         """Gradients that have just been counted belong to ``name``."""
         super().hold(name, kind, nbytes)
+        # In the order in which they came: a later hold of another unit takes what this one left.
         parts = self._parts.setdefault(name, [])
         wanted = nbytes
         while wanted > 0 and self._fresh:
@@ -59,6 +60,8 @@ class _Followed(Ledger):
     def free(self, name: str) -> int:
         """Free, part by part where it was counted so."""
         nbytes = super().free(name)
+        # One name, several storages: a unit's gradients are freed as one by the runtime but are as
+        # many blocks of the allocator, whose sizes decide what fits into their place.
         for key, size in self._parts.pop(name, [(name, nbytes)]):
             self._gone(key, size)
         return nbytes
@@ -102,6 +105,8 @@ class PieceRequests:
 
     def of(self, moment: Moment, rule: GradientRule) -> tuple[list[Asked], list[Asked]]:
         """Requests of a moment, and gradients that stay where they are: nobody is asked."""
+        # By identity of the piece, and by block: a piece is the same for all blocks of a series,
+        # but each block has storages of its own.
         place = id(moment.piece), moment.block, rule
         if place not in self._found:
             asked, fresh = self._found[place] = list[Asked](), list[Asked]()
@@ -138,6 +143,9 @@ class RequestTape(_Followed):
         moment = Moment(scene.piece, scene.unit, scene.block)
         asked, fresh = self._asks[scene.chunk].of(moment, rule)
         here = scene.chunk, scene.microbatch
+        # The numbers of a piece are the same in every microbatch. Two of them may be alive at once
+        # in a pipeline, so each pass has a range of its own; the first pass has the numbers as they
+        # are, which saves making the list anew where there is only one.
         if first := PASS * self._passes.setdefault(here, len(self._passes)):
             asked, fresh = (
                 [(first + k, nbytes, stream, 0) for k, nbytes, stream, _ in each]
@@ -166,6 +174,9 @@ def _happening(asked: Sequence[Asked], there: set[int]) -> list[Asked]:
         number, nbytes = each[:2]
         if nbytes > 0:
             there.add(number)
+            # What is freed and taken again at once, under one number and as large, stays where it
+            # is in the run: the ledger does that where of a name's bytes none has to go. An
+            # allocator would otherwise be asked for a block that nobody asks for.
             if found and found[-1][0] == number and found[-1][1] == -nbytes:
                 found.pop()
                 continue
@@ -227,6 +238,8 @@ class Tape(_Followed):
         total = highest = where = 0
         for index, change in enumerate(self.changes):
             total += change.bytes
+            # The first of equally high moments, as in the ledger, or the tensors that are shown
+            # would be those of another one.
             if total > highest:
                 highest, where = total, index + 1
         return where

@@ -139,6 +139,8 @@ def _table_blocks(tables: Iterable[TablePlan]) -> Iterator[BlockRun]:
     for table in tables:
         for shard in table.shards:
             run = shard.run
+            # A table with fewer rows than ranks has shards without rows, whose blocks would cover
+            # nothing.
             if run.rows:
                 step = (run.row_step, run.column_step) if run.count > 1 else ()
                 offsets, sizes = (run.row, run.column), (run.rows, run.columns)
@@ -151,6 +153,8 @@ def _unit_blocks(draft: Draft) -> Iterator[BlockRun]:
     for choice in draft.units:
         parameters = encode(choice.blocks)
         for role, placement in zip(get_args(Role), choice.roles, strict=True):
+            # Else all roles have the parameters' blocks, which are thousands of a deep model: they
+            # are encoded once.
             if choice.unit.frozen or choice.stays or choice.grid.twice:
                 yield from encode(choice.grid.blocks(choice.layout, role, placement))
             else:

@@ -161,6 +161,8 @@ def _listed(rules: Rules, *, slow: bool) -> list[tuple[Option, ...]]:
         options = _options(rules, table, slow=slow)
         pieces = max((o.count for o in options if o.partition != "uniform"), default=0)
         listed = {id(option.runs): len(option.runs) for option in options}  # kernels share them
+        # Counted before anything is priced, for it is the listing itself that would fill the
+        # planner's memory.
         shards += max(pieces, sum(listed.values()))
         if shards > MAX_SHARDS:
             raise InputError(

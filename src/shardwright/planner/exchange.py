@@ -139,6 +139,7 @@ class Exchange:
         jagged = any(table.jagged for table in tables)
         if not jagged and len({t.dim for t in tables}) == 1 and not any(t.weighted for t in tables):
             return 0
+        # Of a single feature there is nothing to join: its ids are taken as they are.
         ids = sum(round(lookups(table, self.batch)) for table in tables) if features[1:] else 0
         return ids + (sum(round(count * size) for _, count, size in features) if jagged else 0)
 
@@ -154,11 +155,15 @@ class Exchange:
 
     @cached_property
     def _replicas(self) -> tuple[ReplicatedTables, ...]:
+        # Tables of one group are looked up and updated by one call in the runtime, so its buffers
+        # are as large as those of all of them together.
         groups: dict[GroupKey, list[TableSpec]] = {}
         for placed in self.replicas:
             table, kernel = placed.choice.table, placed.choice.option.compute_kernel
             key = _key(table, table.dim, kernel, replicated=True)
             groups.setdefault(key, []).append(table)
+        # Replicas that exchange rows gather those that a batch touches; of others the whole
+        # gradient is reduced, however few these are.
         touched = {
             key: sum(distinct_rows(t, self.batch) for t in members) if key.by_rows else 0
             for key, members in groups.items()
@@ -213,6 +218,8 @@ class Exchange:
                 for shard, rank in zip(placed.choice.option.shards, placed.ranks, strict=True)
                 if shard.column == column and shard.rows
             ]
+            # Rounded table by table, as the runtime's buffers are made of whole ids: the sum of
+            # all, rounded once, would be off by a few bytes.
             ids, bags = round(lookups(table, self.batch)), self._bags(table)
             parts = max(len(shards), 1)
             rows = bags if parts == 1 else self._partial_sums(table, parts)
@@ -221,6 +228,8 @@ class Exchange:
                 sent = rows = distinct_rows(table, self.batch)
             for place, count in enumerate((ids, rows, bags, ids if parts > 1 else 0)):
                 asked[place] += count
+            # What all ranks ask of this table, dealt evenly to the shards that cut its rows
+            # (assumed): an owner serves that much, and of it so many different rows are expected.
             share = ids * self.ranks // parts
             zipf = self.batch.zipf_of(table)
             for shard, rank in shards:
@@ -228,11 +237,15 @@ class Exchange:
                 served[rank][1] += rows * self.ranks // parts
                 distinct = expected_distinct(share, shard.rows, zipf, parts)
                 served[rank][2] += distinct
+                # Optimizers with one number a row need the sum over all columns: each owner sends
+                # its part of every row to those that have the others.
                 if is_cut:
                     served[rank][3] += distinct * len(_beside(placed, shard.row) - {rank})
         jagged = any(placed.choice.table.jagged for placed, _ in members)
         weighted = any(placed.choice.table.weighted for placed, _ in members)
         ids, rows, bags, cut = asked
+        # Where every id was sorted and all features have as many rows of one width, the runtime
+        # puts rows in order by one index into the result and needs no copy in between.
         direct = cut == ids and not jagged and len(members) == len(self.tables) and self._is_even
         return Asked(ids, rows, bags, key.width, cut, jagged, weighted, key.dedup, direct), [
             Served(
@@ -313,6 +326,8 @@ def exchanges(problem: Problem, placed: Iterable[Placed]) -> Iterator[Exchange]:
     for path, its in members.items():
         routed = any(not placed.choice.option.traits.replicated for placed in its)
         late = overlap != "none" and ranks > 1 and routed
+        # Each overlap needs the one before it: ids ahead only help a lookup that begins early, and
+        # nothing is late that does not travel.
         first = late and path in early
         ahead = first and overlap == "ids_and_rows"
         yield Exchange(path, tuple(its), ranks, problem.batch, communication, first, late, ahead)
@@ -340,6 +355,7 @@ def least_latencies(problem: Problem, tables: Tables) -> dict[str, float]:
             {c.option.compute_kernel for c in choices if c.option.traits.replicated}
             for choices in its
         ]
+        # Only where every table may be a replica is there a plan without any routed one.
         if all(kernels):
             parts |= {embedding.replica_part(kernel, False) for of in kernels for kernel in of}
         ways = [embedding.step_latencies([part], ranks, problem.values, local) for part in parts]

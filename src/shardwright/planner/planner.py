@@ -50,6 +50,8 @@ def plan(job: Job, model_of: ModelOf, hear: Hear | None = None) -> Plan:
 def surely_or_perhaps(look: Callable[[bool], Found]) -> Found:
     """What ``look`` finds that fits for sure; where nothing does, what perhaps fits, which is less
     than that on an accelerator alone."""
+    # Two whole searches and not one with a looser limit: what surely fits comes before anything
+    # that is faster and only perhaps does.
     found = look(True)
     if found.draft is not None or not found.problem.on_accelerator:
         return found
@@ -86,6 +88,8 @@ def find(job: Job, model_of: ModelOf, watch: Watch, sure: bool = True) -> Found:
 
     def rank(each: tuple[Found, Tried | None]) -> tuple[float, int]:
         found, row = each
+        # Where nothing fits, seconds are infinite for all, and the one that asks least is the one
+        # that a refusal should speak of.
         return found.seconds, row.peak_bytes if row and found.draft is None else 0
 
     best, _ = min(looked, key=rank)

@@ -130,6 +130,8 @@ def canonical_order(tables: Sequence[TableSpec]) -> tuple[int, ...]:
 
     def key(index: int) -> tuple[bytes, str]:
         table = tables[index]
+        # By everything but the name: a job that only names its tables otherwise should get the same
+        # plan.
         bare = msgspec.structs.replace(table, name="", fqn="")
         return msgspec.json.encode(bare), table.name
 
@@ -157,6 +159,7 @@ def make_problem(
             )
         )
     estimator = job.planner.estimator
+    # The other keys are of an estimate that adds up shards; nothing of a simulated step reads them.
     simulated = EstimatorSection(communication=estimator.communication)
     if model.is_trained and estimator != simulated:
         raise UnsupportedError(
@@ -332,4 +335,6 @@ def hosts_of(cluster: Cluster) -> int:
 
 def ranks_per_host(cluster: Cluster) -> int | None:
     """Ranks that are linked closely; None where all are."""
+    # None, not the number of ranks: formulas then have one link for all bytes, where with a number
+    # they would derive a network that is never crossed.
     return None if cluster.group >= cluster.world_size else cluster.group

@@ -51,6 +51,8 @@ def error(found: Found, watch: Watch) -> NoPlanError:
     """The refusal of a search without a plan, from the draft that asks least of its fullest
     rank; ``watch`` is the search's own, which hears on."""
     problem = found.problem
+    # Not the search's own watch: its time may be over by now, and every way out would be given up
+    # at once. It began when the search did, so what is shown as elapsed is the whole.
     whole = Watch(hear=watch.hear)
     whole.begun = watch.begun
     if problem.model.is_trained:
@@ -58,6 +60,8 @@ def error(found: Found, watch: Watch) -> NoPlanError:
     least, proven = _least(problem, whole)
     if least is None:
         return _no_ranks(problem)
+    # Proposers look at some plans only. Something fits that they did not come to, so that more
+    # memory would be the wrong advice.
     if least.fits:
         return _not_looked_at(found)
     return _refusal(found, least, whole, proven=proven)
@@ -125,6 +129,8 @@ def _largest(draft: Draft, rank: int) -> str:
         phase, kinds = max(phases.items(), key=lambda item: sum(item[1].values()))
         passing = [(size, kind) for kind, size in kinds.items() if kind not in OF_PARTS]
         size, kind = max(passing, default=(0, "temporary"))
+        # Where activations or buffers outweigh everything that a rank keeps, naming the largest
+        # table or unit would send the user to the wrong end.
         if size > sum(kinds.get(each, 0) for each in OF_PARTS):
             most = f"{category(kind)} with {exact_bytes(size)}"
             return f"the most at its peak, in {phase}, are {most}"
@@ -218,6 +224,8 @@ def _enough(attempt: _Try, tier: Tier, exact: int, scaled: int = 0) -> str:
     """The first of growing capacities with which a plan is found: ``exact``, then multiples of
     ``scaled``."""
     more = (round(times * (scaled or exact)) for times in MORE_MEMORY)
+    # The least and the most are tried whatever the time: the first is the answer that is wanted,
+    # the last says whether memory is what is missing at all.
     *usual, plenty = sorted({min(wanted, MAX_BYTES) for wanted in (exact, *more)})
     for wanted in (*usual, plenty):
         if attempt.watch.over() and wanted not in (exact, plenty):
@@ -285,6 +293,8 @@ def _smaller_batch(attempt: _Try) -> str:
     if size == 1 or not fits(1):  # of less, no more fits
         return ""
     most = size.bit_length() - 1  # halvings down to one sample
+    # By halves first, for a try of a plan takes seconds and batches go up to thousands; one sample
+    # is known to fit.
     steps = _first(lambda n: n == most or fits(size // 2**n), 1, most, attempt.watch) or most
 
     def enough(low: int, high: int) -> bool:
@@ -413,6 +423,8 @@ def _fits(found: Found, job: Job, whole: Watch) -> bool:
         problem = make_problem(job, model)
     except ShardwrightError:  # a way out that is none: too small for its own reservation, say
         return False
+    # The policy is there in the job, but this model cannot run with it: a plan that fits only so is
+    # no way out.
     if "none" not in checkpointing_of(job) and not_run(model):
         return False
     if not model.is_trained:
@@ -428,6 +440,7 @@ def _step_fits(problem: Problem) -> bool:
     loads = draft.kept_bytes
     fullest = max(range(len(loads)), key=lambda r: loads[r])
     capacity = problem.decisive_capacity
+    # Bytes that are kept are a sum; a peak takes a run of the step.
     if loads[fullest] > capacity:
         return False
     peaks = draft.phase_peaks(draft.load(fullest))

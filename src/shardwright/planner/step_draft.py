@@ -160,6 +160,8 @@ class StepDraft(Draft):
         """Of the ``exact`` bytes of a rank what its device has between steps: kind, name, bytes."""
         away = {name for choice in self.units if choice.away for name in _names(choice)}
         for (phase, kind, name), size in exact.items():
+            # Gradients are there from a reduce to the step, not between steps: the heap takes them
+            # itself.
             passes = kind == "gradient" or (kind == "padding" and phase == "reduce")
             if name not in away and not passes:
                 yield kind, name, size
@@ -255,6 +257,7 @@ class StepDraft(Draft):
     def highest_peak(self) -> int:
         """The highest total of any rank. Of units alone every rank has the same: what is padding
         on one is weight on another, unless their optimizer quantizes some."""
+        # Asked for every draft of units alone: one step instead of one for each class of ranks.
         if self.tables or any(choice.elements(None) for choice in self.units):
             return super().highest_peak  # ranks differ
         exact: Exact = {}
@@ -291,6 +294,8 @@ class StepDraft(Draft):
 
     def memories(self, enough: int | None = None) -> tuple[RankMemory, ...]:
         """Its classes of ranks; where an allocator holds more than ``enough``, not by how much."""
+        # A replay that ended early knows only that it is too much: it is not kept, for whoever asks
+        # for the needs themselves would get them cut.
         if not self._memories:
             found = memories(self, enough=enough)
             if enough is not None and any(rank.reserved_bytes > enough for rank in found):

@@ -59,6 +59,9 @@ class DenseContext:
     def shards_local(self) -> int | None:
         """How many of a group of shards are linked closely."""
         shards = self.grid.shards
+        # Ranks of a group of shards are neighbours. Where hosts hold whole groups, nothing of a
+        # group crosses hosts. Else both hosts and groups begin at multiples of their sizes, so what
+        # they have in common comes in pieces of at least their greatest common divisor.
         if self.local is None or (self.replicas > 1 and self.local % shards == 0):
             return None
         return math.gcd(self.local, shards)
@@ -68,6 +71,8 @@ class DenseContext:
         """How many replicas of a shard are linked closely."""
         if self.local is None:
             return None
+        # Replicas of a shard lie a whole group of shards apart, so a host has as many as it has
+        # groups.
         near = max(self.local // self.grid.shards, 1)
         return None if near >= self.replicas else near
 
@@ -224,6 +229,8 @@ class UnitChoice:
 
     def calls(self, step: Iterable[Action]) -> Calls:
         """Its collectives among the actions of a step; replicas are copied, not gathered."""
+        # Counted in the step itself, not by a rule: a unit that runs twice, or again for a
+        # checkpoint, is gathered more often than once each way.
         done = Counter((a.verb, a.direction) for a in step if a.target == self.unit.name)
         return Calls(
             0 if self.replicated else done["gather", "forward"],
@@ -343,6 +350,8 @@ def unit_choices(
         sum(computed[member.name].backward for member in units),
     )
     dtype = context.param_dtype
+    # Of a unit in host memory everything is copied before it is sent, so all of it counts as cast,
+    # in whatever dtype it is.
     cast = {tensor.dtype for tensor in unit.tensors} - {dtype} if dtype else set()
 
     def choices(placement: Placement, zero: Zero = 3, *, offloaded: bool) -> Iterator[UnitChoice]:
@@ -359,6 +368,8 @@ def unit_choices(
             cast={tensor.dtype for tensor in unit.tensors} if offloaded else cast,
             block=OPTIMIZERS[unit.optimizer].block,
         )
+        # Kept before resharded, and replicated before sharded: whoever takes the first of equally
+        # fast choices takes the one with fewer collectives.
         for reshard in (False, True) if sharded and zero == 3 else (False,):
             yield UnitChoice(unit, placement, zero, reshard, layout, computing, context, offloaded)
 
@@ -397,6 +408,9 @@ def unit_seconds(choice: UnitChoice, of: UnitSizes, c: Any) -> UnitSeconds:
         )
         reduces = reduces + between["reduce"]
         replicas = between["gather"] if choice.grid.twice else None
+    # The device computes with what is gathered, so a share in host memory crosses the link before
+    # each gather, and its gradient after each reduce. Its update runs on the host, at the speed of
+    # the host's memory (`update_seconds`).
     if choice.offloaded:
         share = named("sent_bytes", of.gathered // of.shards, "B")
         gathers = gathers + dense.copy_seconds(share, c, away=choice.away)

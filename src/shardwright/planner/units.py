@@ -70,6 +70,8 @@ class PlacedRun:
     def largest(self) -> tuple[list[int], list[int]]:
         """Bytes of the units that are largest whole, for a moment, and as gradients, as many as
         there are at once."""
+        # No more than two of them are ever whole at once, the one that computes and the one
+        # gathered ahead, so nothing else of a run has to be remembered for its footprint.
         passing = sorted(u.gathered for u in self.units if u.reshard)
         unreduced = sorted(u.reduced for u in self.units if not u.replicated)
         return passing[-MOST_AT_ONCE:], unreduced[-MOST_AT_ONCE:]
@@ -85,6 +87,8 @@ class PlacedRun:
         of all collectives is hidden; and where these follow one another, updates after them."""
         units = {choice.unit.name: choice.spent for choice in self.units}
         collectives, updates = 0.0, 0.0
+        # Of a reduce the walk's seconds also hold the gradient's buffer, which compute pays for:
+        # only the collective itself may be hidden.
         for action, unit, seconds in self._walked:
             if action.verb == "gather":
                 collectives += seconds
@@ -92,6 +96,8 @@ class PlacedRun:
                 collectives += units[unit].reduce
             elif action.verb == "update":
                 updates += units[unit].update
+        # Rounded down, and what is hidden up: sums are added in another order than those of the
+        # walk, and a floor a last digit above its seconds would rule the arrangement out.
         total = math.fsum(self.spent) * (1 - ROUNDING)
         hidden = self.space.context.c["overlap"] * collectives * (1 + ROUNDING)
         return total, total - hidden, (collectives + updates) * (1 - ROUNDING)
@@ -124,6 +130,8 @@ class Arrangement:
     @cached_property
     def seconds(self) -> float:
         """Seconds of the dense part."""
+        # With prefetch what a unit waits for depends on its neighbours, so the step has to be
+        # walked; without it every action's seconds are its own and add up.
         if self.prefetch:
             return math.fsum(s.seconds for s in self.space.walk(self.units, self.modes))
         return math.fsum(chain(self.space.apart, *(part.spent for part in self.parts)))
@@ -133,6 +141,8 @@ class Arrangement:
         """The same or less, found at once."""
         alone, hidden, sent = (sum(part.floors[k] for part in self.parts) for k in range(3))
         apart = math.fsum(self.space.apart) * (1 - ROUNDING)
+        # Two reasons why prefetch cannot be faster: compute and what of collectives it cannot hide
+        # come one after another, and so do all collectives, whatever is computed meanwhile.
         return max(apart + hidden, sent) if self.prefetch else apart + alone
 
     @cached_property
@@ -255,6 +265,8 @@ class UnitSpace:
 
         def key(pair: tuple[int, UnitSpec]) -> tuple[object, ...]:
             index, unit = pair
+            # One buffer has one optimizer and one placement, so what differs in either cannot be
+            # merged.
             alike = (unit.series, unit.optimizer, self._wanted(unit))
             return (*alike, -1 if unit.series else index)
 
@@ -277,6 +289,8 @@ class UnitSpace:
         longest = max((len(run) for run in self.runs), default=1)
         if self.section.layers_per_unit is not None:
             return (self.section.layers_per_unit,)
+        # Only sizes that make another number of units: 6 and 7 of 16 layers at most both make
+        # three, which are cut alike.
         return tuple(sorted({ceil_div(longest, parts) for parts in range(1, longest + 1)}))
 
     def choices(self, units: Unit) -> tuple[UnitChoice, ...]:
@@ -429,6 +443,8 @@ def fastest_first(
     while queue:
         _, place, is_known = heappop(queue)
         found = arrangements[place]
+        # Asked when it is its turn, not before: what does not fit is only known of those that were
+        # run.
         if dropped(found):
             continue
         if is_known:

@@ -75,6 +75,9 @@ class Policy:
 
     def keeps(self) -> Callable[[str], bool]:
         """A fresh count: whether the result of the next operator of a name is kept."""
+        # A fresh count for each forward: TorchTitan keeps every second product of a block, and
+        # forward and recomputation must count alike, or one would save what the other one does not
+        # ask for.
         products = itertools.count(1)
 
         def keep(name: str) -> bool:
@@ -223,6 +226,7 @@ def _with_attention(
 @contextmanager
 def _attention_again(options: dict[str, Any]) -> Iterator[None]:
     """Calls of scaled_dot_product_attention inside are checkpointed, whoever replaced it before."""
+    # Whatever the name stands for now, perhaps a lowering's replacement, is what is checkpointed.
     current = functional.scaled_dot_product_attention
     attention = _Attention(partial(checkpoint, current, **options))
     functional.scaled_dot_product_attention = attention.run

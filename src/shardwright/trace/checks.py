@@ -128,6 +128,8 @@ def without_pointers() -> Iterator[None]:
     def refuse(tensor: FakeTensor) -> int:
         raise RuntimeError("data_ptr() of a fake tensor")
 
+    # A kernel of the user's own (Triton, a C extension) that is given the address 0 would read
+    # there: refused, it is an error with a line that names the module.
     FakeTensor.data_ptr = refuse  # type: ignore[assignment,method-assign]
     try:
         yield

@@ -137,6 +137,8 @@ class _Block:
         tensors = [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
             return self.original(*arguments, **keywords)
+        # Layers of one structure share their graphs: AOTAutograd takes far longer than a forward of
+        # the block, and a model has dozens alike.
         key = (_structure(self.block), self.chosen, str(tree), *map(_shape, tensors))
         if key not in self.cache:
             self.cache[key] = self._trace(state, leaves, tree)
@@ -256,6 +258,8 @@ def _tag(joint: fx.GraphModule, chosen: Policy, outputs: int) -> None:
     }
     results = next(node for node in joint.graph.nodes if node.op == "output").args[0][:outputs]
     forward, ahead = set(), [node for node in results if isinstance(node, fx.Node)]
+    # Only what results are made of belongs to the forward: the joint graph also has operators that
+    # serve the backward alone.
     while ahead:
         node = ahead.pop()
         if node not in forward:
@@ -270,6 +274,7 @@ def _tag(joint: fx.GraphModule, chosen: Policy, outputs: int) -> None:
         schema = getattr(node.target, "_schema", None)
         kept = schema is not None and keep(schema.name)
         source = node.args[0] if node.target is operator.getitem else None
+        # A part of a tuple is no result of its own: kept or not as what it is taken from.
         if source is not None:
             node.meta["recompute"] = source.meta["recompute"]
         else:

@@ -130,6 +130,8 @@ class Composer:
     def _differs(self, found: Recording) -> str:
         """Why a recording cannot be unfolded; series that lack as many periods grow together."""
         for size in sorted(set(self.left_out.values())):
+            # Series of as many parts are grown in one run: each run traces the module once more,
+            # and two series that both go wrong would not make up for each other.
             grown = [name for name, periods in self.left_out.items() if periods == size]
             periods = {name: FEW + (name in grown) for name in self.left_out}
             more = self._run(periods)
@@ -149,6 +151,9 @@ class Composer:
                     for place, k in enumerate(cut.every):
                         for number, part in enumerate(called(container.children[k])):
                             kind = place % cut.period, number
+                            # The first part of each kind runs as it is. Those behind it hand on
+                            # something like what it gave, so that a forward of a hundred layers
+                            # costs about as much as one of a single layer.
                             passing = _passing(part, container.names[k], gave, kind, ran)
                             vars(part)["forward"] = passing
             try:
@@ -166,6 +171,7 @@ class Composer:
     def _run(self, periods: Mapping[str, int]) -> Recording:
         """A recording with so many periods of each series, of others all there are."""
         real = {module: name for name, module in self.model.named_modules()}
+        # Names are taken before the children are, for inside a list they are numbered anew then.
         with unchanged(self.model):
             shortened = self._shortened(periods)
             names = {name: real[module] for name, module in self.model.named_modules()}
@@ -255,6 +261,8 @@ def _said(recording: Recording) -> list[object]:
     for moment in moments(recording, blocks):
         summary = summaries.of(moment.piece)
         gradients = {(blocks.beside(u, moment), d): n for (u, d), n in summary.gradients.items()}
+        # Sums, not touches: two runs may number and order storages otherwise and still take the
+        # same.
         sums = (summary.net, summary.peak, gradients)
         said.append((moment.piece.point, moment.unit, sums, moment.piece.work))
     return said
@@ -282,6 +290,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 def _keep(container: Container, kept: Sequence[int]) -> None:
     """Leave these children in a container; those of a list are numbered anew."""
     old = [name for name, child in own_children(container.module).items() if child is not None]
+    # The keys of a list are its indices: with a gap it could not be indexed. A dict's keys, and
+    # those of a sequence, may be used by name and stay.
     numbered = isinstance(container.module, nn.ModuleList)
     names = [str(k) if numbered else old[place] for k, place in enumerate(sorted(kept))]
     modules = own_children(container.module)

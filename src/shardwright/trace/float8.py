@@ -126,6 +126,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype, axis: int | None) -> tuple[Tensor,
     size = tensor.abs()
     largest = size.max() if axis is None else size.amax(axis, keepdim=True)
     limit = torch.finfo(dtype).max
+    # Clamped, for a tensor of zeros would have an infinite scale.
     scale = limit / largest.float().clamp(min=_SMALLEST)
     return (tensor.float() * scale).clamp(-limit, limit).to(dtype), scale.reciprocal()
 

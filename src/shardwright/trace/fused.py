@@ -54,6 +54,8 @@ class Fused:
         held: dict[Cell, Tensor] = {}
         for node, tensor in zip(self.inputs, inputs, strict=True):
             held[(node, 0)] = tensor
+        # The caller's list is the last thing that names them: what the graph has used goes as soon
+        # as nobody else holds it, as under a compiled block.
         inputs.clear()
         tensor = None
         like = next(iter(held.values()))
@@ -100,6 +102,8 @@ class Fused:
             if _alias(user):
                 if self._needed(user, leaving):
                     return True
+            # A reduction is generated code, too, and takes what it reads in its own loop; a
+            # library's kernel, such as a product, reads from memory.
             elif not _inlined(user) and _kind(user) not in REDUCTIONS:
                 return True
         return False

@@ -1,5 +1,11 @@
 """A module's step as a recording: run once on fake tensors, cut where units begin and end."""
 
+# Why a step is cut where units begin and end: there a runtime gathers, frees and reduces, so that
+# memory under any runtime is these pieces with that in between. The trace itself knows no runtime.
+#
+# What must stay true: nothing is held here for longer than a training loop holds it, so results and
+# losses are let go where they are last needed, and the user's module is left as it was.
+
 from __future__ import annotations
 
 import gc
@@ -62,12 +68,17 @@ def record(subject: TracedModule) -> Recording:
     Call under the fake mode that the module and its inputs were made in.
     """
     recorder, module = Recorder(), subject.module
+    # A unit beside the parts that repeat is only one if its parameters are read inside its own
+    # forward: another module that reads them (tied weights, say) would find them not gathered. The
+    # recorder watches their storages and says which units that is so of.
     for unit in subject.apart:
         for part in subject.units[unit]:
             for parameter in part.parameters():
                 recorder.homes[key_of(parameter.untyped_storage())] = unit
     given = tree_leaves([list(subject.inputs), dict(subject.keywords), list(subject.extra)])
     before = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+    # Everything that is there before has to be adopted, or it would be taken for something that the
+    # step made where an operation first meets it.
     held = list(held_tensors(module))
     for tensor in (*held, *before):
         recorder.adopt(tensor)
@@ -85,6 +96,8 @@ def record(subject: TracedModule) -> Recording:
     except Exception as error:  # modules fail in as many ways as they are written
         raise Untraceable(recorder.place_of(error), error) from error
     finally:
+        # Whatever happened: gradients and followed storages would stay alive with the module, which
+        # is the caller's and runs again.
         recorder.storages.release()
         for parameter in module.parameters():
             parameter.grad = None
@@ -130,12 +143,16 @@ def _step(recorder: Recorder, subject: TracedModule) -> int:
         del result
         returned = target.untyped_storage().nbytes()
         gradient = torch.empty_like(target)
+        # The gradient comes from the next stage into a buffer that the pipeline holds and counts
+        # (`RankStep.receives`).
         recorder.forget(gradient)
         recorder.mark("", "backward")
         target.backward(gradient)
     else:
         recorder.mark("", "loss")
         loss = subject.loss(result)
+        # Whether a training loop still names it is counted apart (`Chunk.named`): here only what
+        # autograd keeps of it counts.
         del result
         recorder.mark("", "backward")
         loss.backward()
@@ -188,6 +205,8 @@ def recorded_units(
     """
     if trained is None:
         trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
+    # The first name of a parameter that stands in two places, as `named_parameters` of torch has
+    # it: with both a tied weight would count twice.
     names: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters():
         names.setdefault(parameter, name)
@@ -195,6 +214,7 @@ def recorded_units(
     of_series = {block: s.name for s in series for block in s.recorded}
     taken: set[nn.Parameter] = set()
     found = {}
+    # The root last: it has what no other unit has.
     for unit in sorted(units, key=lambda name: name == ""):
         mine = dict.fromkeys(p for part in units[unit] for p in part.parameters())
         left = [p for p in mine if p not in taken]

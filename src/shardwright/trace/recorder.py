@@ -152,6 +152,9 @@ class Recorder(Follower):
             home = self.homes.get(key_of(storage))
             if home is not None and home not in self.inside:
                 self.astray.add(home)
+            # A tensor that nobody made under the recorder is there in a run as well (a constant
+            # that a module keeps in a list, say): it counts as given, once, and is never seen to be
+            # freed.
             if self.storages.held(tensor) is None:
                 self.given += storage.nbytes()
                 self.storages.meet(tensor)
@@ -178,6 +181,8 @@ class Recorder(Follower):
         if held.operation is BEFORE:
             return
         is_new = held not in self._slots
+        # A storage of another size is another block of the allocator: one goes and another one
+        # comes.
         if before and before != size:
             self._free(held, before)
         if is_new or (size and before != size):
@@ -200,6 +205,8 @@ class Recorder(Follower):
         self.touches.append(Touch("free", self._slots[held], nbytes, held.kind))
 
     def _kind(self) -> Kind:
+        # A module that runs in the backward is a checkpointed one that runs again: what it makes
+        # are activations, though they do not live long.
         return "temporary" if self._backward and not self.running else "activation"
 
 
@@ -298,6 +305,8 @@ def _leaving(recorder: Recorder, names: dict[nn.Module, str]) -> Callable[..., N
             recorder.module = name  # until the gradient of another module's result arrives
 
         hooked = isinstance(result, torch.Tensor) and hasattr(result, HOOKED)  # by a module inside
+        # One hook for each result: modules that hand on what another one inside gave would each
+        # hook it, and the outer one's name would win.
         if isinstance(result, torch.Tensor) and result.requires_grad and not hooked:
             setattr(result, HOOKED, True)
             result.register_hook(backward)
@@ -340,6 +349,8 @@ class _Boundary:
     def before(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:
         """The same; the inputs go through a node that says when the backward is done."""
         arguments, keywords = self.entering(module, arguments, keywords)
+        # torch's full backward hooks wrap inputs as well, but what they give may not be changed in
+        # place, as some models do.
         given = [t for t in tensors_in((arguments, keywords)) if t.requires_grad]
         if given and torch.is_grad_enabled():
             left = iter(_Leave.apply(self.left, *given))

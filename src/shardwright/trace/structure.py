@@ -55,6 +55,8 @@ def containers(model: nn.Module, every: int = 1) -> list[Container]:
     their place, as one that picks every n-th does.
     """
     found = list(_walk(model, "", _Sharing(model)))
+    # A policy that picks every n-th part makes parts different that are built alike, so places are
+    # part of what is compared. Places go on from container to container, as the policy counts.
     if every == 1:
         return found
     begin, cuts = 0, []
@@ -119,6 +121,8 @@ def _walk(module: nn.Module, path: str, sharing: _Sharing) -> Iterator[Container
         found = _container(module, path, sharing)
         if found is not None:
             yield found
+            # What is inside of a part that repeats belongs to it: a list of heads in every layer is
+            # not a series of its own.
             repeated = {k for cut in found.stretches if repeats(cut) for k in cut.every}
             left = set(range(len(found.children))) - repeated - set(found.units)
             inside = {found.names[k].rpartition(".")[2]: found.children[k] for k in sorted(left)}
@@ -182,6 +186,8 @@ def _keys(children: Sequence[nn.Module], sharing: _Sharing) -> list[Hashable]:
         found: list[float] = []
         kind: Hashable = _built(child, found)
         numbers.append(found)
+        # Such a part is like none: a parameter belongs to the first unit that has it, so of two
+        # parts that share one only the first gathers and reduces it.
         if sharing.is_bound(child) or not _runs_whole(child):
             kind = (kind, place)
         kinds.setdefault(kind, []).append(place)
@@ -238,6 +244,8 @@ def _plain(value: Any, numbers: list[float], depth: int) -> Hashable:
     """An attribute, as far as it can decide what a forward does."""
     if isinstance(value, (bool, str, bytes, Enum, torch.dtype, torch.device, type(None), type)):
         return value
+    # Numbers are compared apart from the rest, for whether one is the part's place can only be said
+    # beside those of the other parts.
     if isinstance(value, (int, float)):
         if not math.isfinite(value):
             return repr(value)
@@ -323,6 +331,8 @@ def stretches(signatures: Sequence[Hashable]) -> list[PartRange]:
             if end > len(signatures):
                 break
             length = end - start
+            # By what repeats beyond the first period, not by length, for that is what a recording
+            # can leave out; of equal ones the shorter period is taken.
             if length > period and length - period > best.length - best.period:
                 best = PartRange(start, length, period)
         found.append(best)

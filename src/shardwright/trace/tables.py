@@ -78,6 +78,8 @@ def embeddings(module: nn.Module) -> Iterator[tuple[str, Embedding, str]]:
     places: dict[int, list[str]] = {}  # a module in two places has its weight in two
     for name, parameter in module.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), []).append(name)
+    # A table is one tensor with one placement: one in a part that repeats is recorded for some of
+    # them and stands for all, so it could not be told whose rows are asked for.
     repeated = {
         part
         for container in containers(module)
@@ -146,6 +148,8 @@ class RoutedRows(nn.Module):
         self.path = path
         self.asked = asked
         self.mark: Mark | None = None
+        # Rows need a gradient for a backward to come by, though there is no weight here: this empty
+        # leaf is what autograd goes back to.
         self.handle = torch.empty(0, requires_grad=True)
 
     def forward(self, ids: Any) -> Any:

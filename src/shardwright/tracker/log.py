@@ -87,6 +87,8 @@ class Log:
 
     def go(self, held: Holding) -> None:
         """A storage is freed; any thread may say so."""
+        # A bare append: a storage may go in any thread, and appending to a list is the one thing
+        # here that needs no lock.
         if held.size:
             self.entries.append((held, -held.size, None))
 

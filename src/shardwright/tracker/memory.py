@@ -215,6 +215,9 @@ class MemoryTracker(Follower):
         around.enter_context(listening(self._hear))
         if self.owners is None:
             return
+        # Fake or real, and on which device, is that of the model: others that are alive in the
+        # process, such as those of a data loader or of a trace inside a step, are not what is asked
+        # for.
         first = self.owners.first_tensor
         if first is not None:
             self.storages.mode = fake_mode_of(first)

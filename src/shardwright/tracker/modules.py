@@ -121,6 +121,9 @@ class Modules:
             return self._frames[-1].path
         if not in_backward():
             return None
+        # In a backward nothing says which module is at work. autograd numbers the nodes of its
+        # graph in the order in which they are made, so the number of the node that runs tells whose
+        # forward made it.
         number = node_number()
         if 0 <= number < _UNNUMBERED:
             place = bisect_right(self._numbers, number) - 1
@@ -131,6 +134,8 @@ class Modules:
         """An optimizer has stepped and the model runs again."""
         self.iteration += 1
         self._counts.clear()
+        # Nodes of an iteration that is over run no more: without this the lists would grow with
+        # every step.
         self._numbers.clear()
         self._owners.clear()
 
@@ -242,6 +247,9 @@ class Backward:
     def entered(self, inner: bool, _: object) -> None:
         """A gradient arrives at an output, as the module's own code made it (``inner``) or as the
         caller got it."""
+        # A module with several outputs is entered with the first gradient that arrives, and a
+        # runtime's own hooks lie between the two of ours, on whichever side: the first of the two
+        # is before them.
         if self._first is None:
             self._first = inner
             self._mark("before pre-backward")

@@ -114,6 +114,8 @@ class Owners:
             self._names[parameter] = name
             assign(parameter, "weight", DECLARED, name)
         for optimizer in self.optimizers:
+            # An optimizer may have parameters that are none of the model's, such as the flat ones
+            # of a runtime: they are weights all the same.
             for number, parameter in enumerate(_parameters_of(optimizer)):
                 if parameter not in self._names:
                     self._own.append(parameter)
@@ -148,6 +150,8 @@ class Owners:
         while self._steps:  # one that raised, or whose closure this is
             self._steps -= 1
             self.tracker.end()
+        # An iteration ends with the first forward after a step, not with the step: gradients are
+        # often cleared after it, and several optimizers may step one after the other.
         if self._stepped:
             self._stepped = False
             self.modules.next_iteration()
@@ -179,6 +183,8 @@ class Owners:
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         held = self.storages.held(parameter)
+        # The gradient of a gathered parameter is whole and still to be reduced; that of any other
+        # is the rank's own.
         whole = held is not None and held.kind == "gathered_weight"
         if parameter.grad is not None:
             kind: Kind = "unreduced_gradient" if whole else "gradient"
@@ -191,9 +197,13 @@ class Owners:
         """An operation ran: count what it was given if nobody made it, and what a collective
         moved."""
         backward = in_backward()
+        # autograd has no hook for the end of a backward. A callback that is queued while one runs
+        # is called when it ends, and must be queued anew in each.
         if backward and not self._awaiting_end:
             self._awaiting_end = True
             after_backward(self._expect_end)
+        # Gradients are enabled in a backward only while a checkpointed forward runs again (or a
+        # second derivative is taken).
         computing = torch.is_grad_enabled() if backward else self.phase == "forward"
         kind = kind_moved(function, computing=computing)
         if kind is not None:
@@ -213,6 +223,8 @@ class Owners:
 
     def _expect_end(self) -> None:
         """The pass is over, but for what others do then: come after them."""
+        # FSDP2 and DDP queue callbacks of their own, in which the last units reduce. One that is
+        # queued by a callback comes after all that are there.
         after_backward(self._end_backward)
 
     def _end_backward(self) -> None:

@@ -69,6 +69,7 @@ _DTENSOR = "torch.distributed.tensor"  # without it there is nothing to be worke
 
 def key_of(storage: torch.UntypedStorage) -> int:
     """What distinguishes storages while they live: the address of the object behind one."""
+    # Not the data pointer, which fake storages do not have and which changes with a resize.
     return int(storage._cdata)
 
 
@@ -179,6 +180,9 @@ def when_complete(tensors: Sequence[torch.Tensor], callback: Callable[[], None])
     def arrived(_: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if task not in missing:
+            # Only those that this pass will reach, or the callback would wait for a gradient that
+            # never comes. By the number of the pass, for a checkpoint runs another backward inside
+            # of one.
             missing[task] = sum(map(torch._C._will_engine_execute_node, nodes))
         missing[task] -= 1
         if not missing[task]:
@@ -268,6 +272,8 @@ class Wrapped:
     @contextmanager
     def by(self, wrapper: Callable[..., Any]) -> Iterator[None]:
         """Call ``wrapper(original, *arguments, **keywords)`` in place of the function inside."""
+        # One replacement for all, made by the first and put back by the last: two that each put
+        # back what they found would restore each other's replacement for good.
         entry = (thread_rank(), wrapper)
         with self._lock:
             if not self._wrappers:

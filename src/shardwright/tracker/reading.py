@@ -199,6 +199,8 @@ class Reading:
                 continue
             for index in range(span.begin, span.end):
                 _, change, module = self.log.entries[index]
+                # A peak is reached by an entry that takes memory; one that frees can only follow
+                # it.
                 if change > 0 and module is not None:
                     peak = (self.totals[index + 1], index + 1)
                     iteration = numbers.at(index)
@@ -214,6 +216,8 @@ class Reading:
         before: dict[tuple[str, int, int], int] = {}
         found: dict[str, int] = {}
         for mark in marks:
+            # Kinds as they are known at the end: what a forward made may have turned out to be a
+            # gradient's or a runtime's since then.
             level = sum(kinds[mark.moment].get(kind, 0) for kind in ("activation", "output"))
             key = (mark.module, mark.iteration, mark.call)
             if mark.state == "before pre-forward":

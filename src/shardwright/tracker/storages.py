@@ -90,6 +90,9 @@ class Follower(TorchDispatchMode):
         complete(function, arguments, result)
         if self._paused:
             return result
+        # Most operations return what they made, and a storage that is not known is then new.
+        # Backends of collectives also hand over buffers that they copied to themselves: those are
+        # looked for among what was given before they are taken for new ones.
         foreign = self.heed(function, arguments, keywords, result)
         given = (*arguments, *keywords.values()) if foreign else None
         if isinstance(result, torch.Tensor):
@@ -101,6 +104,9 @@ class Follower(TorchDispatchMode):
         return result
 
     def __enter__(self) -> Self:
+        # A resize of a storage passes by no dispatch mode, so it is heard apart: FSDP2 frees
+        # gathered parameters by resizing their storages to nothing, and would otherwise seem to
+        # keep all of them.
         self._following.enter_context(following_resizes(self._resized))
         super().__enter__()
         return self
@@ -145,6 +151,7 @@ class Storages:
     def live(self) -> Counter[Kind]:
         """Bytes alive by kind."""
         found: Counter[Kind] = Counter()
+        # A copy in one go: storages go in any thread, while somebody reads.
         for held in list(self._known.values()):
             found[held.kind] += held.size
         return found
@@ -160,6 +167,8 @@ class Storages:
 
     def release(self) -> None:
         """Follow nothing any more; what is alive stays as it was."""
+        # The weak references alone call back: without them nothing is heard any more, and what is
+        # known stays to be read.
         self._references.clear()
 
     # ---- what is known ---------------------------------------------------------------------------
@@ -172,6 +181,9 @@ class Storages:
         for part, storage, held in self._counted(tensor):
             if held is None:
                 held = self._add(storage, part, Holding(kind, certainty, BEFORE, None))
+            # Surer knowledge puts right what was guessed from the storage's first byte on;
+            # knowledge as sure is a change of use, such as a gradient that becomes the reduced one,
+            # and counts from here on.
             elif certainty > held.certainty:
                 held.kind, held.certainty = kind, certainty
             elif certainty == held.certainty >= INFERRED and kind != held.kind:
@@ -236,6 +248,8 @@ class Storages:
         device = (self.device_type or "") if tensor is None else device_type_of(tensor)
         held.grain = self._granularity or granularity_of(device)
         self._known[key] = held
+        # The callback has the key alone. A bound storage in it would keep alive what it waits for
+        # to go.
         self._references[key] = weakref.ref(storage, partial(self._freed, key))
         self._measure(held, storage)
         return held
@@ -250,6 +264,8 @@ class Storages:
         """The storage is used for something else from now on."""
         new = Holding(kind, held.certainty, held.operation, held.module)
         new.name, new.raw, new.grain = held.name, held.raw, held.grain
+        # A new holding for the same storage: entries of the log name holdings, so what it was until
+        # now stays what it was.
         self._known[key] = new
         self.follower.change(held, new, held.size)
         return new
@@ -321,6 +337,8 @@ def complete(function: OpOverload, arguments: Sequence[Any], result: Any) -> Non
     if known is None or not isinstance(result[known[0]], FakeTensor):
         return
     storage = result[known[0]].untyped_storage()
+    # A fake kernel returns a workspace without bytes where the real one's size is known only to its
+    # library.
     if not storage.nbytes():
         storage.resize_(known[1](arguments))
 

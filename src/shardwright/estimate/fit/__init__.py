@@ -59,6 +59,8 @@ def fit(
         _footprints(hear, scaled, ways=True)(job)  # raises it with what would help
         raise
     exact = footprints or _footprints(hear, recorded)
+    # What the answers rest on is traced after all. Where a line was wrong all questions are asked
+    # again with traces alone, which is slow and right.
     if not scaled.agree({row.largest_batch.size for row in found.policies}):
         found, variants = _searched(job, exact, progress)
     variants.footprints = exact

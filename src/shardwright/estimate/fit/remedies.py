@@ -50,6 +50,7 @@ def remedies(
         remedy = _tried(estimate, (way.words,), way.job) if _runs(job, way.job) else None
         if remedy and remedy.estimate.most_bytes < WORTH * needs:
             found.append(remedy)
+    # All keys of memory at once: one estimate more, for where no pair is enough.
     words, joined = _together(job, found)
     if not _fits(found):
         pairs = _pairs(estimate, job, found, world_size)
@@ -127,6 +128,8 @@ def _divided(job: Job, world_size: int, name: str, degree: int) -> Iterator[Vari
     section = parallel_of(job)
     degrees = {key: getattr(section, key) for key in ("tensor", "pipeline", "context")}
     others = section.data_replicate * math.prod((degrees | {name: degree}).values())
+    # Experts regroup ranks that share data, so their degree takes no ranks of its own: it divides
+    # the group as far as that goes.
     if name == "expert":
         others //= degree
         group = world_size // (others // section.context // section.tensor)
@@ -152,6 +155,8 @@ def _on_more_ranks(
             if way and _runs(job, way.job):
                 words = (*changes, way.words, f"{times * world_size} ranks")
                 remedy = _tried(estimate, words, way.job)
+            # More ranks that no longer make it smaller will not make it fit: what is left does not
+            # go down with them.
             if remedy is None or (least and remedy.estimate.most_bytes > WORTH * least):
                 break
             least = remedy.estimate.most_bytes
@@ -165,6 +170,7 @@ def _pairs(estimate: Estimates, job: Job, found: list[Remedy], world_size: int) 
     its share of what the other leaves."""
     best: dict[str, Remedy] = {}
     for remedy in sorted(found, key=lambda each: each.estimate.most_bytes):
+        # Of one key the best value alone, for two values of it cannot be had together.
         best.setdefault(remedy.changes[0].split(" = ")[0], remedy)
     likeliest = combinations(list(best.values())[:PAIRED], 2)
     pairs = sorted(likeliest, key=lambda two: math.prod(each.estimate.most_bytes for each in two))

@@ -91,6 +91,8 @@ def smallest(need: Need, limit: int, most: int, hint: int = 1) -> int:
         guess = min(max(guess, low + 1), high - 1)
         if asked.fits(guess):
             high = guess
+        # More ranks need no less from here on: what is left does not go down with them
+        # (activations), or padding grows. Looking further would only cost estimates.
         elif high > most and asked.of(guess) >= asked.of(low):
             return 0
         else:
@@ -129,6 +131,8 @@ def _on_curve(asked: _Bracket, low: int, high: int) -> int:
     near, far = asked.of(low), asked.of(high)
     if near <= far:
         return math.isqrt(low * high)
+    # The curve through both answers: what ranks share (b) goes down with their number, what each
+    # keeps (a) does not.
     b = (near - far) / (1 / low - 1 / high)
     left = asked.limit - (far - b / high)
     return math.ceil(b / left) if left > b / high else high - 1
@@ -251,6 +255,8 @@ def _largest(
         try:
             nbytes = here(size).most_bytes
         except UnsupportedError:
+            # A size that is refused though none smaller has run is no limit of sizes: the job
+            # itself is unsupported, and says why.
             if size < min(ran, default=math.inf):
                 raise
             refused.add(size)

@@ -176,6 +176,8 @@ class Scaled:
         size = job.batch.size
         family = msgspec.json.encode(changed(job, {"batch.size": 1})), routed
         made, drawn = (known.setdefault(family, {}) for known in (self.made, self.drawn))
+        # Two traces are made first, for with one there is no line. Only a user's own function takes
+        # long to trace.
         if job.model.traits.is_function and size not in made and len(made) > 1:
             try:
                 found = _drawn(made, size)
@@ -215,9 +217,13 @@ def _on_line(near: Any, far: Any, part: int, whole: int) -> Any:
         return {key: _on_line(near[key], far[key], part, whole) for key in near}
     if near == far:
         return near
+    # Names, kinds and rates do not lie on a line: what differs in them between two batches is
+    # another step.
     if type(near) is not int:
         raise _UnevenError
     way, rest = divmod((far - near) * part, whole)
+    # Whole numbers only: a number of bytes between two would be a guess, and this is to be what a
+    # trace gives.
     if rest or near + way < 0:
         raise _UnevenError
     return near + way

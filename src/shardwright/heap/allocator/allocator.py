@@ -191,6 +191,8 @@ def expand(
     memory mapped to what of it has none. None if the device has too little."""
     page = SMALL_SEGMENT if pool.small else settings.large_segment
     block = _room(pool, size) or _new_range(device, pool, page)
+    # Pages that were mapped before the device ran out stay mapped and free, as in torch: what is
+    # asked for next may use them.
     if not block.mapped and not _map(device, block, min(block.size, size)):
         return None
     while block.size < size:
@@ -208,6 +210,8 @@ def unmap(device: DeviceMemory, block: CachedBlock) -> None:
     """Give back the pages that lie wholly in a free block."""
     segment = block.expandable
     assert segment is not None
+    # Pages are counted from the segment's begin, not the block's: only those that lie in it whole
+    # have nothing else on them.
     before = -(block.address - segment.start) % segment.page
     pages = (block.size - before) // segment.page if block.size > before else 0
     if not pages:
@@ -230,6 +234,8 @@ def unmap(device: DeviceMemory, block: CachedBlock) -> None:
 
 def _room(pool: BlockPool, size: int) -> CachedBlock | None:
     """The first of the blocks one behind another that are free or unmapped and large enough."""
+    # torch looks at unmapped stretches by address and takes the first that is large enough together
+    # with the free block in front of it.
     for _, unmapped in pool.unmapped:
         first = unmapped
         if first.prev is not None and not first.prev.busy:
@@ -315,6 +321,9 @@ class Allocator:
             return None
         rest = block.size - size
         if rest >= MIN_BLOCK:
+            # torch's should_split: rests of small blocks, and of segments that can grow, are of use
+            # from 512 bytes on; a large block's rest only above 1 MiB, and none where the request
+            # is as large as max_split_size.
             if pool.small or self.settings.expandable_segments:
                 splits = True
             else:
@@ -364,10 +373,14 @@ class Allocator:
         if at == len(free):
             return None
         block = free[at][2]
+        # An expandable segment has address space behind it far beyond any request. By its bytes
+        # alone it would always be taken first; torch compares what each could grow to.
         if block.expandable is not None:
             while at + 1 < len(free) and _can_be(free[at + 1][2]) < _can_be(block):
                 at += 1
                 block = free[at][2]
+        # What is too large to be split would serve a small request whole and be lost to the large
+        # ones that it is kept for.
         if size < self._most <= block.size:
             return None
         if size >= self._most and block.size >= size + self.settings.max_non_split_rounding:
@@ -380,6 +393,8 @@ class Allocator:
         if self._collects:
             self._collect()
         block = self._ask(pool, size)
+        # In this order, each only where the one before was in vain: the last one gives everything
+        # back and waits for the device, which costs a program most, and is counted as a retry.
         if block is None and self._release_oversize(pool, size):
             block = self._ask(pool, size)
         if block is None:
@@ -408,6 +423,8 @@ class Allocator:
         if self.settings.max_split_size is None:
             return False
         wanted = max(size, self._most)
+        # One block that is large enough does it alone; else several from the largest down, which
+        # are given back for nothing if they are not enough together, as torch does it.
         at = bisect_left(pool.free, (wanted,))
         if at < len(pool.free) and pool.free[at][2].expandable is None:
             self._release(pool.free[at][2])
@@ -437,6 +454,8 @@ class Allocator:
         searches = self._ages[False].searches
         reclaimed = 0
         while candidates and reclaimed < target:
+            # Blocks at least as old as the mean go in each round, so that a few rounds suffice and
+            # what was used just now goes last.
             mean = sum(searches - block.born for block in candidates) / len(candidates)
             old = [block for block in candidates if searches - block.born >= mean]
             candidates = [block for block in candidates if searches - block.born < mean]

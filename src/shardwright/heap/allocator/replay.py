@@ -1,5 +1,9 @@
 """Requests for device memory, played through the caching allocator."""
 
+# What an allocator holds follows from sizes, streams and their order alone, so requests are all
+# that is played. A name that is taken twice, or freed without being held, is refused: the replay
+# would go on with sums that mean nothing.
+
 from __future__ import annotations
 
 import math
@@ -108,11 +112,14 @@ class _Player:
                 raise InputError(expected(f"request {place}", "a new name", f"{name!r} again"))
             if allocator.late:
                 self._finish_late(place)
+            # The same sizes come again and again.
             size = sizes.get(nbytes)
             if size is None:
                 size = sizes[nbytes] = rounded(nbytes)
             peak, waiting = device.peak, bool(allocator.late)
             block = allocator.take(size, stream)
+            # The allocator had to wait for the device: every block that another stream still used
+            # is free now, so what is active is what is allocated.
             if waiting and not allocator.late:
                 self.active = self.allocated
             if block is None:

@@ -81,6 +81,8 @@ def costs(
 def _records(columns: Mapping[str, Any], count: int) -> Sequence[dict[str, Any]]:
     if not columns:
         return [{}] * count
+    # A column may be one number for all shards; tolist gives Python's own numbers, so that bytes
+    # stay exact ints whatever their size.
     lists = [np.broadcast_to(np.asarray(values), count).tolist() for values in columns.values()]
     return [dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True)]
 
@@ -188,6 +190,7 @@ def priced(
         if group is None:
             group = groups[scheme] = ShardGroup()
         placed.append((number, scheme, group, group.add(number, option)))
+    # Of objects: bytes stay Python's ints, which are exact whatever they are multiplied with.
     quantities = np.array(facts, dtype=object).T
     for scheme, group in groups.items():
         sizes = [np.array(sizes, dtype=object) for sizes in (group.rows, group.columns)]

@@ -103,6 +103,8 @@ def price(
         return scheme._replace(dedup=_dedups(context, table, option, facts, mesh))
 
     def costs_of(scheme: Scheme, exact: list[Any]) -> list[Cost]:
+        # Seconds as doubles, which are fast and as exact as the constants; bytes by the same
+        # formulas on Python's ints.
         fast = [values.astype(np.float64) for values in exact]
         seconds = _seconds(context, scheme, _arrays(scheme, fast, c), mesh, c)
         output = exact[2:][TableFacts._fields.index("output")]
@@ -140,6 +142,8 @@ def derive(
     c = constants_of(context.cluster)
     scheme = _scheme(context, table, option.sharding_type, option.compute_kernel)
     mesh, numbers = _mesh(context, leaf), _mesh(context, bare)
+    # Whether rows travel once is decided by numbers, before anything is derived: a derivation
+    # follows the formula that was chosen and cannot choose itself.
     facts = _facts(context, table, numbers.ranks, context.values, bare)
     scheme = scheme._replace(dedup=_dedups(context, table, option, facts, numbers))
     facts = _facts(context, table, mesh.ranks, c, leaf)
@@ -187,6 +191,8 @@ def _demand(scheme: Scheme, rows: Any, columns: Any, facts: TableFacts, c: Any) 
     passes = optimizer.table_passes(scheme.optimizer, c, like=rows)
     ids, bags, forward, backward = facts[:4]
     distinct = facts.touched
+    # Each different row is one id and one row of its own on its way: there is nothing left to be
+    # summed into bags at the owner.
     if scheme.dedup:
         ids = bags = distinct
     swept = facts.swept if scheme.sums else None

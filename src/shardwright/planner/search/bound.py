@@ -93,6 +93,10 @@ def lower_bound(space: Space, options: OptionTable, *, roomy: bool = False) -> B
     limit = np.array(space.capacity, dtype=np.float64) * space.ranks
     if roomy:
         limit = np.full(3, np.inf)
+    # A plan of T seconds has no shard above T. So the lower T is, the fewer options there are and
+    # the more work the cheapest choice takes; between two sizes of shards nothing changes.
+    # Bisection finds the first size whose own bound is not above the next size: below that no T
+    # holds.
     sizes = np.where(options.fits, options.largest, np.inf)
     floor = float(np.minimum.reduceat(sizes, options.starts).max())
     levels = np.array(sorted({*sizes[np.isfinite(sizes) & (sizes >= floor)].tolist()}))
@@ -143,10 +147,16 @@ def beyond_room(priced_work: Any, rooms_and_prices: Iterable[tuple[Any, Any]]) -
 
 def _cheapest(seconds: Floats, options: OptionTable, limit: Floats) -> Bound:
     """The least work under the byte limits: the maximum over prices of the relaxed minimum."""
+    # The dual of the linear relaxation (Lagrange): at any prices that are not below 0, the cheapest
+    # priced choice less the worth of all room is no more than the least work within the room. A
+    # price that is found badly makes a lower bound, never a wrong one.
     scarce = [t for t in range(3) if options.storage[:, t].any()]
     prices = np.zeros(3)
     if _excess(seconds, options, limit, prices).max(initial=-np.inf) <= 0:
         return Bound(_value(seconds, options, limit, prices), prices, usable=True)
+    # No prices tell that nothing fits at all: they would rise without end. So the sums of least
+    # bytes are asked first, of each memory and of all together, for options that save one fill
+    # another.
     most = limit * (1 + ROUNDING)
     if any(_least(seconds, options, options.storage[:, t]) > most[t] for t in scarce):
         return Bound(np.inf, prices, usable=False)
@@ -154,6 +164,8 @@ def _cheapest(seconds: Floats, options: OptionTable, limit: Floats) -> Bound:
     if _least(seconds, options, shares) > len(scarce) * (1 + ROUNDING):  # more than all tiers hold
         return Bound(np.inf, prices, usable=False)
     best, best_prices = _value(seconds, options, limit, prices), prices.copy()
+    # A price of one memory moves what is chosen and so what the others need: each is found anew
+    # with the others fixed. Rounds need not get better every time, so the best is kept.
     for _ in range(ROUNDS if len(scarce) > 1 else 1):
         for tier in scarce:
             _settle(seconds, options, limit, prices, tier)
@@ -170,11 +182,15 @@ def _settle(
     prices[tier] = 0.0
     if _excess(seconds, options, limit, prices)[tier] <= 0:
         return
+    # Where to begin is a guess (all seconds of the dearest option for a full memory); it is raised
+    # until the choice is within the limit, so a bad guess costs only rounds.
     finite = seconds[np.isfinite(seconds)]
     low, high = 0.0, max(float(finite.max() / max(limit[tier], 1.0)), LEAST_PRICE)
     prices[tier] = high
     while _excess(seconds, options, limit, prices)[tier] > 0 and high < 1e30:
         high *= 8
+        # The end of the interval at which the limit is met. Any price is a valid bound, but starts
+        # of the search are made at these prices and should be within the memory.
         prices[tier] = high
     for _ in range(BISECTIONS):
         prices[tier] = (low + high) / 2
@@ -194,6 +210,8 @@ def _value(seconds: Floats, options: OptionTable, limit: Floats, prices: Floats)
 
 def _excess(seconds: Floats, options: OptionTable, limit: Floats, prices: Floats) -> Floats:
     """Bytes above the limit of each tier when every item takes its cheapest option."""
+    # The first of equally cheap options, as everywhere: with another one the bisection and so the
+    # plan would depend on rounding.
     chosen = cheapest(priced_options(seconds, options, prices), options)
     over: Floats = options.storage[chosen].sum(axis=0) - limit
     return over
@@ -270,6 +288,8 @@ def starts(space: Space, options: OptionTable, found: Bound) -> Iterator[Ints]:
     for start in STARTS_OF_MANY if many else STARTS:
         usable = _small_enough(space, options, start, target)
         factor = start.price_factor
+        # Where all bytes fit together their price is 0 and no factor raises it, though single ranks
+        # may still be short. So a small price of its own is added, which is none at a factor of 1.
         prices = found.prices * factor + scale * BYTE_PRICE * (factor - 1)
         priced = np.where(usable, options.seconds + options.storage @ prices, np.inf)
         if start.finer_cost:
@@ -286,6 +306,8 @@ def _small_enough(space: Space, options: OptionTable, start: StartRule, target: 
     small = fitting & (options.largest <= target * start.largest_shard)
     small &= _filled(space, options) <= start.largest_bytes
     counts = np.diff(np.append(options.starts, len(small)))
+    # An item that has no option as small as asked keeps all that fit a rank: a start without an
+    # option for some item is none.
     has = np.repeat(np.logical_or.reduceat(small, options.starts), counts)
     return np.where(has, small, fitting)
 
@@ -302,5 +324,7 @@ def _by_size(
     """The size of an option's largest shard, among those nearly as cheap as the cheapest."""
     counts = np.diff(np.append(options.starts, len(priced)))
     least = np.repeat(np.minimum.reduceat(priced, options.starts), counts)
+    # By whichever of seconds and bytes is larger: a shard that fills a rank is as hard to place
+    # beside others as one that takes all of its time.
     size = np.maximum(options.largest / target, _filled(space, options))
     return np.where(priced <= least * (1 + slack), size, np.inf)

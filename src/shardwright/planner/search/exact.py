@@ -6,6 +6,11 @@ at most its capacity; T is minimised. Seconds are scaled by the relaxed bound an
 capacities, so that all coefficients are near 1.
 """
 
+# What must stay true: all rules of the space (allowed ranks, items kept apart, blocks in one group)
+# are rows, and an option is left out only where no better plan can have it. Else what is proven is
+# not true of every plan. Tolerances are taken to the safe side: the solver calls equal what differs
+# by a little, so the ceiling is raised by that (`SLACK`) and the bound lowered (`SAFETY`).
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -84,8 +89,13 @@ def solve(space: Space, start: SearchOutcome, seconds: float) -> tuple[Assignmen
     if start.best is not None:
         _begin_with(solver, program, space, start, scale)
     solver.run()
+    # Everything above the plan that is known was cut off, so infeasible means that nothing is
+    # faster: the plan's own seconds are proven, less what the tolerances may hide. Without a plan
+    # the ceiling is above any assignment, and nothing can be placed at all.
     if solver.getModelStatus().name == "kInfeasible":  # nothing at or below the ceiling
         return None, _ceiling(space, start) * (1 - 2 * SLACK) if start.best else 0.0
+    # A program that presolve alone solves has no tree and so no bound of one: the objective stands
+    # for it.
     bound = float(solver.getInfo().mip_dual_bound)
     if not np.isfinite(bound) and solver.getModelStatus().name == "kOptimal":
         bound = float(solver.getInfo().objective_function_value) * (1 - SLACK)  # solved by presolve
@@ -113,6 +123,9 @@ def _useful(space: Space, start: SearchOutcome) -> list[list[int]]:
             [
                 number
                 for number, option in enumerate(entry.options)
+                # An option of which one shard takes as long as the whole plan is in no faster plan.
+                # The chosen one stays, for the plan that the solver starts from must be one of its
+                # own.
                 if option.largest < start.seconds or number == chosen
             ]
         )
@@ -133,7 +146,12 @@ def _build(space: Space, useful: list[list[int]], scale: float) -> tuple[_Progra
             option = rule.options[number]
             if option.everywhere:
                 everywhere.append((choice, option.everywhere / scale))
+            # Blocks on all ranks need no counts: the choice stands for all of them at once, and
+            # their seconds and bytes are those of so many blocks.
             times = len(option.widths) if option.widths[0] == space.ranks else 1
+            # Blocks of an option are alike, so how many lie at a slot is all there is to know. With
+            # a variable of its own for each block every plan would be there once for each order of
+            # the blocks, and the solver would search all of them.
             for column, slot in _counts(program, space, item, number, option, choice):
                 _add_block(program, space, option, (column, slot), scale / times, times)
     for rank, terms in program.load.items():
@@ -158,6 +176,7 @@ def _counts(
         for slot in range(0, space.ranks, width)
         if allowed is None or allowed[slot : slot + width].all()
     ]
+    # All of the blocks if the option is chosen and none if not: this row ties counts to the choice.
     program.row([*((c, 1.0) for c, _ in found), (choice, -float(count))], 0.0, 0.0)
     if option.close:
         _keep_close(program, space, found, choice, count)
@@ -174,6 +193,8 @@ def _keep_close(
         home = slot // space.group
         if home not in homes:
             homes[home] = program.column(item, NO_OPTION, -1, 1.0)
+        # No count is above 0 without its group, and below there is one group at most: together all
+        # blocks lie in one.
         program.row([(column, 1.0), (homes[home], -float(count))], -np.inf, 0.0)
     program.row([*((home, 1.0) for home in homes.values()), (choice, -1.0)], -np.inf, 0.0)
 
@@ -209,12 +230,15 @@ def _keep_apart(program: _Program, space: Space) -> None:
                 at.setdefault((column.item, rank), []).append(index)
     present = {}
     for (item, rank), columns in at.items():
+        # One variable for each item and rank, whatever its options: a row for each pair of blocks
+        # that may not meet would be as many as the options of both multiplied.
         there = program.column(item, NO_OPTION, rank, 1.0)
         present[item, rank] = there
         for index in columns:
             program.row([(index, 1.0), (there, -program.upper[index])], -np.inf, 0.0)
     for (item, rank), there in present.items():
         for other in space.items[item].apart_from:
+            # Of every pair once: both items name each other.
             if other > item and (other, rank) in present:
                 program.row([(there, 1.0), (present[other, rank], 1.0)], -np.inf, 1.0)
 
@@ -241,6 +265,7 @@ def _solver(program: _Program, seconds: float) -> Any:
     lp.a_matrix_.start_ = np.cumsum([0] + [len(row[0]) for row in program.rows])
     lp.a_matrix_.index_ = np.concatenate([row[0] for row in program.rows])
     lp.a_matrix_.value_ = np.concatenate([row[1] for row in program.rows])
+    # Only T is no whole number.
     kinds = [highspy.HighsVarType.kContinuous]
     lp.integrality_ = kinds + [highspy.HighsVarType.kInteger] * (lp.num_col_ - 1)
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
@@ -280,6 +305,8 @@ def _assignment(
     useful: list[list[int]],
     values: Any,
 ) -> Assignment:
+    # The solver's numbers are whole only within its tolerance: the largest of an item's choices is
+    # the one that is 1, and counts are rounded.
     options = [
         numbers[int(np.argmax([values[c] for c in columns]))]
         for columns, numbers in zip(choices, useful, strict=True)

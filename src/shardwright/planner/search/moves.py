@@ -58,6 +58,9 @@ def helping_move(
 
 def _together(state: SearchState, ranks: list[int], near: Ints) -> Iterator[list[int]]:
     """Ranks that are looked at in one go: one after the other where there is much to look at."""
+    # The first rank that any move helps ends the round. With many ranks each look is large, so they
+    # are looked at one after the other; with few numpy's calls cost more than what they compute, so
+    # several ranks share them.
     if state.space.ranks > SWAP_PARTNERS:
         yield from ([rank] for rank in ranks)
         return
@@ -102,6 +105,9 @@ def relocations(
     """``relocation`` for each of several ranks."""
     if len(others) < MANY_RANKS or state.space.constrained:
         return _relocations(state, ranks, costs, others)[0]
+    # Moving to a rank outside of the idle ones costs at least `least`. So if the best move among
+    # the idle ones is no dearer, it is the best of all, and only else all ranks are looked at: the
+    # result is the same, not an approximation.
     idle, busy = state.idle  # of many ranks, most are too busy
     moves, least = _relocations(state, ranks, costs, idle, busy)
     if all(move is not None and move.change <= least for move in moves):
@@ -185,8 +191,12 @@ def _least_added(
 ) -> float:
     """The least of what is ``left`` with what ``seconds`` add to ranks that are ``busy``: costs are
     convex, so none that are busier, or that are as busy on average, take them for less."""
+    # Costs are cut at MAX_RATIO and flat above it. A rank that is beyond the cut would take a block
+    # for nothing, so there is no bound to be had there.
     if busy + seconds.max() >= MAX_RATIO * state.target:
         return -np.inf
+    # Seconds alone: the penalty for bytes can only add to what a block costs a rank that it joins,
+    # so a bound without it still holds.
     there = np.array([busy])
     added = state.time_cost(there + seconds) - state.time_cost(there)
     return float((left + added * ranks).min())
@@ -208,12 +218,16 @@ def exchanges(
         return [None] * len(ranks)
     at = partners(state, own, there, others)
     # of all, at None is one row of them
+    # The indices `at` are [own blocks, partners]. Without them (None) numpy adds an axis of one, so
+    # that the same lines below serve both: every own block beside every other one.
     seconds, storage, ranks_there = there.seconds[at], there.storage[at], there.ranks[at]
     gain = seconds - own.seconds[:, None]
     bytes_ = storage - own.storage[:, None, :]
     mine = state.cost(state.load[own.ranks, None] + gain, state.memory[own.ranks, None] + bytes_)
     theirs = state.cost(state.load[ranks_there] - gain, state.memory[ranks_there] - bytes_)
     change = mine + theirs - costs[own.ranks, None] - costs[ranks_there]
+    # Ranks of lowest cost may be among the worst ones where there are few. Two blocks of one rank
+    # that trade places would count what they change twice.
     change[own.ranks[:, None] == ranks_there] = np.inf
     if state.space.constrained:
         _forbid_swaps(state, own, there, at, change)
@@ -244,6 +258,10 @@ def partners(state: SearchState, own: SinglesOf, there: SinglesOf, others: Ints)
     for rank, start, end in zip(others.tolist(), ends - there.counts, ends, strict=True):
         if start == end:
             continue
+        # After a swap the own rank has lost `own - there` seconds and the other one has gained
+        # them: both end in the middle where that is half of what they differ by. Sorted once, the
+        # partners near that are found by a search in the order, so a rank of a thousand blocks
+        # costs a few looks, not a thousand.
         half = (state.load[own.ranks] - state.load[rank]) / 2
         wanted = [(there.seconds[start:end], own.seconds - half)]
         for tier, _ in state.space.scarce_tiers:
@@ -253,6 +271,9 @@ def partners(state: SearchState, own: SinglesOf, there: SinglesOf, others: Ints)
         for values, near in wanted:
             order = np.argsort(values, kind="stable")
             first = np.searchsorted(values[order], near)[:, None]
+            # Some on each side, for the middle of the seconds need not be where the bytes fit. At
+            # the ends of the list the same block is looked at several times, which costs less than
+            # cutting it.
             around = np.arange(-NEIGHBOURS, NEIGHBOURS)
             found.append(start + order[np.clip(first + around, 0, end - start - 1)])
     near_ones: Ints = np.concatenate(found, axis=1)
@@ -278,6 +299,8 @@ def host_relocation(state: SearchState, rank: int, costs: Floats) -> Move | None
     """The best host for one of the blocks that lie on all ranks of this rank's host."""
     space = state.space
     width = space.group
+    # Blocks as wide as a host are blocks of one rank where a host has one, and cannot go anywhere
+    # where there is one host only.
     if width in (1, space.ranks):
         return None
     home = rank // width
@@ -292,6 +315,9 @@ def host_relocation(state: SearchState, rank: int, costs: Floats) -> Move | None
     ]
     if not found or not len(hosts):
         return None
+    # As among ranks: the least busy hosts first, and the others only where the bound says that one
+    # of them may be better. Where rules close hosts the best of the near ones may be forbidden, so
+    # all are looked at.
     if len(hosts) >= MANY_HOSTS and not space.constrained:  # most are too busy
         busy = state.load.reshape(-1, width).sum(axis=1)[hosts] / width
         order = np.argpartition(busy, NEAR_SLOTS)

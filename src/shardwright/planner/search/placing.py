@@ -79,6 +79,10 @@ def deal(lots: Lots, costs: Costs) -> tuple[Ints, Bools, Floats]:
     most = int(lots.counts.max())
     rows = min(most, 2 * -(-most // places) + SPARE_ROWS)
     while True:
+        # What a slot costs with 0, 1, 2 ... blocks: the differences are what each further block
+        # adds. As costs are convex they rise, so the cheapest of all steps of all slots are always
+        # the first ones of each slot, and taking them in one go is what placing block after block
+        # would come to.
         step = np.arange(rows + 1.0)[:, None, None]
         reached = np.add.reduce(
             costs(
@@ -87,11 +91,17 @@ def deal(lots: Lots, costs: Costs) -> tuple[Ints, Bools, Floats]:
             ),
             axis=3,
         )
+        # Rounding (and the cut at MAX_RATIO) may make a later step cheaper than the one before it.
+        # Then a slot would be given its third block without its second, so steps are kept from
+        # falling.
         added = np.maximum.accumulate(reached[:, 1:] - reached[:, :-1], axis=1)
         if lots.closed.any():
             added = np.where(lots.closed[:, None], np.inf, added)
         taken, last = _cheapest(added.reshape(number, -1), lots.counts)
         taken = taken.reshape(added.shape)
+        # How many blocks a slot gets is not known before. Twice an even share is enough for nearly
+        # all; where the last row was reached, the slot might have taken more, and more rows are
+        # looked at.
         if rows == most or not (taken[:, -1].any() or np.isinf(last).any()):
             break  # nothing of the last row is taken: none after it is
         rows = min(2 * rows, most)
@@ -107,6 +117,8 @@ def _cheapest(added: Floats, counts: Ints) -> tuple[Bools, Floats]:
     last = np.sort(added)[np.arange(lots), np.minimum(counts, steps) - 1]
     last[counts > steps] = np.inf
     cheaper, alike = added < last[:, None], added == last[:, None]
+    # Many slots are exactly alike at first, so what is equally cheap is dealt in order until the
+    # count is met: not one block too many, and the same slots every time.
     left = counts - cheaper.sum(axis=1)
     return cheaper | (alike & (alike.cumsum(axis=1) <= left[:, None])), last
 
@@ -138,6 +150,8 @@ def spread(state: SearchState, item: int, option: int) -> tuple[int, ...] | None
     if len(blocks) == 1:
         slot = _place(state, blocks[0], load, memory, costs, mask)
         return None if slot is None else (slot,)
+    # Blocks that differ cannot be dealt by steps of one size: each is placed with the ones before
+    # it in place.
     load, memory, costs = load.copy(), memory.copy(), costs.copy()
     slots: list[int] = []
     for block in blocks:
@@ -156,6 +170,8 @@ def _with_room(state: SearchState, block: OptionBlock, count: int, load: Floats)
     """As many of the least busy ranks as there are blocks of one rank each, if each has room
     for all of them: where nothing is full no other rank takes one for less."""
     near = least_first(load, min(count, len(load)))
+    # Room for all of the blocks on each rank, though none will get all: then bytes cannot matter,
+    # however they are dealt, and only seconds decide.
     filled = state.memory[near] + count * block.storage[0]
     return near if (filled <= state.limits).all() else None
 
@@ -203,6 +219,7 @@ def _nearest(
     near = least_first(busy, number)
     busy[near] = np.inf
     least = np.array([busy.min()])
+    # Above the cut costs are flat, and a bound by their slope does not hold.
     if least + shortest >= MAX_RATIO * state.target:
         return None, np.inf
     added = state.time_cost(least + shortest) - state.time_cost(least)
@@ -250,12 +267,16 @@ def longest_first(
         longest = max(longest, option.largest - option.everywhere)
         blocks += space.blocks_of(item, number)
         slots.append([0] * len(option.widths))
+    # No placement at all is below an even share of the work, nor below the longest block beside
+    # what is everywhere. Most tries end here, before anything is sorted.
     if max(work / space.ranks, everywhere + longest) >= below * ROUNDED_UP:
         return None
     load: Floats = np.full(space.ranks, everywhere)
     memory: Floats = np.zeros((space.ranks, 3))
     blocks.sort()
     for start, (width, _, item, index) in enumerate(blocks):
+        # Widths are negative, so that sorting puts the widest first; once one of a single rank
+        # comes, only such are left, for which a heap finds the least busy rank at once.
         if width == -1:
             if not _singles_placed(space, options, blocks[start:], load, memory, slots, below):
                 return None
@@ -309,6 +330,8 @@ def _singles_placed(
         passed = []
         while ranks:
             busy, rank = ranks[0]
+            # The rank on top of the heap is the least busy of those that are left, so no other one
+            # is below the limit either.
             if busy - minus_seconds >= below:
                 return False
             for tier, own, limit in filled:
@@ -317,6 +340,8 @@ def _singles_placed(
             else:
                 if allowed is None or allowed[rank]:
                     break
+            # A rank without room for this block may have room for the next, smaller one: it is put
+            # back when the block is placed.
             passed.append(heapq.heappop(ranks))
         else:
             return False
@@ -340,6 +365,8 @@ def placed(space: Space, chosen: Ints, target: float) -> SearchState:
         filled = (np.array(option.largest_storage) / space.capacity_array).max()
         return (-max(option.widths), -max(option.largest / target, float(filled)))
 
+    # What rules leave the fewest ranks goes first: any other item still finds a place later, this
+    # one may not.
     for item in sorted(range(len(space.items)), key=lambda i: (_freedom(space, i), weight(i))):
         slots = spread(state, item, int(chosen[item]))
         if slots is not None:
@@ -373,6 +400,8 @@ def _put_anywhere(state: SearchState, item: int) -> bool:
 
 def _make_room(state: SearchState, item: int) -> None:
     """Take the items off that this one must avoid, place it, and place them again."""
+    # Items that must be apart may have taken every rank that is open to this one. They are the only
+    # ones in its way, so they alone are placed again after it.
     others = [o for o in state.space.items[item].apart_from if state.options[o] >= 0]
     for other in others:
         state.drop(other)
@@ -384,6 +413,8 @@ def least_first(values: Floats, count: int) -> Ints:
     """The places of the ``count`` least values, in order; of equal ones the first."""
     if count == 1:
         return np.array([values.argmin()])
+    # Not argpartition: of equal values it returns any, which may differ between versions of numpy
+    # and between machines, and plans are compared byte for byte.
     last = np.partition(values, count - 1)[count - 1]
     near = values < last
     near[np.flatnonzero(values == last)[: count - int(near.sum())]] = True

@@ -45,6 +45,8 @@ def polish(
 ) -> SearchState:
     """The best state found from ``best``; ends at ``good`` seconds or when no change helps."""
     state = restored(space, target, SHARPEST, best)
+    # Every step places all blocks anew for dozens of changes. Of many items a single one changes
+    # little, and what time there is goes to more starts instead (`STARTS_OF_MANY`).
     if len(space.items) > MAX_ITEMS or space.ranks == 1:
         return state
     for _ in range(MAX_STEPS):
@@ -63,6 +65,9 @@ def _step(space: Space, state: SearchState, target: float, improve: Improve) -> 
     for item, option in _changes(space, state, target):
         options = [*state.options]
         options[item] = option
+        # A little slower than the best so far is good enough here, for what falls quickly is
+        # improved afterwards; a stricter limit would drop changes that only need their blocks
+        # moved.
         fallen = longest_first(space, options, state.worst * PROMISING)
         if fallen is not None:
             found.append((fallen[0], item, option, fallen[1]))
@@ -81,6 +86,9 @@ def _changes(space: Space, state: SearchState, target: float) -> Iterator[tuple[
     order = np.argsort(-state.load, kind="stable")[:WORST_RANKS]
     for item in sorted({item for rank in order for item in state.on_rank[int(rank)]}):
         options = space.items[item].options
+        # An option that takes far more work in all cannot pay off by lying better: the work of all
+        # ranks is what the bound is made of. The share of the target is for items so small that any
+        # option is dear beside their cheapest.
         most = space.least_work[item] * MAX_WORK + WORK_SLACK * target
         for number, option in enumerate(options):
             if number != state.options[item] and option.total_seconds <= most:
@@ -103,6 +111,8 @@ def annealed(
     most = state.worst * space.ranks  # of all work: no better plan has as much
     work = [[option.total_seconds for option in item.options] for item in space.items]
     slack = most - sum(space.least_work)
+    # An option that alone takes more work above the cheapest one than a better plan may have in all
+    # is in none, so it need not be drawn.
     usable = [
         [number for number, own in enumerate(its) if own <= least + slack]
         for its, least in zip(work, space.least_work, strict=True)
@@ -119,8 +129,12 @@ def annealed(
         for _ in range(1 + step % 2):
             item = int(draw() * len(changed))
             changed[item] = usable[item][int(draw() * len(usable[item]))]
+        # As in any annealing the limit cools to none. It is drawn before the placement and given to
+        # it, so that a placement ends as soon as a rank is above it.
         below = seconds * (1 + HEAT * (1 - step / steps) * draw())
         tried = tuple(changed)
+        # The same few options are drawn again and again. What did not come below a higher limit
+        # does not come below a lower one.
         if failed.get(tried, 0.0) >= below:
             continue
         if sum(own[number] for own, number in zip(work, tried, strict=True)) < most:
@@ -130,6 +144,8 @@ def annealed(
             elif placed[0] < below:
                 options, seconds = tried, placed[0]
                 found[options] = placed
+    # Moving blocks alone is far quicker than changing options as well, so it chooses which few of
+    # what was found are worth the whole of it.
     nearest = sorted(found.items(), key=lambda each: each[1])[:MOVED]
     moved = [
         improve(restored(space, target, SHARP, Assignment(chosen, slots)), reoption=False)
@@ -175,6 +191,8 @@ def relieving(state: SearchState, below: float) -> list[int]:
     slow = np.flatnonzero(state.load >= below)
     if not len(slow):
         return list(range(len(state.options)))
+    # The slowest rank gets faster only if all that are as slow do. An item that is missing on one
+    # of them leaves that one as it is, whatever becomes of the item.
     held = set.intersection(*(state.on_rank[int(rank)] for rank in slow))
     width = state.space.ranks
     uniform = {
@@ -215,18 +233,25 @@ def _may_go(option: ItemOption, room: Floats) -> bool:
         return bool((room.reshape(-1, block.width) > block.seconds).all(axis=1).any())
     if not block.seconds[0]:
         return True
+    # Only seconds are asked, and each rank by itself: quick, and never wrongly false. Whether bytes
+    # and rules allow it the real placement says.
     return bool(np.floor(room / block.seconds[0]).sum() >= count)
 
 
 def coarsened(state: SearchState, worst: float) -> SearchState:
     """The same assignment with fewer blocks wherever an item can have them and nothing is slower:
     a table in fewer pieces is easier to live with."""
+    # What is cut finest first: it has most pieces to lose, and what one item gives up in room the
+    # next ones no longer have.
     cut = [item for item in range(len(state.options)) if len(state.slots[item]) > 1]
     for item in sorted(cut, key=lambda item: (-len(state.slots[item]), item)):
         options = state.space.items[item].options
         fewer = [n for n in range(len(options)) if len(options[n].widths) < len(state.slots[item])]
         found = None
         with state.without(item):
+            # Here as slow as the worst rank is allowed, so a little is added for rounding: the
+            # item's own seconds were just subtracted from sums, and an option that fits exactly
+            # would be missed by a last digit.
             room = worst * ROUNDED_UP + LEAST_ROOM - state.load
             for number in sorted(fewer, key=lambda n: (len(options[n].widths), n)):
                 slots = spread(state, item, number) if _may_go(options[number], room) else None

@@ -50,6 +50,8 @@ def prove(facts: ProofFacts, low: float, high: float, take: Callable[[Ints], flo
     for _ in range(STEPS if low > 0 else 0):
         if high <= low * (1 + CLOSE):
             break
+        # The middle of a ratio, not of a difference, since `CLOSE` is one. What cannot be ruled out
+        # is not shown to exist: from then on `high` is only as far as a proof may still get.
         middle = float(np.sqrt(low * high))
         ways = facts.ways(middle)
         if ways is None:
@@ -122,6 +124,8 @@ class ProofFacts:
     def _kept(self, limits: Floats, kept: Bools) -> Bools | None:
         """Options whose largest part has room beside the least that every rank has of all other
         items; None where an item has none."""
+        # Again and again until nothing changes: without a dropped option the least of its item may
+        # be more, which leaves less room beside it and may drop others.
         before = -1
         while kept.sum() != before:
             before = kept.sum()
@@ -138,11 +142,15 @@ class ProofFacts:
         least = self._least(self.alike, kept)
         left = 1 - least.sum(axis=0) / limits
         alike = (self.alike - least[self.owner]) / limits
+        # Everything is a share of a rank, so that seconds and bytes of each memory are one kind of
+        # number and one tolerance serves all of them.
         sums = self.total / limits / self.ranks
         columns = [*sums.T]
         if self.prices.any():
             weights = np.concatenate([[1.0], self.prices * limits[1:] / limits[0]])
             columns.append(sums @ (weights / weights.sum()))
+        # Parts are counted beside what every rank has anyway: a part of half a rank is one of two
+        # that fit, but the only one where a third of the rank is taken.
         room = np.maximum(left, TOLERANCE)
         shares, rest = self.parts / limits / room, alike / room
         for k in COUNTS:
@@ -151,6 +159,9 @@ class ProofFacts:
                 taken = np.bincount(self.part_owner, column, minlength=len(kept))
                 columns.append(taken / self.ranks + more)
         uses = np.column_stack(columns)
+        # What the least of every item uses is taken off all budgets at once. Only what an option
+        # uses beyond that is left to choose, and a budget that all items together cannot exceed
+        # then is left out, which makes every way shorter.
         floor = self._least(uses, kept)
         uses = (uses - floor[self.owner])[kept]
         budgets = 1 - floor.sum(axis=0)
@@ -174,6 +185,8 @@ def _ways(demands: _Demands) -> Ints | None:
         return None
     begins = np.flatnonzero(np.diff(owner, prepend=-1))
     ends = [*begins[1:].tolist(), len(owner)]
+    # Items that differ most between their options come first: ways that are impossible end early,
+    # and ways that were merged late are merged over little.
     spread = (np.maximum.reduceat(uses, begins) / np.maximum(budgets, TOLERANCE)).max(
         axis=1, initial=0.0
     )
@@ -182,12 +195,16 @@ def _ways(demands: _Demands) -> Ints | None:
     chosen = np.zeros((1, len(begins)), np.int64)
     for item in np.argsort(-spread, kind="stable").tolist():
         rows = np.arange(begins[item], ends[item])
+        # An option that uses no less of anything than another one of its item, and has no smaller
+        # part, may be replaced by that one in every way: it is left out.
         rows = rows[_undominated(np.column_stack([uses[rows], alike[rows], largest[rows]]))]
         more = np.empty((len(ways), len(rows), ways.shape[1]))
         more[..., :kinds] = ways[:, None, :kinds] - uses[rows]
         more[..., kinds:-limits] = ways[:, None, kinds:-limits] - alike[rows]
         more[..., -limits:] = np.minimum(ways[:, None, -limits:], -largest[rows])
         found = more.reshape(-1, ways.shape[1])
+        # Within a budget to a little more than it: what is ruled out here must be impossible, and
+        # rounding must never be what rules it out.
         within: Bools = np.logical_and.reduce(found[:, :kinds] >= -TOLERANCE, axis=1)
         within &= (found[:, kinds:-limits] + found[:, -limits:] >= -TOLERANCE).all(axis=1)
         places = np.flatnonzero(within)
@@ -214,6 +231,9 @@ def _merged(ways: Floats, budgets: Floats) -> tuple[Floats, Ints]:
     of those that each is made of."""
     if len(ways) <= WAYS:
         return ways, np.arange(len(ways))
+    # Neighbours in the first two budgets that are left (mostly seconds and bytes of all ranks): the
+    # largest of what two alike ways leave is hardly more than what each leaves, while two unlike
+    # ones would make one that is better than both by far, and prove nothing.
     key = ways[:, 0]
     if len(budgets) > 1:
         key = key / max(budgets[0], TOLERANCE) - ways[:, 1] / max(budgets[1], TOLERANCE)
@@ -228,6 +248,8 @@ def facts_of(
 ) -> ProofFacts | None:
     """None where there is too much to look at, or not all options are listed. ``roomy``: as if
     memory were no matter but for what fits no rank alone."""
+    # The floor of an item is below its options and none of them: it has no parts that could be
+    # counted.
     if len(space.items) > MOST_ITEMS or not options.listed.all():
         return None
     owner: list[int] = []
@@ -261,6 +283,8 @@ def _split(option: ItemOption) -> tuple[Part, list[Part]]:
     """What an option puts on every rank, and what on some beside it."""
     if not option.is_uniform:
         blocks = option.blocks
+        # Blocks that are alike are one object (see `space._make_blocks`): each kind of part is
+        # counted with how many there are, or a table in a thousand pieces would be a thousand rows.
         times = len(blocks) if blocks[0] is blocks[-1] else 1
         rest = [
             (count * times, own[0], tuple(own[1:]))
@@ -269,6 +293,8 @@ def _split(option: ItemOption) -> tuple[Part, list[Part]]:
         ]
         return (1, option.everywhere, (0.0, 0.0, 0.0)), rest
     runs = option.stretches
+    # Of runs that differ the least is on every rank, and the rest is a part of some ranks beside
+    # it.
     least = min(run.seconds for run in runs)
     sizes = tuple(float(min(run.storage[tier] for run in runs)) for tier in range(3))
     rest = [

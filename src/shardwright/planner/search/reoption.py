@@ -71,7 +71,11 @@ def reoption_and_relocate(state: SearchState) -> bool:
         return False
     best = float(state.rank_costs().sum()) * (1 - EPSILON)
     found: tuple[int, int, tuple[int, ...], Move] | None = None
+    # A change is made and taken back on a copy, for sums of doubles do not come back to what they
+    # were; the state itself is touched once, by what is chosen.
     trial = state.copy()
+    # By their bounds: as soon as a bound is no better than what was found, all that follow are
+    # worse, and none of them has to be placed.
     for least, (item, option) in sorted(promising(state, cheapest_changes(state), best)):
         if least >= best:
             break
@@ -116,6 +120,8 @@ def _least_after_move(state: SearchState, rank: int, ways: Ways, load: Floats) -
     """What moving one block off a rank leaves there and adds elsewhere at least, where items have
     other options and ranks that ``load`` [ways, ranks]: as if they held only what they do without
     these items."""
+    # Of the blocks of the item that was changed one stands for all, since they are alike, and it
+    # may be the one that moves: so it is looked at beside those that lie there.
     there, blocks = state.singles(rank), [state.blocks(*way)[0] for way in ways]
     many = (len(ways), len(there.items) + 1)
     seconds, storage = np.empty(many), np.empty((*many, 3))
@@ -126,6 +132,7 @@ def _least_after_move(state: SearchState, rank: int, ways: Ways, load: Floats) -
     joined = state.cost(load[:, None] + seconds[..., None], memory[:, None] + storage[:, :, None])
     joined -= state.cost(load, memory)[:, None]
     joined[..., rank] = np.inf
+    # Without the penalty for bytes that stay on the rank: it only adds, so the bound holds without.
     left = state.time_cost(load[:, rank, None] - seconds)
     least: Floats = (left + joined.min(axis=2)).min(axis=1)
     return least
@@ -166,6 +173,8 @@ def weigh(
     than ``below``."""
     ranks = state.space.ranks
     found_load, found_costs = np.zeros((len(ways), ranks)), np.full((len(ways), ranks), np.inf)
+    # To deal many ways together looks at every rank for each of them. Of thousands of ranks a
+    # placement of one way alone looks at the idle ones first, which is far less.
     if ranks >= MANY_RANKS:
         for index, (item, option) in enumerate(ways):
             found_load[index], found_costs[index] = _weigh_alone(state, item, option)

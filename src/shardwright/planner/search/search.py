@@ -133,17 +133,26 @@ def search(
     begun = [] if first is None else [restored(space, target, POWERS[0], first)]
     best = _BestSoFar(watch, _most_steps(space), found.seconds)
     proved = found.seconds
+    # More options that leave the bound where it was have nothing to offer but other placements,
+    # which one more start shows as well as many.
     few = quick or found.seconds >= known_bound * (1 - SAME_BOUND)
     most = (1 if quick or len(space.items) <= MAX_ITEMS else FEW_OF_MANY) if few else None
     fresh = _fresh(space, options, found, best, known_start, most)
+    # `fresh` makes each start when it is asked for, so that it sees what the ones before have found
+    # and none is placed in vain.
     for start in itertools.chain(begun, fresh):
         if few and best.tried > len(begun) and best.seconds <= proved * (1 + NEAR):
             break
         before = best.seconds
         state = best.take(start, max(proved, enough))
+        # The best start says how long a start takes to get anywhere. Others that have not caught up
+        # in twice as many steps (of many items in as many) are given up; what the search was given
+        # to improve says nothing of that, for it was nearly done.
         if best.seconds < before and start not in begun:
             patience = PATIENCE if len(space.items) <= MAX_ITEMS else 1
             best.most = min(best.most, max(patience * state.steps, LEAST_STEPS))
+        # The more starts have ended near here, the less another one is likely to bring: what is
+        # good enough grows with them.
         good = proved * (1 + GOOD_ENOUGH * max(best.feasible, 1))
         if best.seconds <= max(good, enough) or watch.over():
             break
@@ -153,6 +162,8 @@ def search(
     if quick:
         return SearchOutcome(chosen, seconds, found, best.tried, best.feasible, proved)
     ways: list[_Way] = []
+    # A proof takes time of its own: it is asked for only where there is something left between the
+    # plan and the bound.
     if roomy is not None and seconds > max(proved * (1 + GOOD_ENOUGH), enough):
         proved, ways = _proved(space, options, best, found, enough, roomy=roomy)
     chosen, seconds = _finished(space, chosen, seconds, proved, enough, watch)
@@ -163,6 +174,7 @@ def search(
             break
         start = restored(space, target, POWERS[0], Assignment(way.options, way.slots))
         best.take(start, max(proved, enough))
+    # Polished once more only if a way was better: what was polished before is not likely to move.
     if best.seconds < seconds:
         chosen, seconds = _finished(space, best.best, best.seconds, proved, enough, watch)
     return SearchOutcome(chosen, seconds, found, best.tried, best.feasible, proved)
@@ -340,10 +352,13 @@ def improve(
         state.sharpen(power)
         cost = float("inf")
         for number in range(each):
+            # Costs, not the slowest rank, say whether a round still gets on: many steps help ranks
+            # that are nearly the slowest before the slowest itself can be helped.
             if number % window == 0:
                 before, cost = cost, float(state.rank_costs().sum())
                 if state.fits and cost > before * (1 - PROGRESS):
                     break
+            # A state that does not fit yet is not worth as many steps as one that does.
             given_up = state.steps >= (most if state.fits else most // PATIENCE)
             if given_up or not _step(state, reoption) or watch.over():
                 break
@@ -354,6 +369,8 @@ def improve(
                     break
         if state.fits and worst > least * FAR_BEHIND:
             break
+    # Steps lower the sum of all ranks' costs, in which the slowest rank may get slower for a while,
+    # or memory may run over: the last state need not be the best one.
     if best is not None and not (state.fits and state.worst <= worst):
         steps, state = state.steps, restored(state.space, state.target, state.power, best)
         state.steps = steps
@@ -374,6 +391,8 @@ def _step(state: SearchState, reoption: bool) -> bool:
         return False
     tried: set[int] = set()
     for rank in order[:2]:
+        # Sorted: only so many items are tried, and which ones must not depend on the order of a
+        # set.
         items = [*sorted(state.on_rank[int(rank)] - tried), *sorted(state.uniform - tried)]
         if reoption_best(state, items[:ITEMS_TRIED]):
             return True

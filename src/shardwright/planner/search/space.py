@@ -5,6 +5,13 @@ for a row-cut inside it, all ranks for a replica or a row-cut over everything. B
 are interchangeable, so one set of moves serves every sharding type.
 """
 
+# Why blocks and not shards: to place something one needs to know how many neighbouring ranks it
+# takes, its seconds and its bytes, and nothing of sharding types.
+#
+# What must stay true: all blocks of an option are as wide, those of one rank are alike, and a block
+# begins at a multiple of its width, so that it never lies across two hosts. Moves of a block,
+# dealing of many and bounds by reshaped arrays all rest on it.
+
 from __future__ import annotations
 
 import functools
@@ -216,6 +223,8 @@ def _sums(choice: Choice) -> _Sums:
         hbm, ddr, ssd = own = cost.storage
         storage = hbm * count, ddr * count, ssd * count
         return _Sums(cost.total_seconds * count, storage, cost.total_seconds, own)
+    # By identity: shards of one shape share their Cost (see `pricing.evaluate`), so a table of
+    # thousands of shards adds up a few different ones.
     counts: dict[int, int] = {}
     for run, cost in zip(runs, costs, strict=True):
         counts[id(cost)] = counts.get(id(cost), 0) + run.count * times
@@ -277,10 +286,14 @@ def _make_blocks(option: ItemOption) -> tuple[OptionBlock, ...]:
         more = _expanded(choice)
         seconds, storage = seconds + more[0], storage + more[1]
     count, width = len(option.widths), option.widths[0]
+    # One block on a host with more shards than ranks there: these are dealt in turn, as the runtime
+    # does it (`shard_ranks`), so a rank has several of them.
     if count == 1 and len(seconds) != width:
         seconds, storage = _folded(seconds, storage, width)
     first = OptionBlock(width, seconds[:width], storage[:width])
     shaped = seconds.reshape(count, width), storage.reshape(count, width, 3)
+    # One object for all blocks that are alike: whoever places them asks `blocks[0] is blocks[-1]`
+    # and may then deal them at once.
     if count == 1 or all((values == values[:1]).all() for values in shaped):
         return (first,) * count
     assert width > 1
@@ -314,6 +327,8 @@ def fill(option: ItemOption, slots: Sequence[int], load: Floats, memory: Floats,
             memory[ranks] += [sign * size for size in storage]
         return
     blocks = option.blocks
+    # add.at, for several blocks may lie on one rank: `load[slots] += ...` would count such a rank
+    # once.
     if len(blocks) > 1 and blocks[0].width == 1 and blocks[0] is blocks[-1]:
         np.add.at(load, list(slots), sign * blocks[0].seconds[0])
         np.add.at(memory, list(slots), sign * blocks[0].storage[0])

@@ -90,6 +90,8 @@ class SearchState:
         result = self.time_cost(load)
         for tier, scale in self.space.scarce_tiers:
             filled = memory[..., tier]
+            # Most of a search happens where nothing is over its capacity, and this is its innermost
+            # loop: one maximum is much cheaper than the four passes over all ranks below.
             if np.maximum.reduce(filled, axis=None, initial=0.0) <= self.limits[tier]:
                 continue  # no rank has too much
             over = filled * scale
@@ -101,6 +103,8 @@ class SearchState:
 
     def time_cost(self, load: Floats) -> Floats:
         """``cost`` of ranks that have room for what they hold."""
+        # Cut before the power is taken: a ratio of 1e5 to the power of 64 is more than a double can
+        # hold, and infinite costs of two ranks cannot be compared.
         result: Floats = np.minimum(load / self.target, MAX_RATIO)
         for _ in range(int(self.power).bit_length() - 1):  # a power of two: squared so many times
             result *= result
@@ -110,6 +114,9 @@ class SearchState:
         """Another power; a byte too many stays worse than any time that a rank takes now."""
         self._costs = None
         self.power = power
+        # With the power the costs of slow ranks grow by orders of magnitude. A penalty that stayed
+        # as it was would become small beside them, and the search would pay for speed with memory
+        # that is not there.
         ratio = min(max(self.worst / self.target, 1.0), MAX_RATIO)
         self.penalty = OVERFLOW_PENALTY * ratio**power
 
@@ -122,6 +129,8 @@ class SearchState:
     @property
     def fits(self) -> bool:
         """Whether every item lies somewhere and no rank is over capacity."""
+        # This is asked after every step. An item without a place can only come to be by `drop`, so
+        # once all items were seen to lie somewhere the list is not looked through again.
         if not self._complete:
             self._complete = min(self.options, default=0) >= 0
         known = self._known
@@ -195,6 +204,10 @@ class SearchState:
     @contextlib.contextmanager
     def without(self, item: int) -> Iterator[None]:
         """The ranks' load and memory without an item, while it is looked where else it may go."""
+        # The arrays are copied and put back, not added to and subtracted from: sums of doubles
+        # do not come back to what they were, so every look would change a state a little. `change`
+        # stays as it was: what is known of the present change (`idle`, `bare`, room) is of the
+        # ranks with the item and must not be asked for inside.
         load, memory, costs = self.load, self.memory, self._costs
         self.load, self.memory = load.copy(), memory.copy()
         self._costs = None if costs is None else costs.copy()
@@ -207,6 +220,8 @@ class SearchState:
         self.change += 1
         option, slots = self.space.items[item].options[self.options[item]], self.slots[item]
         width = option.widths[0]
+        # Items on all ranks are kept apart from `on_rank`: no move of a block can help them, and
+        # each would have to be listed on every rank whenever it is put or taken.
         if width == self.space.ranks > 1:
             (self.uniform.add if sign > 0 else self.uniform.discard)(item)
         for slot in set(slots) if width < self.space.ranks else ():
@@ -220,6 +235,8 @@ class SearchState:
         option, slots = self.space.items[item].options[self.options[item]], self.slots[item]
         fill(option, slots, self.load, self.memory, sign)
         width = option.widths[0]
+        # Costs are worked out anew for the ranks that changed alone. Where all of them did, they
+        # are dropped, which saves working them out several times before anybody asks.
         if option.everywhere or width == self.space.ranks:
             self._costs = None
         elif width == 1:
@@ -243,6 +260,8 @@ class SearchState:
         """Seconds of the slowest rank with an item, which lies nowhere, at ``slots``, and whether
         the ranks that hold it then have room for that."""
         chosen = self.space.items[item].options[option]
+        # One block on all ranks is a few runs of like shards, so the slowest of each run says it
+        # all. Of others every rank may get another sum, and only adding them up tells.
         if not chosen.is_uniform:
             load, memory = self.load.copy(), self.memory.copy()
             fill(chosen, slots, load, memory, 1)
@@ -262,6 +281,8 @@ class SearchState:
         slots = list(self.slots[item])
         slots[number] = slot
         self.slots[item] = tuple(slots)
+        # An item may have several blocks on one rank. It leaves the old rank only if no other block
+        # of it is there, or the rank would be taken to be free of it and never be helped.
         held = {
             rank
             for place, part in zip(slots, self.blocks(item), strict=True)
@@ -272,12 +293,16 @@ class SearchState:
                 self.on_rank[rank].discard(item)
         for rank in range(slot, slot + block.width):
             self.on_rank[rank].add(item)
+        # Only blocks of one rank are among `singles`, and all blocks of an item are as wide, so of
+        # a wide block that moved nothing that is kept here has changed.
         for rank in (old, slot):
             self._singles.pop(rank, None)
 
     def singles(self, rank: int) -> Singles:
         """One block of each item that has any of width 1 on a rank; an item's blocks are alike."""
         if rank not in self._singles:
+            # Sorted, for a set of numbers has no order that may be relied on, and of equally good
+            # moves the first is taken.
             found = [
                 (item, block)
                 for item in sorted(self.on_rank[rank])
@@ -296,6 +321,8 @@ class SearchState:
             return None
         rule = self.space.items[item]
         mask = np.ones(self.space.ranks, bool) if rule.allowed is None else rule.allowed.copy()
+        # Rules between items depend on where the others lie just now, so this mask is made anew
+        # each time and never kept with the item.
         for other in rule.apart_from:
             if self.options[other] >= 0:
                 for block, slot in zip(self.blocks(other), self.slots[other], strict=True):

@@ -169,6 +169,9 @@ def least_share(space: Space) -> Bound:
     tiers = [tier for tier, _ in space.used_tiers]
     weights = [np.eye(3)[tier] for tier in tiers]
     used = np.eye(3)[tiers].sum(axis=0)
+    # Each memory alone says nothing of options that save one by filling another. The mean of the
+    # shares, and all bytes beside all capacities, are further weighings of the same, and each is a
+    # bound of its own: the best of them counts.
     weights.append(used / max(len(tiers), 1))
     weights.append(used * space.capacity_array / max((used * space.capacity_array).sum(), 1.0))
     unlimited = replace(space, capacity=(UNLIMITED,) * 3)
@@ -246,11 +249,16 @@ class _Attempt:
 
     def packed(self, blocks: Blocks, ranks: int) -> list[Blocks] | None:
         """The blocks of every rank; None where no packing is found."""
+        # All that may stay free on all ranks together. A rank that leaves more than that makes the
+        # rest impossible, so only fillings within it are tried; where memory is tight these are
+        # few.
         spare = ranks * self.capacity - sum(size for size, _ in blocks)
         if spare < 0:
             return None
         if ranks == 1 or not blocks:
             return [blocks] + [[]] * (ranks - 1)
+        # The largest block must lie somewhere and ranks are alike, so it may as well lie on this
+        # one: that leaves out all orders of the ranks.
         first, rest = blocks[0], blocks[1:]
         left = [*itertools.accumulate((size for size, _ in reversed(rest)), initial=0)][::-1]
         room = self.capacity - first[0]

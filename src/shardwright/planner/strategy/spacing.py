@@ -58,6 +58,8 @@ def space_of(
     members: list[tuple[int, ...]] = []
     item_of: dict[int, int] = {}
     for table in problem.order:
+        # A group that is kept together is one item and stands where its first member comes in the
+        # order.
         first = inside.get(table, table)
         if first not in item_of:
             item_of[first] = len(members)
@@ -76,6 +78,8 @@ def space_of(
         made = known.items[index].options if known else ()
         its = [tables[table] for table in group]
         options, floor = _options(its, cluster.world_size, cluster.group, made)
+        # Of a group that is kept apart each of the others needs a rank at least. So what lies on
+        # all ranks is dropped here, and no search has to look out for it.
         room = cluster.world_size - crowd.get(index, 1) + 1  # ranks that the others leave
         options = tuple(option for option in options if _may_lie(option, allowed, room))
         if not options:
@@ -102,6 +106,7 @@ def _allowed(problem: Problem, group: Sequence[int]) -> Bools | None:
             own = np.zeros(problem.cluster.world_size, bool)
             own[list(ranks)] = True
             mask = own if mask is None else mask & own
+    # A rule that allows every rank is none, and spares the search its slower way with rules.
     return None if mask is None or mask.all() else mask
 
 
@@ -146,6 +151,8 @@ def _ways(choice: Choice, ranks: int, group: int) -> Iterator[ItemOption]:
     if not _columns_of_a_host(option):
         yield item_option((choice,), ranks, group)
         return
+    # Only parts of a host that divide it: blocks begin at multiples of their width, and a block
+    # that lay across two hosts would not be on one.
     for spread in range(min(option.count, group), 0, -1):
         if group % spread == 0:
             yield item_option((choice,), ranks, group, (spread,))

@@ -109,6 +109,8 @@ def _faster(draft: StepDraft, space: Space) -> Iterator[StepDraft]:
     found = assignment_of(space, draft.tables)
     if found is None:
         return
+    # A change may make a rank slower by itself and still pay off by a collective that no table
+    # needs any more: so much slower it may be.
     latency = draft.shared_latency if len(space.items) <= MAX_ITEMS else 0.0
     state = restored(space, draft.max_rank_seconds, SHARPEST, found)
     for item in relieving(state, state.worst + latency):
@@ -217,6 +219,8 @@ def _of_run(space: UnitSpace, run: Unit) -> Iterator[Floor]:
         cleared = _payload(choices[0], choices[0].cleared)
         own = sum(choices[0].computing) + dense.gradient_seconds(cleared, context.c)
         yield Floor(unit.name, own + moved, ANYHOW)
+    # Latencies count once a run, for layers may all share one unit; compute and bytes count for
+    # each, for merging saves none of them.
     waits = [
         sum(network.latency_seconds(k, ranks, context.c, local) for k, _, ranks, local in calls)
         for calls in (_calls(choice) for choice in space.choices(run[:1]))
@@ -258,6 +262,7 @@ def _bytes_of(space: UnitSpace, choice: UnitChoice) -> float:
         if not (of_parts or (choice.stays and kind == "all_gather")):
             moved += dense.fresh_seconds(sent, context.c)
     trained = choice.layout.trained.payload_bytes
+    # An even share, which no rank's is below: padding and uneven cuts only add.
     held = trained if choice.replicated else trained / choice.layout.world_size
     updated: float = optimizer.dense_update_bytes(held, choice.unit.optimizer)
     return _shown(space) * moved + updated / context.c["memory_rate"]

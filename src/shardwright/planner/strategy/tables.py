@@ -63,6 +63,9 @@ def search_tables(job: Job, model: ModelSpec, watch: Watch) -> Found:
     space = space_of(problem, problem.tables, problem.capacity)
     offered = offers_slow(model, job, problem.cluster)
     known = relaxed(space)
+    # Kernels with weights in host memory multiply the options. Where the bound would be the same
+    # with more memory they cannot make a plan faster than it, so they are looked at only if the
+    # search stays far above its bound on ranks that are nearly full.
     more = _of_all_kernels(problem) if offered and _is_short(space, known) else None
     quick = more is not None
     outcome = search_widening(space, _narrow(space), watch, quick=quick, whole=known, roomy=offered)
@@ -166,8 +169,12 @@ def search_exactly(job: Job, model: ModelSpec, watch: Watch) -> Found:
 
     problem = make_problem(job, model, slow=True)
     space = space_of(problem, problem.tables, problem.capacity)
+    # The solver alone may find nothing in its time. From a plan it has a ceiling, which cuts off
+    # most of the tree, and at the end there is never less than the bounded search has.
     start = search(space, watch)
     left = DEFAULT_SECONDS if watch.left == float("inf") else max(watch.left, LEAST_SECONDS)
+    # After the options that the search knows, so that their numbers in what it found stay what they
+    # are.
     space = with_close_columns(space)
     assignment, proved = exact.solve(space, start, left)
     if any(item.floor for item in space.items):

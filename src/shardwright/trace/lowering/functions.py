@@ -131,6 +131,8 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         held = logits.detach()
         loss: Tensor = fused_cross_entropy(held, target, ignore_index, mean)
+        # As Liger's kernel does it: the gradient is written over the logits in the forward, so that
+        # nothing else is kept.
         context.save_for_backward(held)
         return loss
 
@@ -185,6 +187,8 @@ def scaled_dot_product_attention(
     """torch's function of this name with the kernel that CUDA would run; the first argument is the
     kernel that is tried first."""
     inputs = (query, key, value, attn_mask, is_causal, enable_gqa)
+    # In torch's order of trying: each kernel keeps other tensors for the backward, and "math" keeps
+    # the whole matrix of scores, so a kernel that is taken for another one makes a wrong peak.
     backend = next(name for name in (wanted, *FALLBACKS) if _takes(name, *inputs))
     if backend == "math":
         output, _ = aten._scaled_dot_product_attention_math(
@@ -236,6 +240,8 @@ def _flash(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None
 ) -> Tensor:
     width = query.size(-1)
+    # torch pads the last dimension for the flash kernel and keeps the padded copies for the
+    # backward. The scale is that of the width before padding.
     missing = -width % HEAD_DIM_MULTIPLE
     if missing:
         scale = 1 / math.sqrt(width) if scale is None else scale
@@ -251,6 +257,8 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, float("-inf")).to(query.dtype)
     mask = mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+    # Rows are padded so that each begins aligned, and then cut to their length again as a view: the
+    # memory is that of the padded ones.
     missing = -key.size(2) % MASK_MULTIPLE
     if not missing:
         return mask

@@ -171,6 +171,8 @@ class _Operators(TorchDispatchMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         nbytes = workspace(function, arguments) if self.inner else 0
+        # The buffer is there while the operator runs and its results are made, and goes with it: so
+        # what records sees both at once, as on the device.
         taken = take(_tensor(arguments), nbytes) if nbytes else None
         result = function(*arguments, **(keywords or {}))
         del taken
@@ -230,6 +232,8 @@ def _dropout(original: Callable[..., Any]) -> Callable[..., Any]:
         training: bool = True,
         inplace: bool = False,
     ) -> Any:
+        # The condition of torch's is_fused_kernel_acceptable: only then CUDA keeps a mask of one
+        # byte an element instead of noise in the input's dtype.
         if training and not inplace and 0.0 < p < 1.0:
             return torch.native_dropout(input, p, True)[0]
         return original(input, p, training, inplace)

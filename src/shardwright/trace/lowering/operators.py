@@ -90,6 +90,8 @@ def norm_backward(arguments: Sequence[Any]) -> int:
     for size in shape:
         width *= size
     rows = x.numel() // max(width, 1)
+    # The kernel splits rows over blocks, and needs partial sums, only where columns alone do not
+    # keep the processors busy.
     if rows <= NORM_ROWS or width // NORM_COLUMNS >= NORM_PROCESSORS // 2:
         return 0
     across = -(-width // NORM_COLUMNS)
