@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -380,9 +381,16 @@ def odd_collections(batch: int, change: str) -> Any:
         bags.weighted, bags.uneven = change == "weighted", change == "uneven"
     elif change == "unknown":
         bags = Keyed(bags.keys()[:2], bags.values(), bags.lengths())
+    elif change == "twice":
+        vars(model)["forward"] = partial(_looking_up_twice, model, model.forward)
     else:
         bags = {"user": bags.values()}
     return model, (bags, *others), loss, clicks
+
+
+def _looking_up_twice(model: Any, forward: Any, bags: Keyed, *others: Tensor) -> Tensor:
+    model.bags(bags)
+    return forward(bags, *others)
 
 
 def wrong_keyed(right: Keyed) -> dict[str, Any]:

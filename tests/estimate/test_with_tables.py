@@ -325,6 +325,7 @@ def test_a_table_of_a_collection_is_no_dense_unit_s() -> None:
         ("uneven", "expected as many bags of each feature, got 2 and 8"),
         ("unknown", "collection 'bags': expected 'bought', got user, seen"),
         ("alone", "expected a KeyedJaggedTensor, got dict"),
+        ("twice", "collection 'bags': expected each looked up once.*, got looked up several times"),
     ],
 )
 def test_what_a_plan_cannot_have_of_a_collection_is_refused_by_name(change: str, told: str) -> None:

@@ -71,13 +71,18 @@ FEW = (Served(1, 1, 16, 1),)
 
 
 def test_ids_of_row_shards_are_sorted_by_owner_and_keep_their_order() -> None:
-    assert _peak(route.exchange_ids, _traffic(served=FEW)) == 3 * 10 * ID + 10 * route.OWNER
+    assert _peak(route.exchange_ids, _traffic(served=FEW)) == 3 * 10 * ID + 10
     assert _left(_traffic(), route.exchange_ids) == (10 + 12) * ID
+
+
+def test_an_owner_s_number_has_two_bytes_beyond_256_ranks() -> None:
+    of_many = _traffic(Asked(10, 10, 10, 16, cut=10, owner=2), served=FEW)
+    assert _peak(route.exchange_ids, of_many) == 3 * 10 * ID + 10 * 2
 
 
 def test_only_the_ids_of_row_shards_are_sorted_where_both_kinds_are_asked() -> None:
     mixed = _traffic(Asked(10, 10, 10, 16, cut=4), served=FEW)
-    assert _peak(route.exchange_ids, mixed) == 3 * 10 * ID + 4 * route.OWNER
+    assert _peak(route.exchange_ids, mixed) == 3 * 10 * ID + 4
     assert _left(mixed, route.exchange_ids) == (10 + 1) * ID
 
 

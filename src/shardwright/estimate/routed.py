@@ -99,7 +99,13 @@ class Routed:
                     raise UnsupportedError(expected(place, wanted, found, remedy))
 
     def drop(self, error: NoTableError) -> None:
-        """One of them is none, as its use has shown."""
+        """One of them is none, as its use has shown. UnsupportedError for a collection, whose class
+        is for tables alone: no dense unit can have it."""
+        if error.path in self.collections:
+            wanted = "each looked up once in every step, and trained by it"
+            remedy = "Call it once, or use nn.EmbeddingBag in its place."
+            place = f"collection '{error.path}'"
+            raise UnsupportedError(expected(place, wanted, error.found, remedy)) from None
         del self.tables[error.path]
         self._note(error.path, error.found)
 

@@ -23,7 +23,6 @@ from shardwright.heap.ledger import Ledger
 from shardwright.heap.traffic import FLOAT, ReplicatedTables, Served, Traffic
 
 BOOL = 1
-OWNER = 1  # of a rank's number, up to 256 ranks
 SORTED = 4  # of a row number that is sorted, up to 2^31 rows
 # While a row is updated, its states and what is made of them: of an element and of a row.
 BESIDE = {
@@ -74,7 +73,7 @@ def ask(heap: Ledger, traffic: Traffic) -> None:
             heap.take(f"{traffic.path}.sent.{index}", "communication", rows)
             heap.take(f"{traffic.path}.order.{index}", "communication", lengths)
             continue
-        order, owners = lengths or rows, group.cut * OWNER
+        order, owners = lengths or rows, group.cut * group.owner
         with heap.passing("communication", rows + 2 * sorting):
             pass  # row numbers, and of those to be sorted the part and the way to its rows
         with heap.passing("communication", rows + 2 * owners):  # sorted in a second copy

@@ -13,10 +13,11 @@ FLOAT = ELEMENT_BYTES["fp32"]
 class Asked(msgspec.Struct, frozen=True):
     """What a rank asks of one group of a route, whose rows are ``width`` wide.
 
-    ``rows`` come back for ``ids``, of which ``cut`` have to be sorted by owner, and are summed to
-    ``bags``. All are as many where every bag has one id and is not ``jagged``. With ``dedup``
-    ``rows`` are the different ones, and their numbers alone are sent. With ``direct`` they are all
-    that a module asks for, and results are put where they belong without a copy.
+    ``rows`` come back for ``ids``, of which ``cut`` have to be sorted by owner, whose number has
+    ``owner`` bytes, and are summed to ``bags``. All are as many where every bag has one id and is
+    not ``jagged``. With ``dedup`` ``rows`` are the different ones, and their numbers alone are
+    sent. With ``direct`` they are all that a module asks for, and results are put where they belong
+    without a copy.
     """
 
     ids: int
@@ -28,6 +29,7 @@ class Asked(msgspec.Struct, frozen=True):
     weighted: bool = False
     dedup: bool = False
     direct: bool = False
+    owner: int = 1
 
     @property
     def sent_bytes(self) -> int:

@@ -247,7 +247,10 @@ class Exchange:
         # Where every id was sorted and all features have as many rows of one width, the runtime
         # puts rows in order by one index into the result and needs no copy in between.
         direct = cut == ids and not jagged and len(members) == len(self.tables) and self._is_even
-        return Asked(ids, rows, bags, key.width, cut, jagged, weighted, key.dedup, direct), [
+        # as torch counts: uint8 has all of 256 ranks, int16 those of 32,768
+        owner = 1 if self.ranks <= 2**8 else 2 if self.ranks <= 2**15 else 4
+        flags = (jagged, weighted, key.dedup, direct)
+        return Asked(ids, rows, bags, key.width, cut, *flags, owner), [
             Served(
                 *(ids, rows, key.width, distinct, jagged, weighted, key.optimizer, key.on_disk),
                 ELEMENT_BYTES[key.dtype],

@@ -58,7 +58,7 @@ KERNELS: tuple[str, ...] = typing.get_args(ComputeKernel)
 WANTED = (*TYPES, *KERNELS)
 PLACEMENTS = ("replicated", "sharded", "resharded", "kept", "offloaded")
 WAYS = (*PLACEMENTS, *STAGES, "checkpointed", *CHOSEN_FROM)
-POWER = 6.0  # by which the search weighs its worst ranks first
+POWER = 4.0  # a power of two, by which the search weighs its worst ranks first
 
 Trial = tuple[str, Draft]  # the plan with one thing changed, in words and as a draft
 Verdict = Literal["chosen", "impossible", "does not fit", "slower", "as good", "faster"]
