@@ -497,6 +497,31 @@ def attended(
     return Attended(depth, 32, 4, bias, tied), tokens
 
 
+class Keyed(Attending):
+    """Takes and gives a dictionary."""
+
+    def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"x": super().forward(given["x"])}
+
+
+class Carried(Attended):
+    """Blocks that hand each other a dictionary."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth, 32, 4, bias=True, tied=False)
+        self.layers = nn.ModuleList(Keyed(32, 4, bias=True) for _ in range(depth))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        given = {"x": self.words(tokens)}
+        for layer in self.layers:
+            given = layer(given)
+        return self.output(given["x"])
+
+
+def carried(batch: int, sequence: int, depth: int = 6) -> Made:
+    return Carried(depth), torch.zeros(batch, sequence, dtype=torch.int64)
+
+
 class Remembering(Attended):
     """A head that reads the embedding once more, past all blocks."""
 

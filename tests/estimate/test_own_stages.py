@@ -84,6 +84,12 @@ def test_ends_that_are_tied_both_have_the_weight() -> None:
 
 
 @pytest.mark.slow
+def test_blocks_may_hand_each_other_a_dictionary() -> None:
+    stages = {"pipeline": 2, "schedule": "gpipe"}
+    carried, plain = (footprint(job_of(own(f), stages)) for f in ("carried", "attended"))
+    assert stages_of(carried) == stages_of(plain)
+
+
 def test_stages_are_cut_over_tensor_ranks_as_well() -> None:
     plan = {"layers.*.up": "colwise", "layers.*.gate": "colwise", "layers.*.down": "rowwise"}
     both = {"pipeline": 2, "tensor": 2, "parallelize_plan": plan}

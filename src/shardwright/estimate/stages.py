@@ -39,7 +39,7 @@ from shardwright.trace.module import TracedModule, storage_bytes
 from shardwright.trace.recorder import Recorder
 from shardwright.trace.structure import Container, containers
 from shardwright.tracker.private import own_children
-from shardwright.tracker.tensors import tensors_in
+from shardwright.tracker.tensors import map_tensors, tensors_in
 
 # What the embedding and the head weigh, in layers, where layers are dealt out: TorchTitan's default
 # (torchtitan/distributed/pipeline_parallel.py, input_weight and output_weight).
@@ -411,23 +411,22 @@ class _StageForward:
     def _begins(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:
         if self.seen:
             return None
-        stream = _stream((arguments, keywords), self.of.blocks[0])
-        fresh = self._received(stream)
-
-        def instead(value: Any) -> Any:
-            return fresh if value is stream else value
-
+        given = tuple(arguments), keywords
+        begun = self._begun(given, self.of.blocks[0])
         self.of.ran.update(module.modules())
-        return tuple(map(instead, arguments)), {k: instead(v) for k, v in keywords.items()}
+        return begun
 
     def _begins_behind(self, module: nn.Module, _arguments: Any, result: Any) -> Any:
         if self.seen:
             return None
-        stream = _stream(result, self.of.container.names[-1])
+        return self._begun(result, self.of.container.names[-1])
+
+    def _begun(self, given: Any, block: str) -> Any:
+        """``given`` with what another rank would send in place of the stream, wherever it lies in
+        tuples, lists and dictionaries."""
+        stream = _stream(given, block)
         fresh = self._received(stream)
-        if result is stream:
-            return fresh
-        return type(result)(fresh if value is stream else value for value in result)
+        return map_tensors(lambda value: fresh if value is stream else value, given)
 
     def _received(self, stream: torch.Tensor) -> torch.Tensor:
         self.before.close()
