@@ -114,6 +114,7 @@ def freeing(
     for block in blocks:
         if block.tensor in left and block.role == "parameter" and block.rank == rank:
             left[block.tensor] += math.prod(block.sizes)
+    # What this rank keeps nothing of goes at once and not after the last table.
     for fqn, elements in left.items():
         if not elements:
             owners[fqn].let_go()
@@ -140,6 +141,7 @@ def initial_blocks(
     named = {start.fqn: start for start in starts}
     if initial is None and not any(start.weight.is_meta for start in starts):
         return lambda fqn, offsets, sizes: named[fqn].block(fqn, offsets, sizes)
+    # Drawn on every rank, though the first one's counts: generators stay alike.
     drawn = int(torch.randint(2**31, (), device="cpu"))
 
     def failure(error: Exception) -> ShardwrightError:
@@ -241,6 +243,7 @@ def _of_array(start: InitialWeight, array: Any) -> InitialBlock:
     _check_shape(start, array.shape, "an array")
 
     def block(fqn: str, offsets: Ints, sizes: Ints) -> torch.Tensor:
+        # A copy, for torch warns of an array that cannot be written, as a mapped one.
         return torch.from_numpy(np.array(array[_spans(offsets, sizes)]))
 
     return block
@@ -287,6 +290,8 @@ class Fills:
     def of(cls, start: InitialWeight) -> Fills:
         """What a module does to its weight on the meta device; InputError where that is not to
         every element by itself, or where somebody else initialised it, which left no numbers."""
+        # On meta only the version tells that something was written by others than the module
+        # itself. What it was is gone, so it cannot be done again to a part.
         versions = 0 if start.weight.is_inference() else start.weight._version
         noted: list[Fill] = []
         known = 0
@@ -348,6 +353,7 @@ class _Noted(TorchDispatchMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
+        # By storage and not by object: fills write through views of the weight, as of one row.
         written = tree_leaves(written_by(function, arguments, keywords))
         if any(map(self._is_ours, written)):
             self._note(function, arguments, keywords)
@@ -359,9 +365,11 @@ class _Noted(TorchDispatchMode):
     def _note(self, function: Any, arguments: Any, keywords: Any) -> None:
         name = operator_name(function).removeprefix("aten::")
         target, *others = arguments if arguments and self._is_ours(arguments[0]) else (None,)
+        # Each tile has a generator of its own.
         options = {key: value for key, value in keywords.items() if key != "generator"}
         tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((others, options)))
         width = self.width
+        # It will be done to tiles. Only what is done to whole rows is the same there.
         in_rows = (
             target is not None
             and target.is_contiguous()
@@ -380,6 +388,8 @@ def _noted(start: InitialWeight, own: Callable[[], Any]) -> list[Fill]:
     noted = _Noted(start)
     versions = [(p, p._version) for p in start.owner.parameters(False) if not p.is_inference()]
     try:
+        # Nothing is computed, as the weight is on meta: a dispatch mode sees which operators would
+        # fill it.
         with noted, torch.no_grad():
             own()
     except ShardwrightError:

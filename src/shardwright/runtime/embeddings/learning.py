@@ -44,10 +44,12 @@ class Learning:
 
     def say_of(self, fqn: str, requires_grad: bool) -> None:
         """The same of one table."""
+        # "All frozen, but not this one" becomes "some frozen".
         if self.is_off:
             self.frozen |= self.tables
             self.said = True
         (self.frozen.discard if requires_grad else self.frozen.add)(fqn)
+        # Nothing is left to learn, and without a backward nothing is exchanged either.
         if self.frozen == self.tables:
             self.say(False)
 
@@ -65,6 +67,7 @@ class Learning:
         """Let stores keep the rows of frozen tables, which some optimizers move without a
         gradient."""
         for store in stores:
+            # Their gradient is 0, but moments and weight decay move rows without one.
             own = store.held if self.frozen else ()
             still = [held for held in own if held.block.tensor in self.frozen]
             store.still = [(held.base, held.base + held.rows) for held in still]
@@ -95,6 +98,7 @@ class Learning:
 
     def note(self, part: str, parameters: list[nn.Parameter]) -> None:
         """Those of ``part`` train, and may be frozen later."""
+        # Weakly: they are only asked whether they still train, and must not outlive their model.
         self.part, self._beside = part, [weakref.ref(parameter) for parameter in parameters]
 
 
@@ -149,6 +153,7 @@ def reach_tables(model: nn.Module) -> None:
         if not isinstance(module, LookupModule):
             kind = type(module)
             names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            # Under the class's own name, for people and tools print it.
             mix_in(module, AroundTables, kind.__name__, **names)
 
 

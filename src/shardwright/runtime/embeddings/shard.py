@@ -134,8 +134,10 @@ def shard_embeddings(
     if mesh.size() != plan.world_size:
         wanted = f"{plan.world_size} ranks, as the plan"
         raise MismatchError(expected("mesh", wanted, str(mesh.size())))
+    # Rows go to any rank, so replicas of a mesh of two dimensions are ranks like the others.
     mesh = flat(mesh)
     comm = Comm(mesh)
+    # Before anything else is exchanged: ranks of other plans would wait for each other.
     comm.agree("shard_embeddings", {"plan": plan.fingerprint})
     parts = _parts_of(module, plan)
     tables = {
@@ -183,6 +185,7 @@ def _parts_of(module: nn.Module, plan: Plan) -> dict[str, list[tuple[_Found, Tab
     for path, part in module.named_modules():
         found = list(_tables_in(path, part))
         own = [(each, left.pop(name)) for each in found for name in each.names if name in left]
+        # A collection is called for all of its tables at once, so all are routed or none.
         if own and len(own) != len(found):
             raise MismatchError(expected(path, f"{len(found)} tables in the plan", str(len(own))))
         if own:

@@ -82,10 +82,13 @@ class ReplicatedStores:
         own = torch.tensor([len(rows) for rows, _ in touched.values()], device=self.device)
         every = own.new_empty(self.comm.size * len(own))
         self.comm.all_gather("count rows of replicated tables", every, own)
+        # Row numbers as the bits of floats, so that one gather brings them and their gradients.
+        # Nobody computes with them on the way.
         parts = [rows.view(torch.float32) for rows, _ in touched.values()]
         parts += [gradient.view(-1) for _, gradient in touched.values()]
         numbers = torch.int64.itemsize // torch.float32.itemsize
         widths = [numbers] * len(touched) + [self.stores[place].width for place in touched]
+        # Every rank needs all sizes before the gather, which is uneven.
         counts = every.view(self.comm.size, -1).tolist()
         sizes = [[n * w for n, w in zip(row * 2, widths, strict=True)] for row in counts]
         flat = self.comm.gather_uneven(
@@ -111,6 +114,8 @@ class ReplicatedStores:
             index = rows.unsqueeze(1).expand_as(gradient)
             size = store.weight.numel()
             part[:size].view_as(store.weight).scatter_add_(0, index, gradient)
+            # The sum of gradients does not say which rows were looked up, and some rules move these
+            # without a gradient.
             if store.moving_rows:
                 part[size:].scatter_add_(0, rows, torch.ones(len(rows), device=self.device))
         return dense
@@ -130,6 +135,7 @@ class ReplicatedStores:
         self, dense: Sequence[torch.Tensor], scale: float, rate: float, number: int
     ) -> None:
         first, *others = dense
+        # In the order of backwards, which is the same on every rank.
         for other in others:
             first += other
         for place, part in zip(self.whole, first.split(self.sizes), strict=True):
@@ -184,8 +190,10 @@ class ColumnSums:
         for cut, part in zip(self.own, own, strict=True):
             for rank in cut.ranks:
                 sent[rank].append(part)
+        # Its own part is added from where it is.
         sent[self.comm.rank] = []
         sizes = [sum(map(len, sent[rank])) for rank in range(self.comm.size)]
+        # ``empty`` because cat takes no empty list, and a rank may have nothing to send.
         out = torch.cat([empty, *(part for rank in range(self.comm.size) for part in sent[rank])])
         received = torch.empty_like(out)
         self.comm.all_to_all("exchange sums over columns", received, out, sizes, sizes)

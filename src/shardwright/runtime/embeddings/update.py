@@ -74,6 +74,8 @@ class Distinct(NamedTuple):
         """What is ``given`` [N, D] for each, added up for equal ones [M, D]."""
         if not len(self.starts):
             return given.new_zeros(0, given.shape[1])
+        # Equal values are a run in ``order``, and embedding_bag sums runs: each sum is written
+        # once, and in one order. index_add_ would add in place, and on a GPU in any order.
         return functional.embedding_bag(self.order, given, self.starts, mode="sum")
 
 
@@ -106,12 +108,14 @@ class Looked(NamedTuple):
             source = segments.index_select(0, source)
             starts = starts.int()
         del segments
+        # Cut between different rows only, so that each row's gradient is whole in one piece.
         ends = [*starts[::most].tolist(), len(source)]
         for first, (begin, end) in zip(
             range(0, len(distinct), most), itertools.pairwise(ends), strict=True
         ):
             at = slice(first, first + most)
             beside = None if weights is None else weights[begin:end]
+            # Offsets of embedding_bag begin at 0 in every piece.
             bags = starts[at] - begin if begin else starts[at]
             yield Touched(
                 distinct[at],

@@ -432,8 +432,7 @@ class Flow(UnitFlow):
         unit.gradients.expect()
 
     def _begin_backward(self) -> None:
-        # Once for each backward. The engine calls back when it has run every node, also those of the
-        # marks.
+        # Once for each backward: the engine calls back when it has run every node, marks included.
         if self.begin_backward():
             after_backward(self.end_backward)
 
