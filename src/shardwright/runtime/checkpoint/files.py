@@ -160,6 +160,8 @@ def read_manifest(path: Path, step: int) -> Manifest:
 def read_list(path: Path, digest: FileDigest, manifest: Manifest, rank: int) -> RankList:
     """A rank's list, checked against the manifest before it is decoded."""
     raw = read_bytes(path, "rank's list")
+    # Before it is decoded: a changed document is refused for that and not for what it happens to
+    # say.
     check_size(path, digest.nbytes, len(raw))
     check_digest(path, digest.sha256, hashlib.sha256(raw).hexdigest())
     found = _decode(raw, path, RankList, RANK_SCHEMA)
@@ -324,6 +326,7 @@ class MappedShard:
         if dtype is None:
             known = ", ".join(_BY_CODE)
             raise InputError(expected(f"tensor '{name}'", f"one of {known}", entry["dtype"]))
+        # A map has no address for nothing.
         if start == end:
             return torch.empty(entry["shape"], dtype=dtype)
         # torch warns of memory that cannot be written to, and a read-only map is the point; so it
