@@ -78,10 +78,15 @@ def optimizer_parameters(
             found = f"tensor parallelism in unit '{unit.name}'"
             remedy = "Give the optimizer model.parameters()."
             raise UnsupportedError(expected("optimizer_parameters", wanted, found, remedy))
+        # Sharded parameters have to be shown, over the memory that the flat tensors will be views
+        # of. After this the unit refuses other memory.
         unit.free()
         absorb(unit)
     options, group_of = _grouping(model, groups, units)
+    # Before any flat tensor is made: units get other memory here. Where there are some, they have
+    # been joined already, or never will be.
     if not per_unit and not any(unit.flat_parts for unit in units):
+        # Memory of the host and of an accelerator cannot be one tensor.
         for offloaded in (False, True):
             _share_one_store([unit for unit in units if unit.offloaded is offloaded])
     made: list[list[nn.Parameter]] = [[] for _ in options]
@@ -155,6 +160,7 @@ def _runs_of(unit: Unit, group_of: Mapping[tuple[int, str], int]) -> Iterator[Gr
         ]
         heads = [i for i, kind in enumerate(kinds) if not i or kind != kinds[i - 1]]
         ends = [*heads[1:], len(groups)]
+        # On every rank, as sharded tensors know how much others hold; nothing is exchanged for it.
         each = [segment.starts(heads, rank) for rank in range(unit.comm.size)]
         for number, (head, end) in enumerate(zip(heads, ends, strict=True)):
             group = groups[head]
@@ -199,6 +205,7 @@ def _flat(runs: list[GroupRun]) -> nn.Parameter:
     flats = {id(home.flat): home.flat for home in homes if home is not None}
     if flats:
         (flat,) = flats.values() if len(flats) == 1 else (None,)
+        # The same call again: a second flat tensor over this memory would take each gradient twice.
         if flat is not None and flat.homes == homes:
             found: nn.Parameter = flat.parameter
             return found
@@ -211,6 +218,8 @@ def _flat(runs: list[GroupRun]) -> nn.Parameter:
                 "Name each parameter in one call only.",
             )
         )
+    # Gradients may be here, of a backward before the optimizer was made. They are put where they
+    # will be looked for.
     earlier = [(member.parameter, member.parameter.grad) for member in members]
     for parameter, _ in earlier:
         parameter.grad = None
@@ -230,6 +239,8 @@ def _made(runs: list[GroupRun]) -> FlatTensor:
     if views.segment.cut != "replicated":
         lengths = tuple(map(sum, zip(*(run.lengths for run in runs), strict=True)))
     flat = FlatTensor(
+        # Across shares of several segments or units, which lie side by side in one storage, and
+        # with the padding between them, whose gradient is zero.
         torch.as_strided(views.share.detach(), (length,), (1,), begin),
         f"{unit.name} optimizer tensor",
         unit.comm,
@@ -261,6 +272,7 @@ def _homes(run: GroupRun, flat: FlatTensor, offset: int) -> Iterator[FlatHome]:
         begin = segment.begin(piece) - run.begin + offset if piece.numel else offset
         where = f"{member.fqn} of unit '{unit.name}'"
         home = FlatHome(flat, member.parameter, where, begin, piece.sizes, cut)
+        # A parameter that every rank has whole takes such gradients itself (``Replica``).
         if cut is not None and member.parameter.dtype.is_floating_point:
             home.follow_strays()
         yield home
@@ -363,9 +375,11 @@ def make_optimizer(
     Raises InputError for a name that is unknown or that no single class stands for.
     """
     row = optimizer_named(name, implementation, among=MADE)
+    # A group is a mapping and has no such attribute.
     trained = [part for part in parameters if getattr(part, "requires_grad", True)]  # or a group
     how = implementation or row.runs
     fused_sgd = not implementation and how == "fused" and row.make == "torch.optim:SGD"
+    # Tried and not looked up by version: a torch in which it is mended is used as it is.
     if fused_sgd and not all(map(_fused_sgd_works, _on_cpu(trained))):
         how = "for_loop"
     options = dict(row.settings)
