@@ -56,6 +56,8 @@ class Rendezvous:
     def leave(self, number: int, kind: str, rank: int, parts: Parts, copy: Copy) -> ThreadCall:
         """Come to a collective as ``rank`` of the group; the last one copies for all."""
         with self._changed:
+            # Whoever comes first makes it. Kinds are compared, for by number alone two different
+            # calls would be one.
             call = self._calls.setdefault(number, ThreadCall(kind))
             call.left[rank] = parts
             if call.kind != kind:

@@ -295,8 +295,8 @@ class Meter(Probe):
     def time_steps(self) -> tuple[int, ...]:
         """The steps whose seconds count: profiled ones where there are no others."""
         for slowed in (self._slowed, set[int]()):
-            # After those whose memory was followed; in a shorter loop without the first, which warms
-            # up.
+            # After those whose memory was followed; in a shorter loop without the first step, which
+            # warms up.
             for first in (MEMORY_STEPS[-1] + 1, 2, 1):
                 found = [n for n in self._steps if n - self.first >= first and n not in slowed]
                 if found:

@@ -154,6 +154,8 @@ def _runs_of(unit: Unit, group_of: Mapping[tuple[int, str], int]) -> Iterator[Gr
         groups = [group_of.get((id(unit), slot.tensor.fqn)) for slot in segment.slots]
         members = unit.members[first : first + len(groups)]
         large = segment.quantized
+        # What an optimizer treats alike: a group's options, whether it trains, and whether its
+        # states may be in blocks.
         kinds = [
             (group, member.parameter.requires_grad, place < large)
             for place, (group, member) in enumerate(zip(groups, members, strict=True))
@@ -176,6 +178,7 @@ def _joined(runs: Sequence[GroupRun], *, per_unit: bool) -> Iterator[list[GroupR
     group: list[GroupRun] = []
     for run in runs:
         if group and not (
+            # Alike and without a gap: a flat tensor is one stretch of memory.
             run.kind == group[-1].kind
             and _end(group[-1]) == _begin(run)
             and (run.unit is group[-1].unit or not per_unit)
@@ -251,6 +254,7 @@ def _made(runs: list[GroupRun]) -> FlatTensor:
     offset = 0
     for run in runs:
         homes = list(_homes(run, flat, offset))
+        # From here on their gradients are views of the flat one.
         flat.add(homes)
         first = run.unit.sharded.places[run.segment][0]
         part = FlatPart(flat, offset, run.begin, run.length, run.places[0] - first, homes)
@@ -301,6 +305,8 @@ def _grouping(
     model: nn.Module, groups: Groups | GroupOf | None, units: Sequence[Unit]
 ) -> tuple[list[dict[str, Any]], GroupOfPlace]:
     """The options of every group, and the number of the group of every member."""
+    # By object, as a group may give parameters and not names; and by unit, for names may come
+    # twice.
     places = {id(m.parameter): (id(unit), m.fqn) for unit in units for m in unit.members}
     if groups is None:
         return [{}], dict.fromkeys(places.values(), 0)
@@ -315,6 +321,7 @@ def _grouping(
                 place = places.get(id(parameter))
                 if place is None:
                     raise _unknown(number, given)
+                # A pattern may meet what another one has put into this group already.
                 if place in found and (found[place] != number or not several):
                     raise InputError(
                         expected(f"groups[{number}]", "each parameter in one group", place[1])

@@ -183,6 +183,7 @@ def _wrapped(
 ) -> torch.Tensor:
     """This rank's part of a state as its parameter is shown."""
     cut, sizes = _cut(part, elements), part.held.sizes
+    # States of one number for a block are shorter than the parameter.
     if elements > 1:
         _, (_, sizes) = blocks_of(part.held.shape, part.held.offsets, sizes, elements)
     if local is None:
@@ -249,6 +250,7 @@ def _copy(given: torch.Tensor, cut: Cut | None, room: torch.Tensor | None) -> No
     if cut is not None:
         own = OPERATORS.as_part(given.detach(), cut)._local_tensor
     else:
+        # Called also where nothing is kept of it: a DTensor of another mesh is gathered by all.
         own = given.full_tensor() if isinstance(given, DTensor) else given.detach()
     if room is not None and room.numel():
         room.view(own.shape).copy_(own)

@@ -87,6 +87,7 @@ def settings_for(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
 def _check_setting(where: str, key: str, own: Any, saved: Any) -> None:
     """MismatchError unless ``saved`` can be in the place of ``own``: of its kind, finite, and where
     torch's own optimizers have a range in that."""
+    # Nothing is known of what the optimizer would take, as of an option that is off.
     if own is None:
         return
     wanted = f"{type(own).__name__} as {own!r}"

@@ -344,6 +344,8 @@ _BY_CODE = {code: DTYPES[name] for name, code in CODES.items()}
 def open_shard(path: Path) -> Iterator[MappedShard]:
     """A safetensors file; ``get_tensor`` maps it and reads what is touched."""
     try:
+        # By safetensors, which checks the header: offsets that lead out of the file, or into each
+        # other, are refused there.
         with safe_open(path, framework="np") as opened:
             yield MappedShard(path, opened)
     except SafetensorError as error:

@@ -232,11 +232,14 @@ def read_checkpoint(
         # Every rank hashes its share of the files; that together they are whole is known once all
         # agree.
         stored.check_shards(range(rank, stored.manifest.world_size, size))
+        # After the check: what is wanted may follow from what was saved, and that must be whole.
         parts = wanted(stored) if callable(wanted) else wanted
         return stored, {part.name for part in parts}, checked(parts)
 
     stored, names, parts = together(comm, "verify", verify, failure)
     if comm is not None:
+        # One disk for all ranks is an assumption: with a copy of the folder on each host, they may
+        # be of different runs.
         comm.agree(f"{stored.folder}", {"manifest": stored.manifest.sha256})
     unread = _unread(stored, names, comm, skip)
 

@@ -167,6 +167,7 @@ def tiles(shape: Ints, regions: Iterable[Box]) -> bool:
     """
     cuts = list(regions)
     if all(is_range(shape, region.offsets) for region in cuts):
+        # As ranges, where all of them are: their rectangles would have corners in every dimension.
         shape = (math.prod(shape),)
     boxes = [part.box for region in cuts for part in parts(shape, *region)]
     # Only dimensions in which some part is not whole: each more doubles the corners of every part.

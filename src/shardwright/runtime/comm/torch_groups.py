@@ -84,6 +84,7 @@ def _options(later: bool) -> tuple[Any, ...]:
     kinds = ("Allgather", "ReduceScatter", "Allreduce", "AllToAll", "Allreduce")
     made: tuple[Any, ...] = tuple(getattr(c10d, f"{kind}Options")() for kind in kinds)
     for options in made:
+        # Under NCCL a call that is waited for at once runs on the caller's own stream.
         options.asyncOp = later
     made[1].reduceOp = made[2].reduceOp = dist.ReduceOp.SUM
     made[4].reduceOp = dist.ReduceOp.MAX
@@ -154,6 +155,7 @@ def sub_group(
     # to do together.
     bound, default.bound_device_id = default.bound_device_id, None
     try:
+        # What new_group calls, without the barrier of the whole job that comes with it.
         group, _ = c10d._new_process_group_helper(
             len(ranks),
             list(ranks).index(default.rank()),
@@ -208,6 +210,7 @@ def several_worlds() -> Iterator[None]:
 def world_of(devices: Any) -> Iterator[None]:
     """Process groups that this thread makes inside are among the ranks of ``devices``."""
     worlds = cast(Any, c10d._world)
+    # Torch makes a backend by name and lets its maker know nothing else: the ranks are found here.
     worlds.devices = devices
     try:
         yield
@@ -226,6 +229,7 @@ def register_threads(make: Callable[[str, int, Sequence[int], timedelta], Any]) 
 
     def created(options: Any, _: Any) -> Any:
         size = options.group_size
+        # The default group has no list: it is of all ranks.
         members = list(options.global_ranks_in_group) or list(range(size))
         return make(options.group_id, options.group_rank, members, options.timeout)
 

@@ -61,6 +61,7 @@ class DiskRows:
             for name, (shape, dtype) in like.items()
         }
         rows = next(iter(like.values()))[0][0]
+        # A number for every row, in memory though rows are not: it is what finds a row in one look.
         self.slot_of = torch.full((rows,), -1, dtype=torch.int32)
         self.row_of = torch.full((slots,), -1)
         self.used = torch.zeros(slots, dtype=torch.int64)  # when each was used last

@@ -57,6 +57,8 @@ class Learning:
         """The gradient of rows of every feature, 0 of those in frozen tables."""
         if not self.frozen:
             return gradient
+        # Zeros and not left out: counts of rows were exchanged in the forward, and every rank waits
+        # for as many gradients.
         still = [place for place, f in enumerate(features) if f.table.fqn in self.frozen]
         if isinstance(gradient, torch.Tensor):
             return gradient.index_fill(0, torch.tensor(still, device=gradient.device), 0.0)
@@ -80,6 +82,7 @@ class Learning:
         left = False  # whether any was not replaced since
         for reference in self._beside:
             parameter = reference()
+            # Something beside the tables trains, so nobody meant to freeze everything.
             if parameter is not None and parameter.requires_grad:
                 return
             left = left or parameter is not None
@@ -113,6 +116,7 @@ class AroundTables:
         return self
 
     def __copy__(self) -> Self:
+        # Not by __reduce_ex__, which is this class's own.
         made: Self = object.__new__(type(self))
         vars(made).update(vars(self))
         return made
@@ -150,6 +154,7 @@ def reach_tables(model: nn.Module) -> None:
     """Let ``requires_grad_`` of ``model`` and of its parts reach the tables below."""
     for part in {part for path, _ in _tables(model) for part in _parts(path)}:
         module = model.get_submodule(part)
+        # A stand-in has a requires_grad_ that reaches its rows.
         if not isinstance(module, LookupModule):
             kind = type(module)
             names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}

@@ -192,6 +192,7 @@ def _key(table: Table, width: int) -> GroupKey:
 
 def _column_ranges(table: Table, blocks: list[Block]) -> list[list[Block]]:
     columns: dict[tuple[int, int], list[Block]] = defaultdict(list)
+    # By place, and not in the plan's order: parts of a column range have to follow each other.
     for block in sorted(blocks, key=lambda block: (block.offsets, block.rank)):
         columns[block.offsets[1], block.sizes[1]].append(block)
     at = 0

@@ -54,6 +54,7 @@ class ReplicatedStores:
         self.routings = [GroupRouting.of(group, 1, self.device) for group in groups]
         self.whole = [k for k, group in enumerate(groups) if not group.key.by_rows]
         self.by_rows = [k for k, group in enumerate(groups) if group.key.by_rows]
+        # One gradient of all, so that one collective sums them.
         kept = [self.stores[k] for k in self.whole]
         self.sizes = [s.weight.numel() + s.moving_rows for s in kept]
         nbytes = torch.float32.itemsize * sum(self.sizes)
@@ -106,6 +107,7 @@ class ReplicatedStores:
     ) -> torch.Tensor:
         """The gradients of rows as one of all replicas that have one, flat, each group's with how
         often its rows were looked up where that counts."""
+        # Zeros for rows that were not looked up here: another rank has looked up others.
         dense = torch.zeros(sum(self.sizes), device=self.device)
         self.comm.probe.holds(dense, "gradient")
         for place, part in zip(self.whole, dense.split(self.sizes), strict=True):
@@ -113,6 +115,7 @@ class ReplicatedStores:
             gradient = asked[place].looked.spread(gradients[place])
             index = rows.unsqueeze(1).expand_as(gradient)
             size = store.weight.numel()
+            # Rows may repeat, and scatter_add_ adds each.
             part[:size].view_as(store.weight).scatter_add_(0, index, gradient)
             # The sum of gradients does not say which rows were looked up, and some rules move these
             # without a gradient.
@@ -207,6 +210,7 @@ class ColumnSums:
             for rank in cut.ranks:
                 total += part if rank == self.comm.rank else next(came[rank])
             for view in views:
+                # Back into the sums of each block, where its optimizer's step looks.
                 view.copy_(total)
 
     def _parts(
@@ -217,6 +221,8 @@ class ColumnSums:
         for cut in self.own:
             for group, rows_of in cut.places:
                 ends[group] += [rows_of.start, rows_of.stop]
+        # Where cut rows begin and end among the touched ones, by one search for each group and not
+        # by a mask over all of them.
         found = {
             group: iter(torch.searchsorted(rows[group], rows[group].new_tensor(at)).tolist())
             for group, at in ends.items()

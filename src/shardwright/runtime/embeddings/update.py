@@ -173,6 +173,8 @@ def _adagrad(
     if squares is None:
         running.addcmul_(gradient, gradient)
         return gradient.div_(running.sqrt().add_(EPSILON)).mul_(-rate)
+    # One number a row, and so one step size for all of its columns: the state is a width-th of the
+    # usual one.
     running.add_(squares)
     scale = running.sqrt().add_(EPSILON).reciprocal_().mul_(-rate)
     return gradient.mul_(scale.unsqueeze(1))
@@ -189,6 +191,7 @@ def _adam(
     first, second = BETAS
     mean.mul_(first).add_(gradient, alpha=1 - first)
     square.mul_(second).add_(gradient.square() if squares is None else squares, alpha=1 - second)
+    # By the number of updates of the table and not of the row, as torch.optim.SparseAdam counts.
     size = (square / (1 - second**number)).sqrt_().add_(EPSILON)
     return (mean / (size if squares is None else size.unsqueeze(1))).mul_(
         -rate / (1 - first**number)
