@@ -346,6 +346,8 @@ class Comm(Collectives):
         """Wait for all ranks of the mesh to be ``where``, with no collective."""
         self.shards.meet(where, why, remedy)
         if self.twins is not None:
+            # First all of a row of the mesh, then all of a column: who is through both has met
+            # everybody.
             self.twins.meet(where, why, remedy)
 
     def agree(self, what: str, facts: Mapping[str, str], values: str = "") -> bool:
