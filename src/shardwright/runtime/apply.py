@@ -165,8 +165,8 @@ def _shard_units(
     in_buckets = plan.model.bucket_size > 0
     if in_buckets:
         precision = _cast_as_recorded(model, plan, precision)
-    # Inner ones first: what looks through a module leaves out what is a unit of its own by then, and
-    # the first unit to claim an inner module is taken for its innermost.
+    # Inner ones first: what looks through a module leaves out what is a unit of its own by then,
+    # and the first unit to claim an inner module is taken for its innermost.
     for units in _inner_first(_together(plan) if in_buckets else [(u,) for u in plan.units]):
         modules = [model.get_submodule(path) for path in units[0].modules]
         made = []

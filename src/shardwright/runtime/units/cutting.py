@@ -44,7 +44,7 @@ class MixedPrecision:
 
     def reduced(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that the gradient of a parameter of ``dtype`` is summed in."""
-        # Complex parameters are summed as they are: they have no cast that keeps both halves.
+        # Complex gradients are summed as they are: a real dtype would drop their imaginary half.
         wanted = self.reduce_dtype if dtype.is_floating_point else None
         return wanted or self.computed(dtype)
 
