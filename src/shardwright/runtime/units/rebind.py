@@ -66,8 +66,8 @@ def _take_over(unit: Unit, moved: list[int]) -> None:
 
     A new dtype is a collective, for another alignment can move the cuts.
     """
-    # The unit's memory is made anew below. Made in inference mode it would have no version counter,
-    # and nothing could train with it.
+    # Outside of inference mode, in which the unit's new memory would have no version counter, and
+    # nothing could train with it.
     tied = _tied(unit, moved)
     values = [_current(unit, index) for index in range(len(unit.members))]
     device = values[moved[0]].device
