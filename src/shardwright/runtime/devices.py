@@ -163,6 +163,7 @@ class Devices:
             except Exception:
                 raise
             except BaseException as error:  # a signal's, which is everybody's
+                # The first one's counts; what other ranks raise follows from it.
                 self.stopped = self.stopped or type(error)
                 raise
             finally:

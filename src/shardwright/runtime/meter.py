@@ -222,6 +222,7 @@ class Meter(Probe):
         self._turn("forward")
 
     def _before_step(self, *_: Any) -> None:
+        # Once: steps are alike, and this walks through every tensor.
         if self.tracker is not None and not self.exact:
             self.exact = exact_events(self.rank, self.model, self.optimizer)
 

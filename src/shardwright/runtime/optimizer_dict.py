@@ -147,6 +147,8 @@ def load_optimizer_state_dict(
             if isinstance(tensor, torch.Tensor) and tensor.shape == _shape(part, elements):
                 _copy(tensor, _cut(part, elements), rooms.get((part.fqn, name)))
     for each in incoming:
+        # Only now, when everything was checked and copied: until here the optimizer has its old
+        # state.
         each.install()
     set_groups(optimizers, settings)
 

@@ -79,6 +79,7 @@ def settings_for(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
         for index, other in zip(sources[1:], settings[1:], strict=True):
             _refuse_difference(where, settings[0], other, sources[0], index)
         found.append(settings[0] if settings else {})
+        # Before any group is set, for what is read may have been written by anybody.
         for key, value in found[-1].items():
             _check_setting(f"{where}['{key}']", key, group.get(key, value), value)
     return found

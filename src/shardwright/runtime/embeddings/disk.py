@@ -248,8 +248,8 @@ def mapped(
 ) -> dict[str, torch.Tensor]:
     """Zeros in a new file; RunError where there is no room for it."""
     sizes = {name: _bytes(shape, dtype) for name, (shape, dtype) in like.items()}
-    # mmap refuses a file of no bytes.
     found, nbytes = {}, sum(sizes.values())
+    # mmap refuses a file of no bytes.
     if not nbytes:
         return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in like.items()}
     try:

@@ -69,8 +69,8 @@ class UnitHooks:
         for index, module in enumerate(modules):
             before = _Before(self, first=index == 0)
             after = _After(self, names[index], last=index == last)
-            # with_kwargs: inputs that are passed by name count as well. Were they not marked, the unit
-            # would be taken for done while a path through them is still under way.
+            # with_kwargs: inputs that are passed by name count as well. Were they not marked, the
+            # unit would be taken for done while a path through them is still under way.
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             module.register_forward_hook(after, always_call=True)
         if len(self.units) > 1 and self.unit.flow.prefetch:
