@@ -113,6 +113,7 @@ def apply(
     blocks = plan.expanded()
     _check_model(model, plan, blocks)
     check_kernels(plan.tables, mesh)
+    # Disk and rows before any parameter is touched: where they fail the model is as it was.
     folder = disk_for_tables(plan, comm, folder)
     members = {m.fqn: m for m in find_members([model], [""], (), lambda _: False)}
     _freeze(members, plan, blocks)
@@ -149,6 +150,8 @@ def _shard_units(
 ) -> None:
     """Every unit with the parameters that the plan gives it, inner ones first: a unit of the whole
     model has what no other has, and begins the step."""
+    # No unit has the whole model, so no unit's forward is the step's: somebody has to tell the flow
+    # that a step begins.
     if not any(_leads(unit) for unit in plan.units):
         model.register_forward_pre_hook(_Begin(flow), prepend=True)
 
@@ -162,6 +165,8 @@ def _shard_units(
     in_buckets = plan.model.bucket_size > 0
     if in_buckets:
         precision = _cast_as_recorded(model, plan, precision)
+    # Inner ones first: what looks through a module leaves out what is a unit of its own by then,
+    # and the first unit to claim an inner module is taken for its innermost.
     for units in _inner_first(_together(plan) if in_buckets else [(u,) for u in plan.units]):
         modules = [model.get_submodule(path) for path in units[0].modules]
         made = []
@@ -177,6 +182,7 @@ def _shard_units(
             )
             name, bucket = ("", unit.name) if in_buckets else (unit.name, "")
             names = UnitNames(name, unit.modules, bucket)
+            # What is replicated is so on all ranks, and has no replicas of shards.
             ranks = comm if _replicated(unit) else shared
             made.append(make_unit(own, ranks, cutting, names, unit.reshard_after_forward, initial))
         attach(modules, units[0].modules, made, flow, leads=_leads(units[0]))
@@ -352,6 +358,7 @@ def _check_unit_blocks(
     layout = unit_layout(specs, unit.optimizer_state, grid.parts, frozen, **how)
     rows = zip(get_args(Role), unit.roles, strict=True)
     cut = {b for role, placement in rows for b in grid.blocks(layout, role, placement)}
+    # The block list is the truth: a layout that would do anything else must not run under its name.
     if planned != cut or unit.roles.zero is None:
         raise MismatchError(
             expected(

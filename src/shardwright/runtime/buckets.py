@@ -115,6 +115,8 @@ class Buckets:
     ) -> None:
         """Gather what an optimizer has changed (collective), in the order of a forward: only begin
         to with ``overlap_param_gather``, unless ``force_sync``. A forward would do it, too."""
+        # Buckets lie from the last parameters to the first; a forward needs them the other way
+        # around.
         for unit in reversed(self._units):
             absorb(unit)
             if not unit.is_current and not unit.is_present:
@@ -145,6 +147,7 @@ class Buckets:
         if force_all_reduce:
             wanted, remedy = "False", "Do without use_distributed_optimizer."
             raise UnsupportedError(expected("force_all_reduce", wanted, "True", remedy))
+        # Called alone, as with overlap_grad_reduce off, it has to begin what it waits for.
         if not any(unit.gradients.under_way for unit in self._units):
             self.start_grad_sync()
         for unit in self._units:

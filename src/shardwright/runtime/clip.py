@@ -46,6 +46,8 @@ def clip_grad_norm_(
     total = _norm(gradients, norm_type)
     if error_if_nonfinite and not math.isfinite(total.item()):
         raise _blame(list(units_in(model)), total)
+    # Without a look at the number, for which the host would wait for the device; torch's own
+    # epsilon, so that clipped gradients are the same.
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         local_of(gradient).mul_(scale.to(gradient.device))
@@ -60,6 +62,7 @@ def _gradients(model: nn.Module) -> Iterator[torch.Tensor]:
         if gradient is not None:
             yield gradient
     sharded = [m.parameter for unit in units_in(model) for m in unit.members]  # whatever shows
+    # Not model.parameters(), which shows whole ones inside of ``unsharded()``.
     known = set(map(id, sharded))
     for parameter in (*sharded, *(p for p in model.parameters() if id(p) not in known)):
         if getattr(parameter, "home", None) is None and parameter.grad is not None:
@@ -70,6 +73,7 @@ def _norm(gradients: list[torch.Tensor], order: float) -> torch.Tensor:
     if not gradients:
         return torch.zeros(())
     parts = [(local_of(g), g.cut.comm if isinstance(g, ShardTensor) else None) for g in gradients]
+    # A norm of norms is the norm of all. They are fp64, so it does not show how many there were.
     total = torch.linalg.vector_norm(torch.stack(norms(parts, order)), order)
     wide = any(gradient.dtype is torch.float64 for gradient in gradients)
     return total if wide else total.float()
@@ -82,6 +86,7 @@ def _blame(units: list[Unit], total: torch.Tensor) -> RunError:
         for index, member in enumerate(unit.members):
             gradient = member.parameter.grad
             if gradient is not None and not torch.isfinite(local_of(gradient)).all():
+                # One maximum tells which gradient and on which rank; 0 is nobody's.
                 bad[index] = float(unit.comm.mesh.get_rank() + 1)
         unit.comm.all_reduce("which gradient is not finite", bad, largest=True)
         found = bad.nonzero()

@@ -70,6 +70,8 @@ class Deferred(TorchDispatchMode):
 
     def __enter__(self) -> Deferred:
         if self._enters:
+            # Before this mode, as the last one that is entered hears first: it sees operators as
+            # they were called, and the fake mode those that it lets through.
             self._fake.__enter__()
         super().__enter__()
         return self
@@ -86,6 +88,7 @@ class Deferred(TorchDispatchMode):
     ) -> Any:
         keywords = keywords or {}
         try:
+            # Before the call, which may change how a tensor lies (t_, resize_).
             places = tree_map(self._given, (arguments, keywords))
         except NotDeferredError as error:
             self._lost = self._lost or error
@@ -94,6 +97,8 @@ class Deferred(TorchDispatchMode):
             forget_conversions(self._fake)
             return result
         if function is torch.ops.aten._local_scalar_dense.default:
+            # Somebody asks for a number, as item() does. A fake tensor has none, so what leads to
+            # it is run now.
             return self._read(function, *places)
         try:
             result = function(*arguments, **keywords)
@@ -140,9 +145,11 @@ class Deferred(TorchDispatchMode):
         written = places_in(written_by(function, arguments, keywords))
         if self._constants & {p.storage for p in written}:
             raise NotDeferredError("a change of a tensor that was there before")
+        # Views are remembered by where they lie, and make no numbers.
         if not makes and not written:
             return  # a view
         fills = operator_name(function).removeprefix("aten::") in FILLS
+        # A fill does not read what it fills: what was there before need not be made.
         read = places_in((arguments[1:], keywords) if fills else (arguments, keywords))
         index = len(self._operations)
         operation = Operation(
@@ -181,6 +188,8 @@ class Deferred(TorchDispatchMode):
             raise NotDeferredError(f"numbers drawn on '{generator.device}'")
         with without_dispatch_modes():
             state = generator.get_state()
+            # Fake operators draw nothing, so the real generator stays as it was seeded. If it is
+            # another now, somebody has seeded it since, and a new stream begins.
             stream = self._streams.get(generator)
             if stream is None or not torch.equal(stream.states[0], state):
                 stream = self._streams[generator] = Stream([state])
@@ -212,9 +221,13 @@ class Deferred(TorchDispatchMode):
         for functions often ask in a loop."""
         wanted = [(p.storage, len(self._operations)) for p in places_in((arguments, keywords))]
         with without_dispatch_modes(), _again():
+            # Functions that ask for numbers ask in loops. From the beginning each time, that would
+            # be quadratic.
             real = self._recent
             ready = {storage: index for storage, (index, _) in real.items()}
             found = self._leading_to(wanted, ready)
+            # Memory cannot go back: an operation that wrote before it was left so would write over
+            # what came later.
             if any(self._undoes(index, ready) for index in found):
                 found, real = self._leading_to(wanted), {}
             real = self._run(found, real)
@@ -258,6 +271,7 @@ class Deferred(TorchDispatchMode):
                 seen.add((storage, index))
                 operation = self._operations[index]
                 stack.extend((read, index) for read in operation.reads)
+                # What was written to it before that does not count.
                 if storage in operation.makes or storage in operation.fills:
                     break
         return sorted({index for _, index in seen})
@@ -269,12 +283,15 @@ class Deferred(TorchDispatchMode):
             operation = self._operations[index]
             turn = operation.turn if exact else None
             if turn is not None:
+                # Every draw has the state that it would have found: what came before it is skipped
+                # here, and took numbers then.
                 torch.set_rng_state(self._state(*turn))
             arguments, keywords = tree_map(
                 lambda v: self._over(v, real), (operation.arguments, operation.keywords)
             )
             leaves = tree_leaves(operation.function(*arguments, **keywords))
             if turn is not None and len(turn[0].states) == turn[1] + 1:
+                # Kept, so that the next tensor in order need not draw this one again.
                 turn[0].states.append(torch.get_rng_state())
             for place, found in zip(operation.results, leaves, strict=True):
                 if isinstance(place, NotedPlace) and place.storage in operation.makes:
@@ -352,6 +369,7 @@ class Deferred(TorchDispatchMode):
                 if name not in _OF_MODULES and _has_tensors(value):
                     vars(part)[name] = tree_map(settled, value)
         storages = [s.storage for s in sources.values() if isinstance(s, NotedPlace)]
+        # They would be made one by one, and be two afterwards.
         if len(set(storages)) < len(storages):
             raise NotDeferredError("parameters that share memory")
 

@@ -56,10 +56,14 @@ class Rendezvous:
     def leave(self, number: int, kind: str, rank: int, parts: Parts, copy: Copy) -> ThreadCall:
         """Come to a collective as ``rank`` of the group; the last one copies for all."""
         with self._changed:
+            # Whoever comes first makes it. Kinds are compared, for by number alone two different
+            # calls would be one.
             call = self._calls.setdefault(number, ThreadCall(kind))
             call.left[rank] = parts
             if call.kind != kind:
                 call.error = f"{kind} on rank {self.members[rank]} where others have {call.kind}"
+            # Whoever is last copies, and outside of the lock: copies take long, and others may come
+            # to the next collective meanwhile.
             is_last = len(call.left) == len(self.members)
             if is_last:
                 del self._calls[number]
@@ -80,6 +84,7 @@ class Rendezvous:
             raise
         finally:
             with self._changed:
+                # What ranks gave is not kept alive by a call that somebody may wait for much later.
                 call.left.clear()
                 call.done = True
                 self._changed.notify_all()
@@ -144,6 +149,7 @@ class Devices:
     @contextmanager
     def rank(self, rank: int) -> Iterator[None]:
         """This thread is ``rank`` inside, in the default process group of them all."""
+        # A backward has to stay on this thread: by its thread everything knows which rank it is of.
         with thread_of(rank), world_of(self), torch.autograd.set_multithreading_enabled(False):
             try:
                 dist.init_process_group(
@@ -157,6 +163,7 @@ class Devices:
             except Exception:
                 raise
             except BaseException as error:  # a signal's, which is everybody's
+                # The first one's counts; what other ranks raise follows from it.
                 self.stopped = self.stopped or type(error)
                 raise
             finally:
@@ -173,6 +180,8 @@ class Devices:
         with self.lock:
             self.gone.add(rank)
             for rendezvous in self._meetings.values():
+                # Those who wait for this rank look again, and find it gone: they need not wait for
+                # the timeout.
                 rendezvous.wake()
 
 
@@ -249,6 +258,7 @@ class ThreadGroup(dist.ProcessGroup):
     ) -> Under:
         parts = [
             tensor.split(splits or tensor.shape[0] // self.size())
+            # ``data``, for autograd must not take a copy into it for a change.
             for tensor, splits in ((received.data, received_splits), (sent, sent_splits))
         ]
         copy = partial(_exchanged, self.rendezvous.members)
@@ -281,6 +291,8 @@ class ThreadGroup(dist.ProcessGroup):
 
     def _come(self, kind: str, parts: Parts, copy: Copy) -> Under:
         devices = {part.device for part in parts if part.is_cuda}
+        # The last rank copies on its own stream, for all: what this one has computed on its stream
+        # must be done by then.
         _synchronise(devices)
 
         def copied(left: Sequence[Parts]) -> None:
@@ -288,6 +300,8 @@ class ThreadGroup(dist.ProcessGroup):
                 copy(left)
             _synchronise({part.device for each in left for part in each if part.is_cuda})
 
+        # By number, as every rank counts its own calls: ranks that call in another order are found
+        # by the kind.
         self._count += 1
         return Under(self, self.rendezvous.leave(self._count, kind, self._rank, parts, copied))
 

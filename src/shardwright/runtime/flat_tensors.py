@@ -58,6 +58,9 @@ class FlatTensor(Home):
             self.parameter: nn.Parameter = FlatReplica(memory, requires_grad=trains)
         else:
             self.cut = Cut.of_runs(name, lengths, comm)
+            # Two cuts that differ in one thing: norms over the parameter are refused, for an
+            # optimizer that takes them would scale all of it by one number; norms over its gradient
+            # are what clipping takes.
             own = Cut.of_runs(name, lengths, comm)
             own.is_of_many = True
             self.parameter = as_parameter(ShardTensor(memory, own), trains)
@@ -76,6 +79,8 @@ class FlatTensor(Home):
         found: torch.Tensor | None = C_GRAD.__get__(self.parameter)
         if self.cleared and found is not None:
             frame = inspect.currentframe()
+            # zero_grad asks for the gradient before it clears it. To refuse there would leave no
+            # way out.
             reader = frame.f_back and frame.f_back.f_back if frame else None  # past the property
             if reader is None or reader.f_code.co_name != "zero_grad":
                 self.check()
@@ -89,6 +94,7 @@ class FlatTensor(Home):
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
         """Let all of it have ``gradient``, or nothing."""
+        # Whoever sets all of it speaks for all of its parameters.
         self.cleared = set() if gradient is not None else set(self.homes)
         C_GRAD.__set__(self.parameter, gradient)
 
@@ -168,10 +174,13 @@ class FlatPart(NamedTuple):
             return
         part = share[self.begin : self.begin + length]
         self._call_hooks(part)
+        # All of the flat tensor in one piece: the share is its gradient as it is, with no copy.
+        # Several pieces, or a second backward, are added.
         if length == flat.length and flat.local_gradient is None:
             flat._put(part)
         else:
             flat.gradient_to_write()[self.offset : self.offset + length].add_(part)
+        # By what any rank has: a parameter with a gradient elsewhere gets the mean of it here, too.
         flat.cleared.difference_update(compress(self.homes, here))
         call_accumulated(flat.parameter)
 
@@ -219,6 +228,8 @@ class FlatHome(Home):
     def gradient(self) -> torch.Tensor | None:
         """A view of the flat tensor's gradient, None where there is none."""
         found = self.flat.local_gradient
+        # Zeros would do for a sum and not for optimizers: None is what tells them to leave it
+        # alone.
         if found is None or self in self.flat.cleared:
             return None
         part = self._part(found)
@@ -232,6 +243,8 @@ class FlatHome(Home):
             self._part(self.flat.gradient_to_write()).copy_(gradient)
             self.flat.cleared.discard(self)
         elif self not in self.flat.cleared and self.flat.local_gradient is not None:
+            # The flat gradient has one memory for all. This part of it becomes zeros, and the set
+            # remembers that it is none.
             self.flat.cleared.add(self)
             if len(self.flat.cleared) == len(self.flat.homes):
                 self.flat.set_gradient(None)
@@ -250,6 +263,7 @@ class FlatHome(Home):
         """What autograd added to the sharded parameter itself, as for a penalty on weights."""
         stray = C_GRAD.__get__(parameter)
         if stray is not None:
+            # Taken off, for autograd would add the next one to it, and both would be added here.
             C_GRAD.__set__(parameter, None)
             self._part(self.flat.gradient_to_write()).add_(local_of(stray))
             self.flat.cleared.discard(self)
@@ -280,6 +294,7 @@ def take(parameter: nn.Parameter, fqn: str, unit: str) -> None:
     """Let an original parameter, which nothing trains once it is sharded, say so to optimizers and
     whoever else asks for its gradient, and to units that would have it too."""
     setattr(parameter, TAKEN, (fqn, unit))
+    # By its class, as optimizers that were made before hold this very object.
     parameter.__class__ = _taken(type(parameter))
 
 

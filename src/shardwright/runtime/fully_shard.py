@@ -105,6 +105,8 @@ def fully_shard_flat(
     prefetch, precision = _depth(prefetch, mesh), as_precision(precision)
     members = unit_members(modules, names, unit, ignored_params)
     chosen = _placements(members, placements, shard_strategy, shard_placement_fn, comm.size, zero)
+    # All that is wrong with the call comes before ``_agree``: found after it, one rank would leave
+    # the others in a collective.
     check_offload(comm, cpu_offload)
     _check_sizes(bucket_size, block_size, chosen, zero, register_hooks)
     cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size, cpu_offload, block_size)
@@ -118,6 +120,8 @@ def fully_shard_flat(
     ]
     left_out = (n for m in modules for n, p in m.named_parameters() if _among(p, ignored_params))
     units[0].structure.left_out = tuple(left_out)
+    # A flow of its own for each call: the one of an outer module takes those of inner ones over, so
+    # that a model has one.
     attach(modules, names, units, Flow(prefetch), register_hooks=register_hooks)
     _begin_alike(modules, names)
     return storages_of(modules[0])[0]
@@ -134,6 +138,8 @@ def _agree(
         (m.fqn, tuple(m.shape), str(m.dtype), m.parameter.requires_grad, m.parameter.is_meta)
         for m in members
     ]
+    # Ranks that cut differently would exchange buffers of other sizes: gloo ends a process by that,
+    # and NCCL waits for ever.
     facts = {"module": repr(shapes), "options": repr(options)}
     cut = {m.fqn: m.parameter for m in members if not isinstance(placements[m.fqn], Replicate)}
     replicas.agree("fully_shard_flat", comm, facts, cut)
@@ -146,6 +152,8 @@ def _begin_alike(modules: Sequence[nn.Module], names: Sequence[str]) -> None:
         _name_inner(module, name)
         move_buffers(module, torch.device(units_of(module)[0].mesh.device_type))
     for unit in units_of(modules[0]):
+        # As DDP does. What is cut is of one start by itself: each rank keeps a part of its own
+        # values, which ``_agree`` has compared.
         if replicas.differ(unit.name, unit.buffers, unit.comm):
             replicas.level(unit.name, unit.buffers, unit.comm)
 
@@ -179,6 +187,7 @@ def _modules(given: nn.Module | Sequence[nn.Module], hooked: bool) -> list[nn.Mo
         found = type(strays[0]).__name__ if modules else "none"
         raise InputError(expected("module", "a module, or several", found))
     for module in modules if hooked else ():
+        # They are never called, so no hook would ever run and the unit never be there.
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             raise InputError(
                 expected(
@@ -273,11 +282,14 @@ def _buckets(members: Sequence[Member], size: int) -> list[tuple[str, list[Membe
     """Members from the last to the first, until those that train have ``size`` elements."""
     found: list[tuple[str, list[Member]]] = []
     room = 0
+    # As gradients come in a backward, so that a bucket is complete early and its sum travels beside
+    # the rest.
     for member in reversed(members):
         if room <= 0:
             found.append((f"bucket {len(found)}", []))
             room = size
         found[-1][1].append(member)
+        # Frozen ones have no gradient to wait for, and come with whatever bucket they are next to.
         room -= member.shape.numel() if member.parameter.requires_grad else 0
     return found
 
@@ -296,6 +308,7 @@ def unit_members(
     _refuse_sharded(modules, unit)
     members = find_members(modules, prefixes, ignored, _is_unit)
     inside = {
+        # By the module's dictionary, which is where a member is shown.
         id(own_parameters(inner)): holder
         for module in modules
         for inner in module.modules()
@@ -373,6 +386,8 @@ def _placements(
         if wanted is not None:
             chosen[member.fqn] = ours(wanted, f"shard_placement_fn for {member.fqn}")
         if member.parallel is not None:
+            # Last, whoever has chosen: what tensor parallelism has cut cannot be cut in every way
+            # again.
             chosen[member.fqn] = member.parallel.cuts(chosen[member.fqn], member.fqn)
         _check_fits(member, chosen[member.fqn], size)
     return chosen
@@ -382,6 +397,7 @@ def ours(placement: Any, where: str) -> Placement:
     """A placement as the torch-free one of the same name."""
     if isinstance(placement, Placement):
         return placement
+    # By its very type: subclasses of torch's Shard may cut other elements.
     if type(placement) is TorchShard:
         return Shard(placement.dim)
     if isinstance(placement, TorchReplicate):
@@ -424,6 +440,7 @@ def make_unit(
     initial: Initial | None = None,
 ) -> Unit:
     """The unit of ``members``, whose parameters no other unit can have from then on."""
+    # Before the unit replaces them by its own.
     originals = [(member.parameter, member.fqn) for member in members]
     unit = Unit(members, comm, cutting, names, reshard_after_forward, initial)
     for parameter, fqn in originals:
@@ -453,6 +470,8 @@ def attach(
             register(module, unit)
             follow_state_dict(module, unit, prefix)
     for other in {id(unit.flow): unit.flow for unit in inner if unit.flow is not flow}.values():
+        # After this unit is in the flow, so that it comes before the inner ones, as forwards enter
+        # them.
         flow.join(other)
     if register_hooks:
         hooks = UnitHooks(units)

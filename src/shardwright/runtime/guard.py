@@ -64,11 +64,14 @@ class Guard:
         every rank; ``parts`` gives the numbers of each and is called where some are wrong only.
         """
         first = len(self._names)
+        # Also where nothing is looked at any more: places are counted alike on all ranks, and one
+        # of them names the fault for all.
         self._names.extend(names)
         if self._found is not None or all(map(_is_finite, values)):
             return
         largest = [0.0 if p is None else _largest(p) for p in parts()]
         bad = [place for place, size in enumerate(largest) if not math.isfinite(size)]
+        # Where all are finite and their squares are not, it is the largest that did it.
         place = bad[0] if bad else largest.index(max(largest))
         self._found = (first + place, largest[place])
 
@@ -84,7 +87,9 @@ class Guard:
         a gradient of any rank is not finite.
         """
         names, found, waiting = self._names, self._found, self._waiting
+        # First, so that whoever catches the error begins with nothing.
         self.forget()
+        # One maximum over ranks tells whether anything was found and, if so, the first of all.
         own = _FINE if found is None else _FIRST - found[0]
         numbers = torch.tensor([own, *words], device=self.comm.mesh.device_type)
         self.comm.all_reduce("whether gradients are finite", numbers, largest=True)
@@ -109,8 +114,11 @@ class Guard:
         ranks = self.comm.mesh.mesh.flatten().tolist()
         seen = torch.zeros(len(ranks), 2, dtype=torch.float64, device=self.comm.mesh.device_type)
         if found is not None and found[0] == place:
+            # -1 stands for nan: the largest of numbers of which one is nan would say nothing.
             numbers = torch.tensor([1.0, found[1]], dtype=torch.float64).nan_to_num(nan=-1.0)
             seen[ranks.index(self.comm.mesh.get_rank())] = numbers
+        # Only in the bad case, which all ranks know of by now: a good step takes one small
+        # collective.
         self.comm.all_reduce("whose gradient is not finite", seen)
         rows = seen.tolist()
         bad = [(rank, size) for rank, (is_bad, size) in zip(ranks, rows, strict=True) if is_bad]
@@ -144,5 +152,6 @@ def _is_finite(values: torch.Tensor) -> bool:
     if values.device.type == "cpu" and values.dtype in _DOTTED and values.is_contiguous():
         flat = values.view(-1)
         return math.isfinite(flat.dot(flat).item())  # BLAS, in half the time of a norm
+    # 16-bit numbers are squared in fp32: in fp16 256 squared is inf, and 256 is no bad gradient.
     wide = torch.float32 if values.dtype.itemsize < torch.float32.itemsize else None
     return bool(torch.linalg.vector_norm(values, dtype=wide).square().isfinite().item())

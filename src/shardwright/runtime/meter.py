@@ -161,6 +161,7 @@ class Meter(Probe):
         before, comm.probe = comm.probe, self
         with ExitStack() as around:
             around.callback(setattr, comm, "probe", before)
+            # Also after an exception: a phase that is left on would count all that follows.
             around.callback(self.drop)
             for handle in (
                 model.register_forward_pre_hook(self._forward, prepend=True, with_kwargs=True),
@@ -175,6 +176,8 @@ class Meter(Probe):
         self.number += 1
         self.actions.clear()
         self._seconds, self._waited, self._travelled = {}, 0.0, {}
+        # Counted from where this run began, for after a resume the optimizer has its states no
+        # sooner.
         if self.number - self.first in MEMORY_STEPS:
             self.tracker = self._tracker()
         self._inputs = [reference for reference in self._inputs if reference() is not None]
@@ -192,6 +195,8 @@ class Meter(Probe):
             self._busy[self.number] = sum(self._seconds.values()) - self._waited
             return
         for phase, kinds in self._end_tracker().peaks.items():
+            # Of several steps the one with the largest sum, with all its kinds: maxima of each kind
+            # would be a moment that never was.
             if phase != "setup" and sum(kinds.values()) > sum(self._peaks.get(phase, {}).values()):
                 self._peaks[phase] = kinds
 
@@ -217,6 +222,7 @@ class Meter(Probe):
         self._turn("forward")
 
     def _before_step(self, *_: Any) -> None:
+        # Once: steps are alike, and this walks through every tensor.
         if self.tracker is not None and not self.exact:
             self.exact = exact_events(self.rank, self.model, self.optimizer)
 
@@ -262,6 +268,8 @@ class Meter(Probe):
 
     def _look(self) -> None:
         """Add what passed since the last look to the phase that is on."""
+        # A kernel is only queued when its call returns. Without this its time would be that of
+        # whichever phase waits for it.
         if self.synchronise:
             self.synchronise()
         now = time.perf_counter()
@@ -288,6 +296,8 @@ class Meter(Probe):
     def time_steps(self) -> tuple[int, ...]:
         """The steps whose seconds count: profiled ones where there are no others."""
         for slowed in (self._slowed, set[int]()):
+            # After those whose memory was followed; in a shorter loop without the first step, which
+            # warms up.
             for first in (MEMORY_STEPS[-1] + 1, 2, 1):
                 found = [n for n in self._steps if n - self.first >= first and n not in slowed]
                 if found:

@@ -55,6 +55,8 @@ def settle(model: nn.Module) -> list[Unit]:
     """Every unit of the model, SHARDED, with the values its parameters have now (collective)."""
     units = list(units_in(model))
     for unit in units:
+        # First, so that parameters are the sharded ones; then what was put in their place is taken
+        # over.
         unit.free()
         absorb(unit)
         if unit.buffers.shard.is_meta:
@@ -178,6 +180,8 @@ def _of_tables(tables: ShardedTables) -> Iterator[TensorPart]:
         yield TensorPart(fqn, shapes[fqn], offsets, sizes, store.block_view(item))
         for name, state in store.state_views(item).items():
             dims = state.dim()
+            # A number a row, of rows whose columns lie in several blocks, is the same in all of
+            # them: it is saved once, by strips.
             if dims == 2 or fqn not in cut:
                 shape = shapes[fqn][:dims]
                 yield TensorPart(f"{STATE}{fqn}/{name}", shape, offsets[:dims], sizes[:dims], state)

@@ -72,11 +72,14 @@ class Muon(torch.optim.Muon):
                     continue
                 update = self._momentum(parameter, group)
                 local = local_of(parameter)
+                # Before the update is added, as torch does: decay is of the weight that the step
+                # began with.
                 local.mul_(1 - float(group["lr"]) * group["weight_decay"])
                 for matrix in _matrices(parameter, local, update, group):
                     if matrix.cut is None:
                         here.append(matrix)
                     else:
+                        # An exchange is among one mesh's ranks, and of one dtype.
                         key = (*matrix.cut.comm.identity, update.dtype)
                         cut.setdefault(key, []).append(matrix)
         for matrix in here:
@@ -160,6 +163,8 @@ def _buckets(matrices: Sequence[_Matrix]) -> Iterator[list[_Matrix]]:
 
 def _orthogonal(matrix: _Matrix, update: torch.Tensor) -> torch.Tensor:
     """What a whole update adds to its matrix: torch's step from zero, without momentum."""
+    # By torch's own class and not by a copy of its Newton-Schulz, so that results are torch's in
+    # every version.
     delta = torch.zeros(matrix.shape, dtype=matrix.parameter.dtype, device=update.device)
     delta.grad = update.to(delta.dtype)
     options = {name: value for name, value in matrix.group.items() if name not in OWN}
@@ -225,6 +230,7 @@ class _MatrixExchange:
             }
             for matrix, (cut, _, _) in zip(matrices, self.of, strict=True)
         ]
+        # By layout and work alone, so that all ranks come to the same homes without a word.
         self.homes = self._homes([m.rows * m.shape[1] * min(m.shape) for m in matrices])
         self.travels = any(len(parts) > 1 for parts in self.parts)
         rank = self.comm.rank
@@ -233,6 +239,8 @@ class _MatrixExchange:
         self.away = sorted(
             self.own.keys() - self.mine, key=lambda place: (self.homes[place], place)
         )
+        # In the order in which senders have them (``away``: by home, then by matrix), so nothing
+        # has to be said about which is which.
         self.visitors = sorted(
             (source, place) for place in self.mine for source in self.parts[place] if source != rank
         )
@@ -244,6 +252,7 @@ class _MatrixExchange:
         for home, cost in zip(homes, work, strict=True):
             if home >= 0:
                 load[home] += cost
+        # The largest first, as small ones even out what is left.
         for place in sorted(range(len(work)), key=lambda place: -work[place]):
             if homes[place] < 0:
                 homes[place] = min(range(len(load)), key=load.__getitem__)
@@ -261,6 +270,8 @@ class _MatrixExchange:
             part, matrix = self.own.get(place), matrices[place]
             if part is not None:
                 part.of(wholes[place]).copy_(matrix.update[part.local])
+            # Whole updates go one by one; all of them together with their results would be two
+            # buckets of memory.
             delta = deltas[place] = _orthogonal(matrix, wholes.pop(place))
             if part is not None:
                 matrix.local[part.local].add_(part.of(delta))

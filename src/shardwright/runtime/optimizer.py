@@ -78,10 +78,15 @@ def optimizer_parameters(
             found = f"tensor parallelism in unit '{unit.name}'"
             remedy = "Give the optimizer model.parameters()."
             raise UnsupportedError(expected("optimizer_parameters", wanted, found, remedy))
+        # Sharded parameters have to be shown, over the memory that the flat tensors will be views
+        # of. After this the unit refuses other memory.
         unit.free()
         absorb(unit)
     options, group_of = _grouping(model, groups, units)
+    # Before any flat tensor is made: units get other memory here. Where there are some, they have
+    # been joined already, or never will be.
     if not per_unit and not any(unit.flat_parts for unit in units):
+        # Memory of the host and of an accelerator cannot be one tensor.
         for offloaded in (False, True):
             _share_one_store([unit for unit in units if unit.offloaded is offloaded])
     made: list[list[nn.Parameter]] = [[] for _ in options]
@@ -149,12 +154,15 @@ def _runs_of(unit: Unit, group_of: Mapping[tuple[int, str], int]) -> Iterator[Gr
         groups = [group_of.get((id(unit), slot.tensor.fqn)) for slot in segment.slots]
         members = unit.members[first : first + len(groups)]
         large = segment.quantized
+        # What an optimizer treats alike: a group's options, whether it trains, and whether its
+        # states may be in blocks.
         kinds = [
             (group, member.parameter.requires_grad, place < large)
             for place, (group, member) in enumerate(zip(groups, members, strict=True))
         ]
         heads = [i for i, kind in enumerate(kinds) if not i or kind != kinds[i - 1]]
         ends = [*heads[1:], len(groups)]
+        # On every rank, as sharded tensors know how much others hold; nothing is exchanged for it.
         each = [segment.starts(heads, rank) for rank in range(unit.comm.size)]
         for number, (head, end) in enumerate(zip(heads, ends, strict=True)):
             group = groups[head]
@@ -170,6 +178,7 @@ def _joined(runs: Sequence[GroupRun], *, per_unit: bool) -> Iterator[list[GroupR
     group: list[GroupRun] = []
     for run in runs:
         if group and not (
+            # Alike and without a gap: a flat tensor is one stretch of memory.
             run.kind == group[-1].kind
             and _end(group[-1]) == _begin(run)
             and (run.unit is group[-1].unit or not per_unit)
@@ -199,6 +208,7 @@ def _flat(runs: list[GroupRun]) -> nn.Parameter:
     flats = {id(home.flat): home.flat for home in homes if home is not None}
     if flats:
         (flat,) = flats.values() if len(flats) == 1 else (None,)
+        # The same call again: a second flat tensor over this memory would take each gradient twice.
         if flat is not None and flat.homes == homes:
             found: nn.Parameter = flat.parameter
             return found
@@ -211,6 +221,8 @@ def _flat(runs: list[GroupRun]) -> nn.Parameter:
                 "Name each parameter in one call only.",
             )
         )
+    # Gradients may be here, of a backward before the optimizer was made. They are put where they
+    # will be looked for.
     earlier = [(member.parameter, member.parameter.grad) for member in members]
     for parameter, _ in earlier:
         parameter.grad = None
@@ -230,6 +242,8 @@ def _made(runs: list[GroupRun]) -> FlatTensor:
     if views.segment.cut != "replicated":
         lengths = tuple(map(sum, zip(*(run.lengths for run in runs), strict=True)))
     flat = FlatTensor(
+        # Across shares of several segments or units, which lie side by side in one storage, and
+        # with the padding between them, whose gradient is zero.
         torch.as_strided(views.share.detach(), (length,), (1,), begin),
         f"{unit.name} optimizer tensor",
         unit.comm,
@@ -240,6 +254,7 @@ def _made(runs: list[GroupRun]) -> FlatTensor:
     offset = 0
     for run in runs:
         homes = list(_homes(run, flat, offset))
+        # From here on their gradients are views of the flat one.
         flat.add(homes)
         first = run.unit.sharded.places[run.segment][0]
         part = FlatPart(flat, offset, run.begin, run.length, run.places[0] - first, homes)
@@ -261,6 +276,7 @@ def _homes(run: GroupRun, flat: FlatTensor, offset: int) -> Iterator[FlatHome]:
         begin = segment.begin(piece) - run.begin + offset if piece.numel else offset
         where = f"{member.fqn} of unit '{unit.name}'"
         home = FlatHome(flat, member.parameter, where, begin, piece.sizes, cut)
+        # A parameter that every rank has whole takes such gradients itself (``Replica``).
         if cut is not None and member.parameter.dtype.is_floating_point:
             home.follow_strays()
         yield home
@@ -289,6 +305,8 @@ def _grouping(
     model: nn.Module, groups: Groups | GroupOf | None, units: Sequence[Unit]
 ) -> tuple[list[dict[str, Any]], GroupOfPlace]:
     """The options of every group, and the number of the group of every member."""
+    # By object, as a group may give parameters and not names; and by unit, for names may come
+    # twice.
     places = {id(m.parameter): (id(unit), m.fqn) for unit in units for m in unit.members}
     if groups is None:
         return [{}], dict.fromkeys(places.values(), 0)
@@ -303,6 +321,7 @@ def _grouping(
                 place = places.get(id(parameter))
                 if place is None:
                     raise _unknown(number, given)
+                # A pattern may meet what another one has put into this group already.
                 if place in found and (found[place] != number or not several):
                     raise InputError(
                         expected(f"groups[{number}]", "each parameter in one group", place[1])
@@ -363,9 +382,11 @@ def make_optimizer(
     Raises InputError for a name that is unknown or that no single class stands for.
     """
     row = optimizer_named(name, implementation, among=MADE)
+    # A group is a mapping and has no such attribute.
     trained = [part for part in parameters if getattr(part, "requires_grad", True)]  # or a group
     how = implementation or row.runs
     fused_sgd = not implementation and how == "fused" and row.make == "torch.optim:SGD"
+    # Tried and not looked up by version: a torch in which it is mended is used as it is.
     if fused_sgd and not all(map(_fused_sgd_works, _on_cpu(trained))):
         how = "for_loop"
     options = dict(row.settings)

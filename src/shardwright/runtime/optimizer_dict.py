@@ -67,6 +67,8 @@ def optimizer_state_dict(
         known: Known = {}
         for own, each in zip(uses, optimizers, strict=True):
             trained = [p for p in own if p.requires_grad]
+            # A reader fills what is shown. Shown with nothing, a new optimizer would load nothing,
+            # without an error.
             states: Mapping[Any, Any] = each.state or fresh_state(each, trained)
             for use, name, value, elements in named_state(own, states, per_block(each)):
                 fqn, number = use.part.fqn, elements == ONCE
@@ -81,6 +83,8 @@ def optimizer_state_dict(
 
     parts, tensors, own_known, groups = together(comm, "optimizer state", look, _failure)
     names = [{"params": group["params"]} for group in groups]
+    # A rank that has nothing of a parameter shows its state all the same, with no elements:
+    # torch.distributed.checkpoint wants one set of names on all ranks.
     said = everyones(comm, "optimizer state", [own_known, names])
     known: Known = {}
     for theirs, _ in said:
@@ -116,6 +120,7 @@ def load_optimizer_state_dict(
 
     blocks = {name: size for each in optimizers for name, size in per_block(each).items()}
     parts, own = together(comm, "optimizer to load", look, _failure)
+    # With flat tensors a rank knows of a group only the parameters that it has some of.
     names = [{"params": group["params"]} for group in own]
     groups = joined(everyones(comm, "groups of the optimizer", names))
 
@@ -123,6 +128,8 @@ def load_optimizer_state_dict(
         given = _given(state, parts, blocks)
         incoming = [Incoming(uses_of(parts, each), each, given) for each in optimizers]
         for each in incoming:
+            # Into room of its own: nothing of the optimizer is changed before all ranks have found
+            # all of it right.
             _take_numbers(each, given)
         return given, incoming, settings_for(groups, state["param_groups"])
 
@@ -133,11 +140,15 @@ def load_optimizer_state_dict(
         for use, name, value, elements in i.tensors
     }
     for part in parts:
+        # In one order on all ranks, whether or not this one has room: a DTensor is gathered by all
+        # of them.
         for name, tensor in sorted(given.get(part.fqn, {}).items()):
             elements = blocks.get(name, 1)
             if isinstance(tensor, torch.Tensor) and tensor.shape == _shape(part, elements):
                 _copy(tensor, _cut(part, elements), rooms.get((part.fqn, name)))
     for each in incoming:
+        # Only now, when everything was checked and copied: until here the optimizer has its old
+        # state.
         each.install()
     set_groups(optimizers, settings)
 
@@ -174,6 +185,7 @@ def _wrapped(
 ) -> torch.Tensor:
     """This rank's part of a state as its parameter is shown."""
     cut, sizes = _cut(part, elements), part.held.sizes
+    # States of one number for a block are shorter than the parameter.
     if elements > 1:
         _, (_, sizes) = blocks_of(part.held.shape, part.held.offsets, sizes, elements)
     if local is None:
@@ -240,6 +252,7 @@ def _copy(given: torch.Tensor, cut: Cut | None, room: torch.Tensor | None) -> No
     if cut is not None:
         own = OPERATORS.as_part(given.detach(), cut)._local_tensor
     else:
+        # Called also where nothing is kept of it: a DTensor of another mesh is gathered by all.
         own = given.full_tensor() if isinstance(given, DTensor) else given.detach()
     if room is not None and room.numel():
         room.view(own.shape).copy_(own)

@@ -35,6 +35,7 @@ def groups_of(optimizers: Sequence[Optimizer], uses: Sequence[Uses]) -> list[Gro
     for optimizer, own in zip(optimizers, uses, strict=True):
         for group in optimizer.param_groups:
             parts = [use.part for p in group["params"] for use in own[p] if p.requires_grad]
+            # Once each: a parameter may have several parts in one flat tensor.
             names = dict.fromkeys(p.fqn for p in parts if math.prod(p.held.shape))
             rest = {key: value for key, value in group.items() if key != "params"}
             found.append({**rest, "params": list(names)})
@@ -61,6 +62,8 @@ def settings_for(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
     A group takes the settings of the saved groups that had its parameters. Raises MismatchError
     where those differ, and for parameters that none had.
     """
+    # By name and not by number: groups may be cut differently now, as long as each is of one
+    # setting.
     home = {name: index for index, group in enumerate(saved) for name in group["params"]}
     found = []
     for number, group in enumerate(own):
@@ -69,12 +72,14 @@ def settings_for(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
             wanted = "parameters that the saved optimizer had"
             raise MismatchError(expected(where, wanted, f"{missing[0]}, which it had not"))
         sources = sorted({home[name] for name in group["params"]})
+        # A group without parameters, as of frozen ones: only its number says which it was.
         if not sources and len(own) == len(saved):
             sources = [number]
         settings = [_settings(saved[index]) for index in sources]
         for index, other in zip(sources[1:], settings[1:], strict=True):
             _refuse_difference(where, settings[0], other, sources[0], index)
         found.append(settings[0] if settings else {})
+        # Before any group is set, for what is read may have been written by anybody.
         for key, value in found[-1].items():
             _check_setting(f"{where}['{key}']", key, group.get(key, value), value)
     return found
@@ -83,6 +88,7 @@ def settings_for(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
 def _check_setting(where: str, key: str, own: Any, saved: Any) -> None:
     """MismatchError unless ``saved`` can be in the place of ``own``: of its kind, finite, and where
     torch's own optimizers have a range in that."""
+    # Nothing is known of what the optimizer would take, as of an option that is off.
     if own is None:
         return
     wanted = f"{type(own).__name__} as {own!r}"
@@ -91,6 +97,7 @@ def _check_setting(where: str, key: str, own: Any, saved: Any) -> None:
         wanted = f"{len(own)} numbers as {own!r}"
         for inner, value in zip(own, saved, strict=True) if fits else ():
             _check_setting(where, key, inner, value)
+    # Before numbers, for True is one in Python.
     elif isinstance(own, bool | str) or isinstance(saved, bool):
         fits = type(saved) is type(own)
     elif isinstance(own, int | float):
@@ -129,6 +136,7 @@ def set_groups(optimizers: Sequence[Optimizer], settings: Sequence[Group]) -> No
 
 def _kept_kind(present: Any, value: Any) -> Any:
     if isinstance(present, torch.Tensor) and isinstance(value, int | float):
+        # In place: captured and compiled steps read this very tensor.
         return present.fill_(value)
     if isinstance(present, tuple):
         return tuple(_kept_kind(p, v) for p, v in zip(present, value, strict=True))
@@ -157,6 +165,7 @@ def everyones(comm: Comm | None, label: str, value: Any) -> list[Any]:
     rank, size = rank_and_size(comm)
     raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     first = rank // comm.size * comm.size
+    # Texts differ in length from rank to rank, and a gather has to know by how much.
     lengths = total(comm, f"length of {label}", {first + comm.rank: raw.numel()}, size).tolist()
     own = lengths[first : first + comm.size]
     text = comm.gather_uneven(label, raw.to(comm.mesh.device_type), own)

@@ -74,6 +74,7 @@ def uses_of(parts: Sequence[ModelPart], optimizer: Optimizer) -> Uses:
     """For every parameter of the optimizer, in its order, the parts of the model it has."""
     known: dict[int, list[Use]] = {id(part.parameter): [Use(part)] for part in parts}
     for unit in {id(p.unit): p.unit for p in parts if p.unit is not None}.values():
+        # Flat tensors of no element here are known, too: the optimizer has them on every rank.
         known.update({id(each.flat.parameter): [] for each in unit.all_flat_parts})
     for part in parts:
         home = getattr(part.parameter, "home", None)
@@ -137,6 +138,7 @@ def named_state(
     for parameter, parts in uses.items():
         for name, value in present(states.get(parameter, {})).items():
             for use in parts:
+                # A parameter without elements has no state that could be told from none.
                 if math.prod(use.part.held.shape):
                     each = elements_per_value(use.part.fqn, name, value, parameter, blocks)
                     yield use, name, value, each
@@ -146,9 +148,11 @@ def held_state(uses: Uses, optimizer: Optimizer, *, leads: bool) -> Iterator[Ten
     """The state as it is saved; that of parameters outside of units by the rank that leads."""
     for use, name, value, each in named_state(uses, optimizer.state, per_block(optimizer)):
         part = use.part
+        # All ranks have it whole and alike, and one of them saves it.
         if not leads and part.unit is None:
             continue
         if each == ONCE:
+            # By those who have some of the parameter, as of any other state of it.
             if part.numel:
                 yield TensorPart(state_name(part.fqn, name), (), (), (), _as_tensor(value))
         else:
@@ -198,6 +202,8 @@ class Incoming:
         self.tensors: list[tuple[Use, str, torch.Tensor, int]] = []
         self.numbers: list[Number] = []
         wanted = {p: _wanted(parts, names) for p, parts in uses.items()}
+        # Before anything is read into it, state needs memory; what is there already is filled where
+        # it is.
         lacking = [
             p for p, w in wanted.items() if w and present(optimizer.state.get(p, {})).keys() != w
         ]
@@ -219,6 +225,8 @@ class Incoming:
             for name, value in state.items():
                 each = elements_per_value(fqn, name, value, parameter, per_block(self.optimizer))
                 if each == ONCE:
+                    # Aside from the optimizer's own, which several parameters share: they are
+                    # compared before it is set.
                     room = torch.zeros_like(_as_tensor(value))
                     self.numbers.append(Number(parameter, fqn, name, room))
                 else:
@@ -252,6 +260,7 @@ class Incoming:
             state = self.states[number.parameter]
             present_value = state[number.name]
             if isinstance(present_value, torch.Tensor):
+                # In place: the tensor is where, and in which dtype, the optimizer keeps it.
                 present_value.copy_(number.value)
             else:
                 state[number.name] = type(present_value)(number.value.item())
@@ -259,6 +268,8 @@ class Incoming:
             if state:
                 self.optimizer.state[parameter] = state
             else:
+                # None at all, and not an empty one: torch's optimizers make states only where there
+                # is nothing.
                 self.optimizer.state.pop(parameter, None)
 
 
@@ -309,7 +320,9 @@ def fresh_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> dic
     if initial is not None:
         return {parameter: initial(parameter) for parameter in parameters}
     asked = {id(parameter) for parameter in parameters}
+    # Not by its class, whose __init__ wants arguments that nobody has kept.
     double = object.__new__(type(optimizer))
+    # Settings that are no group's go along; everything that a step writes is replaced below.
     double.__dict__.update(optimizer.__dict__)
     double.__dict__.pop("step", None)  # a scheduler's, which counts
     double._optimizer_step_pre_hooks = OrderedDict()
@@ -344,6 +357,8 @@ def fresh_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> dic
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     """A small parameter that an optimizer treats as this one; of no shape that a number has."""
+    # Two of each: of a size of one, a state of the parameter's shape could not be told from a
+    # number.
     sizes = (2,) * max(1, parameter.dim())
     zeros = torch.zeros(sizes, dtype=parameter.dtype, device=local_of(parameter).device)
     made = nn.Parameter(zeros)
@@ -363,5 +378,6 @@ def _small(value: Any, parameter: torch.Tensor, stand_in: torch.Tensor) -> Any:
 def _like(value: Any, stand_in: torch.Tensor, parameter: nn.Parameter) -> Any:
     """A state for ``parameter`` after the one that its stand-in has."""
     if isinstance(value, torch.Tensor) and value.shape == stand_in.shape:
+        # Of the parameter's own kind: for a sharded one a sharded state.
         return torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
     return value

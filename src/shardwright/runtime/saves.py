@@ -85,6 +85,7 @@ class Saves:
     def listening(self) -> Iterator[None]:
         """SIGTERM and SIGINT are a wish to save and stop; a second one acts as it did before. So is
         the end of a DataLoader's worker, which leaves the batches that others have made."""
+        # Python takes signals on the main thread alone, and refuses handlers elsewhere.
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -149,8 +150,11 @@ class Saves:
         wish, busy = words
         now = self._clock()
         step_seconds, began = now - self._ended_at, time.perf_counter()
+        # All ranks know by the same numbers that nobody writes any more, so all begin the next
+        # part, whose collectives they are in together.
         if self._parts is not None and not busy:
             self._go_on()
+        # After the save under way was carried on; ``_stop`` ends that before it begins its own.
         if wish > SAVE:
             self._stop(step, wish - SAVE)
         if wish == SAVE and self._parts is None:
@@ -174,6 +178,7 @@ class Saves:
         )
 
     def _is_due(self, step: int) -> bool:
+        # Asked of all ranks alike: one save at a time, and those that are due meanwhile become one.
         if self._parts is not None:
             return False
         if self._every.steps is not None:
@@ -228,6 +233,7 @@ class Saves:
             self.failed += 1
             self._say(str(error))
         else:
+            # A daemon: a disk that hangs must not keep a process from ending.
             threading.Thread(target=self._work.run, name="save", daemon=True).start()
 
     def _end(self) -> None:

@@ -130,6 +130,8 @@ class ShardedModule:
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
         """A new module of the class, as a slice of a container is, is not sharded."""
+        # The class that the module had: model[1:] makes a container of type(model), which would be
+        # one without a unit.
         plain = cls.__mro__[2]
         made = plain.__new__(plain)
         made.__init__(*arguments, **keywords)  # type: ignore[misc]
@@ -137,6 +139,7 @@ class ShardedModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         units = _own(self)
+        # What a pass has left is of this model, and no copy is in that pass.
         units[0].flow.recover()
         made = object.__new__(self.__class__)
         memo[id(self)] = made
@@ -174,6 +177,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
         for name, buffer in own_buffers(part).items():
             if buffer is None or buffer.device.type in (device.type, "meta"):
                 continue
+            # One that two modules share stays one.
             if id(buffer) not in moved:
                 moved[id(buffer)] = buffer.to(device)
             own_buffers(part)[name] = moved[id(buffer)]
@@ -195,6 +199,8 @@ def mix_in(module: nn.Module, methods: type, name: str, **more: Any) -> None:
     called ``name``, with ``more`` in it, for all modules of a class."""
     kind = type(module)
     if not isinstance(module, methods):
+        # One class for all modules of a class: isinstance and type comparisons among them hold, and
+        # torch.compile guards on types.
         if (methods, kind) not in _CLASSES:
             _CLASSES[methods, kind] = type(name, (methods, kind), more)
         module.__class__ = _CLASSES[methods, kind]

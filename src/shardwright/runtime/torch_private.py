@@ -62,6 +62,8 @@ def adds_to(leaf: Any) -> bool | None:
     """Whether the running backward adds to the gradient of ``leaf`` if it reaches it; None where
     ``torch.autograd.grad`` was asked for it."""
     with torch.enable_grad():
+        # A leaf has no function of its own. The node that adds to its gradient is what a view of it
+        # leads to, and a view has a graph only while gradients are on.
         node = leaf.view_as(leaf).grad_fn.next_functions[0][0]
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -186,6 +188,7 @@ def tensor_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
     """What a DTensor knows of itself."""
+    # On meta: the whole has no memory here, only a shape.
     stride = torch.empty(shape, device="meta").stride()
     return DTensorSpec(mesh, tuple(placements), TensorMeta(shape, stride, dtype))
 
@@ -220,6 +223,7 @@ def chunk_cat(tensors: list[torch.Tensor], rows: torch.Tensor) -> None:
 def _hears_of_operators() -> bool:
     """Whether a subclass of DTensor is asked what operators do with it; torch 2.11 asks none."""
     try:
+        # By what it does and not by its version: torch 2.11 raises here.
         return bool(DTensor.__torch_dispatch__(lambda: True, (), (), {}))
     except NotImplementedError:
         return False
@@ -236,6 +240,8 @@ class Listening(TorchDispatchMode):
         self.kind, self.dispatch = kind, dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # ``listen`` has switched subclasses' functions off. What the rules themselves call on
+        # sharded tensors must be heard again.
         with torch._C._EnableTorchFunction():
             if any(isinstance(leaf, self.kind) for leaf in tree_flatten((args, kwargs))[0]):
                 return self.dispatch(func, args, kwargs or {})
@@ -247,11 +253,15 @@ def listen(
 ) -> Any:
     """Call what torch's Python offers, and answer the operators that come of it. A backward's come
     from elsewhere, so what has a graph is refused once a backward comes to it."""
+    # Off while torch's own Python runs, or each function in it would come here again. The mode
+    # hears of the operators instead.
     with torch._C.DisableTorchFunctionSubclass(), Listening(kind, dispatch):
         found = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled():
             for leaf in tree_flatten(found)[0]:
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    # Nothing is wrong as long as no backward comes: values are looked at with
+                    # gradients on, too.
                     leaf.register_hook(_refuse_backward)
     return found
 

@@ -93,6 +93,7 @@ def _raise_first(
             raise error from cause
         return number
     rank, size = rank_and_size(comm)
+    # Raised at once, the error would leave the others in the collective below.
     own = {rank: int(error is not None)} | ({size: number} if rank == 0 else {})
     totals = total(comm, label, own, size + 1)
     # The number of rank 0 travels with the flags, which saves a second collective in every save.
@@ -105,6 +106,8 @@ def _raise_first(
         kind_number = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), 0)
         raw = str(error).encode()[:MAX_TEXT]
         message = dict(enumerate([kind_number, len(raw), *raw]))
+    # All others add zeros, so the sum is the one rank's message; of one length, which they need not
+    # ask for.
     received = total(comm, label, message, MAX_TEXT + 2).tolist()
     text = bytes(received[2 : 2 + received[1]]).decode(errors="replace")
     kind = _KINDS[received[0]]
@@ -127,5 +130,7 @@ def total(comm: Comm, label: str, own: dict[int, int], size: int) -> torch.Tenso
     if own:
         vector[torch.tensor(list(own))] = torch.tensor(list(own.values()))
     vector = vector.to(comm.mesh.device_type)
+    # A sum serves as gather and as broadcast, and every backend has it for integers on every
+    # device.
     comm.all_reduce(f"checkpoint: {label}", vector)
     return vector.cpu()

@@ -160,6 +160,8 @@ def read_manifest(path: Path, step: int) -> Manifest:
 def read_list(path: Path, digest: FileDigest, manifest: Manifest, rank: int) -> RankList:
     """A rank's list, checked against the manifest before it is decoded."""
     raw = read_bytes(path, "rank's list")
+    # Before it is decoded: a changed document is refused for that and not for what it happens to
+    # say.
     check_size(path, digest.nbytes, len(raw))
     check_digest(path, digest.sha256, hashlib.sha256(raw).hexdigest())
     found = _decode(raw, path, RankList, RANK_SCHEMA)
@@ -324,6 +326,7 @@ class MappedShard:
         if dtype is None:
             known = ", ".join(_BY_CODE)
             raise InputError(expected(f"tensor '{name}'", f"one of {known}", entry["dtype"]))
+        # A map has no address for nothing.
         if start == end:
             return torch.empty(entry["shape"], dtype=dtype)
         # torch warns of memory that cannot be written to, and a read-only map is the point; so it
@@ -341,6 +344,8 @@ _BY_CODE = {code: DTYPES[name] for name, code in CODES.items()}
 def open_shard(path: Path) -> Iterator[MappedShard]:
     """A safetensors file; ``get_tensor`` maps it and reads what is touched."""
     try:
+        # By safetensors, which checks the header: offsets that lead out of the file, or into each
+        # other, are refused there.
         with safe_open(path, framework="np") as opened:
             yield MappedShard(path, opened)
     except SafetensorError as error:

@@ -71,6 +71,7 @@ class Newest:
         """
         descriptor = os.open(file, os.O_RDONLY)
         try:
+            # The lock is on the open file and not on its name, so it stays through the rename.
             _locked(descriptor, fcntl.LOCK_SH)
             yield
         except BaseException:

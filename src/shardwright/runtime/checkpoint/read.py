@@ -121,6 +121,7 @@ def open_stored(folder: Path, step: int) -> Stored:
 
 def _files(folder: Path) -> Iterator[tuple[str, int]]:
     """Names and sizes; a link or a folder is refused."""
+    # A link can lead out of the folder, and be another one when it is read again.
     if folder.is_symlink():
         raise InputError(expected(str(folder), "a folder", "a symbolic link"))
     try:
@@ -161,6 +162,7 @@ def _check_cover(where: str, tensor: StoredTensor) -> None:
             raise InputError(expected(where, "a tensor without elements once", f"{len(regions)}"))
         return
     covered = sum(math.prod(region.sizes) for region in regions)
+    # Counting corners takes every part to hold something.
     if any(0 in region.sizes for region in regions):
         raise InputError(expected(where, "parts that have elements", "one without"))
     if covered != elements or not tiles(tensor.shape, regions):
@@ -221,6 +223,8 @@ def read_checkpoint(
         comm.agree(f"checkpoint in {folder}", said)
     chosen = together(comm, "step", lambda: _chosen(folder, step, rank), failure)
     if comm is not None:
+        # What rank 0 found counts: while another run saves, ranks that look for themselves may find
+        # different ones.
         chosen = int(total(comm, "step of rank 0", {0: chosen} if rank == 0 else {}, 1)[0])
 
     def verify() -> tuple[Stored, set[str], list[TensorPart]]:
@@ -228,11 +232,14 @@ def read_checkpoint(
         # Every rank hashes its share of the files; that together they are whole is known once all
         # agree.
         stored.check_shards(range(rank, stored.manifest.world_size, size))
+        # After the check: what is wanted may follow from what was saved, and that must be whole.
         parts = wanted(stored) if callable(wanted) else wanted
         return stored, {part.name for part in parts}, checked(parts)
 
     stored, names, parts = together(comm, "verify", verify, failure)
     if comm is not None:
+        # One disk for all ranks is an assumption: with a copy of the folder on each host, they may
+        # be of different runs.
         comm.agree(f"{stored.folder}", {"manifest": stored.manifest.sha256})
     unread = _unread(stored, names, comm, skip)
 
@@ -294,6 +301,7 @@ def _unread(
     if comm is None:
         taken = [name in names for name in known]
     else:
+        # A tensor that this rank has nothing of may be wanted by another.
         own = {i: 1 for i, name in enumerate(known) if name in names}
         taken = total(comm, "wanted", own, len(known)).bool().tolist()
     pairs = zip(known, taken, strict=True)

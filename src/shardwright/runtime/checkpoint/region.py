@@ -167,8 +167,10 @@ def tiles(shape: Ints, regions: Iterable[Box]) -> bool:
     """
     cuts = list(regions)
     if all(is_range(shape, region.offsets) for region in cuts):
+        # As ranges, where all of them are: their rectangles would have corners in every dimension.
         shape = (math.prod(shape),)
     boxes = [part.box for region in cuts for part in parts(shape, *region)]
+    # Only dimensions in which some part is not whole: each more doubles the corners of every part.
     cut = [d for d, n in enumerate(shape) if any(box.sizes[d] != n for box in boxes)]
     if not cut:
         return len(boxes) == 1
@@ -344,6 +346,7 @@ def window(tensor: torch.Tensor, part: BoxAt, box: Box) -> torch.Tensor:
     tensor = tensor.detach()
     sizes = part.box.sizes
     if part.start or tensor.shape != sizes:
+        # A rectangle of a range is a stretch of what the holder has, in its own shape.
         tensor = tensor.view(-1).narrow(0, part.start, math.prod(sizes)).view(sizes)
     for dim, (offset, origin) in enumerate(zip(box.offsets, part.box.offsets, strict=True)):
         tensor = tensor.narrow(dim, offset - origin, box.sizes[dim])

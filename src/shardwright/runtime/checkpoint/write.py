@@ -172,6 +172,8 @@ def save_in_parts(
 
 
 def _on_host(part: TensorPart) -> TensorPart:
+    # Not ``cpu()``, which is no copy where the tensor is in host memory, and the next step writes
+    # there.
     own = torch.empty(part.tensor.shape, dtype=part.tensor.dtype)
     return part._replace(tensor=own.copy_(part.tensor.detach()))
 
@@ -195,6 +197,7 @@ def commit(
     temporary: Path, final: Path, step: int, world_size: int, facts: Mapping[str, str]
 ) -> None:
     """Write the manifest, check everything as a reader would, and give the folder its name."""
+    # Read back from the disk, so the manifest has what is there and not what was meant to be.
     lists = tuple(
         digest_of((temporary / list_name(rank)).read_bytes()) for rank in range(world_size)
     )
@@ -221,6 +224,7 @@ def _check_call(step: int, facts: Mapping[str, str], keep: int | None) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
+    # Never over a file that exists: whose it is cannot be known.
     with path.open("xb") as file:
         file.write(data)
         file.flush()

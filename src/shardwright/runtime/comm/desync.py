@@ -53,6 +53,8 @@ class LabelledCall:
 
     def packed(self) -> torch.Tensor:
         text = self.label.encode()
+        # Rows of one length, for they are gathered. The hash tells labels apart whose first bytes
+        # are the same; the bytes are for people.
         digest = hashlib.sha256(text).digest()
         packed = _ENTRY.pack(self.sequence, self.nbytes, self.kind.encode(), digest, text[:_LABEL])
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
@@ -76,6 +78,7 @@ def compare(
     ``gather`` collects equal rows of bytes from all ``ranks`` into [W, n].
     """
     rows = gather(entry.packed())
+    # Every rank has all rows, so all come to the same answer and raise the same words.
     differing = [index for index in range(1, len(ranks)) if not rows[index].equal(rows[0])]
     if differing:
         names = ", ".join(str(ranks[index]) for index in differing)
@@ -118,6 +121,8 @@ def missing(group: dist.ProcessGroup, ranks: Sequence[int], own: int, word: str)
             return
         done.set()
 
+    # In a thread: a store whose host is gone blocks for its own timeout, and this rank has
+    # something to say now.
     thread = threading.Thread(target=ask, name="desync", daemon=True)
     thread.start()
     thread.join(SECONDS + _GRACE)
@@ -137,6 +142,7 @@ def _ask(
     word: str,
     answers: dict[int, str],
 ) -> None:
+    # Names of groups may be the same on ranks of different groups.
     prefix = f"shardwright/desync/{group}/{min([own, *others])}"
     store.set(f"{prefix}/{own}", word)
     end = time.monotonic() + SECONDS
@@ -152,6 +158,8 @@ def meet(
 ) -> list[int]:
     """Wait in the store until all ``others`` are at ``place``, for ``seconds``; who never came.
     ``late`` is told once for whom it waits."""
+    # Through the store: a barrier would be a collective, which is what must not meet another one
+    # here.
     store, began, said = default_store(), time.monotonic(), False
     store.set(f"{place}/{own}", "here")
     absent, pause = list(others), _LOOK / 16
@@ -163,6 +171,8 @@ def meet(
             said = True
             late(absent)
         time.sleep(pause)
+        # Short looks first, as the others are here nearly always; later fewer, for all ranks ask
+        # one store.
         pause = min(2 * pause, _LOOK)
     return absent
 
@@ -233,6 +243,8 @@ class _Waiting:
     def look(self) -> None:
         """Leave word, or say who is missing, once it is time."""
         waited = time.monotonic() - self.begun
+        # Word is left long before it is looked for, or a rank that came a moment later would be
+        # missed.
         if self.stage == 0 and waited > HERE_SECONDS:
             self.stage = 1
             default_store().set(f"{self.place}/{self.own}", "here")
@@ -268,9 +280,11 @@ class _Watch:
     def _look(self) -> None:
         while True:
             self._any.wait()
+            # Before the look: a call that begins after it sets it again.
             self._any.clear()
             while self.calls:
                 time.sleep(_LOOK_AT_CALLS)
+                # A copy, as calls begin and end in other threads.
                 for call in [*self.calls.values()]:
                     with contextlib.suppress(Exception):  # a store that is gone: the call says why
                         call.look()

@@ -42,6 +42,8 @@ def meet(
     """The store in which ranks meet: the file ``store``, which opens no port, where they wait
     ``START_SECONDS`` for each other; or where torchrun's environment says."""
     if store is not None:
+        # A file is there at once, whoever comes: without this wait a late rank would be waited for
+        # by the first collective, for as long as a step's timeout allows and no longer.
         meeting = dist.FileStore(str(store), world_size)
         meeting.set(f"started/{rank}", "")
         started = [f"started/{each}" for each in range(world_size)]
@@ -82,6 +84,8 @@ def flat(mesh: DeviceMesh) -> DeviceMesh:
         raise InputError(expected("mesh", "its ranks in ascending order", str(mesh.mesh.tolist())))
     if mesh.ndim == 1:
         return mesh
+    # The group of all ranks is there. Another one would be one more communicator, with memory of
+    # its own on an accelerator.
     if len(ranks) == dist.get_world_size():
         return DeviceMesh.from_group(dist.group.WORLD, mesh.device_type)
     return flattened(mesh)
@@ -136,6 +140,7 @@ class Comm(Collectives):
         self.replicas = None if twice or self.twins is None else self.twins.group
         groups = (mesh.get_group(dim) for dim in range(mesh.ndim))
         ranks = repr([dist.get_process_group_ranks(group) for group in groups]).encode()
+        # Cuts are alike only among the same ranks: of as many others each has other elements.
         self.identity = (self.size, self.total, zlib.crc32(ranks))  # unlike that of other ranks
         self.group, self.name, self.channel = shards.group, shards.name, shards.channel
         self.is_fake, self.config = shards.is_fake, shards.config
@@ -207,6 +212,8 @@ class Comm(Collectives):
     def all_gather(
         self, label: str, full: torch.Tensor, shard: torch.Tensor, *, wait: bool = True
     ) -> Pending | None:
+        # Neighbouring parts first, from those who have the same shard: then a rank can give all of
+        # the shard to the gather.
         if self.twice:
             kept = shard.new_empty(self.kept * shard.numel())
             self.gather_kept(label, kept, shard)
@@ -231,10 +238,14 @@ class Comm(Collectives):
         if twins is None or not replicas:
             assert not self.twice, "parts of a shard's sum are whose replica has them"
             return self.shards.reduce_scatter(label, shard, full, wait=wait)
+        # Over shards first: what is left to sum over replicas, which are often other hosts, is a
+        # part of the whole.
         last = partial(twins.all_reduce, over, shard)
         of_shards = shard
         if self.twice:
             of_shards = shard.new_empty(self.kept * shard.numel())
+            # The sum over shards is of all parts that this rank keeps; the second sum leaves it its
+            # own.
             self.probe.holds(of_shards, "communication")
             last = partial(twins.reduce_scatter, over, shard, of_shards)
         pending = self.shards.reduce_scatter(label, of_shards, full, wait=False)
@@ -267,6 +278,8 @@ class Comm(Collectives):
         return pending.returned(wait)
 
     def broadcast(self, label: str, tensor: torch.Tensor, source: int) -> None:
+        # In two steps. Rows of the mesh that the source is not in send what they have, which the
+        # second broadcast puts right.
         shard, twin = divmod(source, self.kept)
         self.shards.broadcast(label, tensor, shard)
         if self.twice and self.twins is not None:
@@ -312,6 +325,8 @@ class Comm(Collectives):
 
     def differs(self, label: str, numbers: torch.Tensor, *, everywhere: bool) -> bool:
         """Whether ``numbers`` [n] int64 are not the same on all ranks, or on all replicas."""
+        # The largest of the negatives is the smallest: one collective says whether both are the
+        # same.
         pair = torch.cat([numbers, -numbers])
         if everywhere:
             self.all_reduce(label, pair, largest=True)
@@ -331,6 +346,8 @@ class Comm(Collectives):
         """Wait for all ranks of the mesh to be ``where``, with no collective."""
         self.shards.meet(where, why, remedy)
         if self.twins is not None:
+            # First all of a row of the mesh, then all of a column: who is through both has met
+            # everybody.
             self.twins.meet(where, why, remedy)
 
     def agree(self, what: str, facts: Mapping[str, str], values: str = "") -> bool:
@@ -339,11 +356,15 @@ class Comm(Collectives):
         if self.is_fake:
             return True
         texts = [*(f"{k}={v}" for k, v in facts.items()), values]
+        # Hashes travel, which are of one length; a gather of texts would have to ask how long they
+        # are.
         digests = [hashlib.sha256(text.encode()).digest() for text in texts]
         own = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
         everyone = own = own.to(self.mesh.device_type)
         for peers in (self.shards, self.twins):
             if peers is not None:
+                # After the shards each rank has a row of the mesh; gathered over replicas, rows are
+                # all ranks in the mesh's own order.
                 own, everyone = everyone, everyone.new_empty(peers.size * everyone.numel())
                 peers.all_gather(f"agree on {what}", everyone, own)
         rows = everyone.view(self.total, len(digests), 32).cpu()

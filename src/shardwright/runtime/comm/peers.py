@@ -134,6 +134,7 @@ class Collectives:
         """A number for all labels that were remembered so far: 32 bits, which are the same on ranks
         that did the same."""
         channel = self.channel
+        # crc32 and not hash(), which is another number in every process.
         channel.history = zlib.crc32(label.encode(), channel.history)
         channel.last.append(label)
         return channel.history

@@ -80,16 +80,19 @@ class Pending:
         work, after, tensors = self._work, self._after, self._tensors
         if work is None and after is None:
             return
+        # Let go of before the wait: if that raises, a second wait must not wait for it again.
         self._work, self._after, self._tensors = None, None, ()
         began = time.perf_counter()
         try:
             if work is not None:
                 work.wait()
+            # What comes after is a sum made here, or a collective that counts for itself.
             ended = time.perf_counter()
             if after is not None:
                 after()
         except RuntimeError as error:
             self.blame(error)
+        # Before ``settle``, so that memory is free when the caller goes on.
         del work, tensors, after
         peers = self._peers
         if peers.probe.listens:
@@ -111,6 +114,8 @@ class Pending:
 
     def then(self, after: Callable[[], object]) -> None:
         """Call ``after`` as the last part of ``wait``."""
+        # In the order in which they were given: the second may be a collective, which all ranks
+        # begin here.
         self._after = after if self._after is None else partial(_both, self._after, after)
 
     def blame(self, error: RuntimeError) -> NoReturn:
@@ -141,9 +146,12 @@ class Transfers:
             last = self._works[-1]
             # if not set, it keeps the limit of when its connection was made
             last.wait() if self._limit is None else last.wait(self._limit)
+            # Only once it is over: what an error leaves in the list is waited for when this object
+            # goes.
             self._works.pop()
 
     def __del__(self) -> None:
+        # By a thread, as an object may be freed anywhere, and here nobody may be made to wait.
         if self._works:
             outlive = threading.Thread(
                 target=_wait_for, args=(self._works,), name="transfers", daemon=True

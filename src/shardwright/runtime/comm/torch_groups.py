@@ -36,6 +36,7 @@ class Operations:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
+        # torch 2.11 has the second name of each, torch 2.13 the first.
         self._gather = getattr(group, "all_gather_single", None) or group._allgather_base
         self._scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
         self._all_to_all = getattr(group, "all_to_all_single", None) or group.alltoall_base
@@ -83,6 +84,7 @@ def _options(later: bool) -> tuple[Any, ...]:
     kinds = ("Allgather", "ReduceScatter", "Allreduce", "AllToAll", "Allreduce")
     made: tuple[Any, ...] = tuple(getattr(c10d, f"{kind}Options")() for kind in kinds)
     for options in made:
+        # Under NCCL a call that is waited for at once runs on the caller's own stream.
         options.asyncOp = later
     made[1].reduceOp = made[2].reduceOp = dist.ReduceOp.SUM
     made[4].reduceOp = dist.ReduceOp.MAX
@@ -111,6 +113,8 @@ def limit_waits(group: dist.ProcessGroup, limit: timedelta | None) -> timedelta 
     """
     present = wait_limit(group)
     if limit is None:
+        # A limit that somebody has set is kept; that of torch is half an hour, in which nobody
+        # learns that a rank is gone.
         if present is None or present != c10d._get_default_timeout(dist.get_backend(group)):
             return present
         limit = wait_limit(c10d._get_default_group())
@@ -147,8 +151,11 @@ def sub_group(
     """
     group: dist.ProcessGroup
     default = c10d._get_default_group()
+    # Bound to a device, torch would split the default communicator, which all ranks of the job have
+    # to do together.
     bound, default.bound_device_id = default.bound_device_id, None
     try:
+        # What new_group calls, without the barrier of the whole job that comes with it.
         group, _ = c10d._new_process_group_helper(
             len(ranks),
             list(ranks).index(default.rank()),
@@ -160,6 +167,7 @@ def sub_group(
         )
     finally:
         default.bound_device_id = bound
+    # As new_group notes it: global ranks are looked up there.
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
 
@@ -189,6 +197,7 @@ def several_worlds() -> Iterator[None]:
     """Every thread may be in a default process group of its own inside."""
     before, worlds = c10d._world, _Worlds()
     c10d._world = cast(Any, worlds)
+    # C++ has a table of groups by name as well, one for the process unless it is told otherwise.
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
         yield
@@ -201,6 +210,7 @@ def several_worlds() -> Iterator[None]:
 def world_of(devices: Any) -> Iterator[None]:
     """Process groups that this thread makes inside are among the ranks of ``devices``."""
     worlds = cast(Any, c10d._world)
+    # Torch makes a backend by name and lets its maker know nothing else: the ranks are found here.
     worlds.devices = devices
     try:
         yield
@@ -219,6 +229,7 @@ def register_threads(make: Callable[[str, int, Sequence[int], timedelta], Any]) 
 
     def created(options: Any, _: Any) -> Any:
         size = options.group_size
+        # The default group has no list: it is of all ranks.
         members = list(options.global_ranks_in_group) or list(range(size))
         return make(options.group_id, options.group_rank, members, options.timeout)
 

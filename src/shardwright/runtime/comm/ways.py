@@ -30,6 +30,7 @@ OTHER_WAY: Final = {"all_gather": POINT_TO_POINT, "reduce_scatter": ALL_TO_ALL}
 
 MIB: Final = 2**20
 SIZES: Final = (MIB, 4 * MIB, 16 * MIB)
+# Less than this can be noise, and would be another answer in the next run.
 GAIN: Final = 1.25
 ROUNDS: Final = 3
 SECONDS: Final = 0.3
@@ -99,7 +100,10 @@ def sends_and_receives(
     rank, size = operations.rank, operations.size
     assert full.numel() == size * shard.numel(), "the full tensor is not W shards"
     places = full.data.view(size, -1).unbind()
+    # By the collective's number: a message of the next one may arrive before this one is over.
     tag = _TAGS | (sequence & (_TAGS - 1))
+    # Receives first, so that what arrives has a place. By distance, so that every rank begins with
+    # another one and no rank is sent to by all at once.
     for distance in range(1, size):
         source = (rank - distance) % size
         yield operations.receive(places[source], source, tag)
@@ -128,13 +132,18 @@ def fastest_paths(operations: Operations) -> Paths:
     found: dict[str, list[tuple[int, str]]] = {name: [(0, way)] for name, way in usual.items()}
     spent = last = 0.0
     for nbytes in SIZES:
+        # ``last`` is the slowest rank's, so all ranks stop at the same size. Their own times would
+        # part them, and the next trial is a collective.
         if spent + last * _GROWTH > SECONDS:
             break
         trials = _trials(operations, nbytes)
+        # Without being timed: the first exchange between two ranks also connects them.
         if not spent:
             _rounds(trials, 1)  # connections are made here
         began = time.perf_counter()
         times = _rounds(trials, ROUNDS)
+        # What the slowest rank took is what a step waits for, and it is the same number on every
+        # rank.
         *slowest, last = _most([*times, time.perf_counter() - began], operations)
         spent += last
         agreed = dict(zip(trials, slowest, strict=True))
@@ -214,6 +223,8 @@ def clock_offset(mesh: DeviceMesh) -> tuple[float, float]:
         return 0.0, 0.0
     operations = Operations(mesh.get_group())
     found = _offset(operations, mesh.device_type)
+    # Rank 0 asks one after the other. Without this the first ones would go on, and be measured,
+    # while the last is asked.
     here = torch.ones(1, device=mesh.device_type)
     _finish([operations.all_reduce(here, True, False)])
     assert here.item() == mesh.size()  # waits for the device, too
@@ -247,6 +258,7 @@ def _offset(operations: Operations, device: str) -> tuple[float, float]:
             (theirs,) = receive(1, other, _ANSWERED)
             answered = time.perf_counter()
             rounds.append((answered - asked, (asked + answered) / 2 - theirs))
+        # A slow round waited on its way there or back: its middle is not when the answer was given.
         took, offset = min(rounds)
         send([1.0, offset, took / 2], other, _ASKED)
     return 0.0, 0.0

@@ -60,6 +60,7 @@ class Ahead:
         first, self._first = self._first, None
         if first is None:
             return
+        # Once: what a model hands to its tables is looked for in its first forward only.
         self._around.remove()
         first.remove()
         parts: dict[str, Any] = dict(_lookup_modules(model))
@@ -67,8 +68,11 @@ class Ahead:
         tables = next((part.rows_of() for part in parts.values()), None)
         if tables is None or tables.comm.size == 1:
             return
+        # Not hash(), which is another number in every process.
         number = zlib.crc32(repr(sorted(found.items())).encode())
         seen = torch.tensor([number], device=tables.device)
+        # A rank that begins other lookups with its forward would be in other exchanges than the
+        # rest.
         if not tables.comm.differs("what begins with a forward", seen, everywhere=True):
             self.given = found
 

@@ -236,6 +236,7 @@ def read_bags(
     shares: list[torch.Tensor | None] = [None] * len(features)
     means = {k: n for k, n in enumerate(kept) if n is not None and poolings[k] == "mean"}
     if means:
+        # An empty bag is 0 and not 0 / 0.
         share = torch.cat([*means.values()]).clamp_(min=1).float().reciprocal_().unsqueeze(1)
         sizes = [len(each) for each in means.values()]
         for k, part in zip(means, share.split(sizes), strict=True):
@@ -243,6 +244,8 @@ def read_bags(
     for k, weight in enumerate(weights):
         if weight is None:
             continue
+        # Owners would send sums of weighted rows, which tell nothing of the gradient of a weight:
+        # the rows of such a feature come one by one.
         if weight.requires_grad and torch.is_grad_enabled():
             pools[k] = OwnPooling(kept[k], weight, shares[k])
             kept[k] = weights[k] = shares[k] = None
@@ -260,6 +263,7 @@ def _check_range(
     """InputError for ``values`` [F, B] or [N] that are no rows of their features' tables."""
     if not values.numel():
         return
+    # One pass over all ids, and on an accelerator one wait, in place of one for each feature.
     low, high = (int(end) for end in values.aminmax())
     if low >= 0:
         if high < min(feature.table.rows for feature in features):
@@ -362,6 +366,7 @@ def refusal(error: Exception, path: str) -> ShardwrightError:
 
 def versions_of(given: Any) -> tuple[int, ...]:
     """How often the tensors of what is looked up were changed in place."""
+    # Tensors of inference mode have no versions: they are taken for unchanged.
     return tuple(0 if t.is_inference() else t._version for t in _tensors(given))
 
 
@@ -427,6 +432,7 @@ def _one_each_of(names: list[str], given: Mapping[str, Any]) -> Keyed | None:
     dtypes = {part.dtype for part in tensors}
     if shapes != ({(bags,)}, {(bags + 1,)}) or not dtypes.issubset(INTEGERS):
         return None
+    # Worth a look: bags of one id need no lengths, which would travel with the ids.
     if not bool((torch.stack(offsets) == torch.arange(bags + 1, device=offsets[0].device)).all()):
         return None
     sizes = [bags] * len(names)

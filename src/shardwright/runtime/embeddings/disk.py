@@ -61,6 +61,7 @@ class DiskRows:
             for name, (shape, dtype) in like.items()
         }
         rows = next(iter(like.values()))[0][0]
+        # A number for every row, in memory though rows are not: it is what finds a row in one look.
         self.slot_of = torch.full((rows,), -1, dtype=torch.int32)
         self.row_of = torch.full((slots,), -1)
         self.used = torch.zeros(slots, dtype=torch.int64)  # when each was used last
@@ -77,6 +78,7 @@ class DiskRows:
         """A copy of distinct ``rows`` [M] of an array."""
         disk = self.on_disk[name]
         found = torch.empty(len(rows), *disk.shape[1:], dtype=disk.dtype)
+        # Piece by piece: what is copied between file and memory is never more than a piece.
         for piece in self._pieces(rows):
             part = found[piece.at]
             part.index_copy_(0, piece.hits, self.memory[name].index_select(0, piece.slots))
@@ -94,6 +96,7 @@ class DiskRows:
         """Distinct ``rows`` [M] are in use: bring as many into memory as slots are free for."""
         self._now += 1
         slots = self.slot_of.index_select(0, rows)
+        # First, so that no row of this step loses its slot to another row of it.
         self.used.index_fill_(0, slots[slots >= 0].long(), self._now)
         for piece in self._pieces(rows):
             free = self._freed(len(piece.rows))
@@ -124,6 +127,8 @@ class DiskRows:
         """At most ``count`` slots whose rows are not in use, of the next ones those that were used
         least lately."""
         slots = len(self.row_of)
+        # Not the oldest of all slots, which would need a look at every one: the oldest of some that
+        # come next in turn.
         window = min(WINDOW * count, slots)
         if not window:
             return self.row_of[:0]
@@ -131,6 +136,7 @@ class DiskRows:
         self._hand = (self._hand + window) % slots
         used = self.used.index_select(0, near)
         oldest = used.topk(min(count, window), largest=False).indices
+        # Those of this step stay. Rows that find no slot for this reason are read from the file.
         found = near[oldest[used[oldest] < self._now]]
         self._write_back(found[self.row_of[found] >= 0])
         return found
@@ -155,6 +161,7 @@ class DiskStore(Store):
         device: torch.device,
         folder: Path,
     ) -> None:
+        # Before the rest, which allocates.
         self.folder = folder
         super().__init__(group, rank, initial, probe, device)
 
@@ -186,6 +193,7 @@ class DiskStore(Store):
         return self._summed(self.rows.read("weight", distinct), looked._replace(rows=places))
 
     def update(self, looked: Looked, gradient: torch.Tensor, rate: float, number: int) -> None:
+        # All rows at once: they are read in the order of the file, once each.
         touched = looked.summed(gradient, len(self.weight))
         self.step(touched, self.squares(touched) if self.dim else None, rate, number)
 
@@ -199,6 +207,7 @@ class DiskStore(Store):
         change = self.rule.step(states, gradient, squares, rate, number)
         for name, state in zip(self.states, states, strict=True):
             self.rows.write(name, rows, state)
+        # Before the weights are read, so that both are not in memory together.
         del states
         weight = self.rows.read("weight", rows)
         self.rows.write("weight", rows, weight.copy_(weight.float().add_(change)))
@@ -240,18 +249,23 @@ def mapped(
     """Zeros in a new file; RunError where there is no room for it."""
     sizes = {name: _bytes(shape, dtype) for name, (shape, dtype) in like.items()}
     found, nbytes = {}, sum(sizes.values())
+    # mmap refuses a file of no bytes.
     if not nbytes:
         return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in like.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
+            # Reserved now. In a sparse file a write that finds the disk full ends the process by
+            # SIGBUS, where no error can be raised.
             os.posix_fallocate(file.fileno(), 0, nbytes)
             memory = mmap.mmap(file.fileno(), nbytes)
     except OSError as error:
         wanted = f"room for {nbytes:,} bytes of tables"
         raise RunError(expected(str(folder), wanted, f"'{error}'", _ELSEWHERE)) from None
+    # Rows are read at random: what the system reads ahead would only push out others.
     memory.madvise(mmap.MADV_RANDOM)
     start = 0
+    # The widest first, so that each array begins at a multiple of its element.
     for name, (shape, dtype) in sorted(like.items(), key=lambda item: -item[1][1].itemsize):
         count = sizes[name] // dtype.itemsize
         found[name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)

@@ -63,9 +63,13 @@ def pack(asked: Sequence[RowRequest], ranks: int) -> tuple[torch.Tensor, Counts]
         sections.append((each.rows[:0], none) if lengths is None else (lengths, each.segments))
     for each in asked:
         weights = each.weights
+        # As bits among the ids: one exchange brings everything, where a message of floats would be
+        # another collective to wait for.
         bits = None if weights is None else weights.double().view(torch.int64)
         sections.append((each.rows[:0], none) if bits is None else (bits, each.counts))
     counts = [list(row) for row in zip(*(counts for _, counts in sections), strict=True)]
+    # Empty sections send nothing, but counts of all of them travel. So a rank that has no weights
+    # needs no other message than one that has, and the receiver learns which came.
     used = [place for place, (values, _) in enumerate(sections) if len(values)] or [0]
     values = [sections[place][0] for place in used]
     return interleave(values, [[row[place] for place in used] for row in counts]), counts
@@ -139,6 +143,7 @@ def without_empty(counts: Counts) -> Counts:
 
 def spoil(sent: torch.Tensor, counts: Counts) -> None:
     """Tell every rank that what it gets is no use: the first float for each becomes nan."""
+    # In the values themselves, for ranks would otherwise need a collective of their own to say so.
     sent.index_fill_(0, _firsts(counts, sent.device), math.nan)
 
 
@@ -193,6 +198,8 @@ class IdExchange:
         """Send what is ``asked`` of each group, which keep what is left to do then; or an ``error``
         in this rank's ids in place of it, so that all ranks raise (collective)."""
         if error is not None:
+            # As long as the message that the others wait for, or their exchange would fail before
+            # they hear why. Counts are never below 0.
             nothing = torch.full((sum(self.out) + self.head * self.comm.size,), -1)
             return SentIds(self, nothing.to(self.device), [], None, error)
         values, counts = pack(asked, self.comm.size)
@@ -206,6 +213,7 @@ class IdExchange:
     def _message(self, values: torch.Tensor, counts: Counts) -> tuple[torch.Tensor, torch.Tensor]:
         """The message for all ranks, of ``values`` that lie by rank, and what has no room in it."""
         sizes = [*map(sum, counts)]
+        # One rank's surplus is told to all: a second exchange is made by every rank or by none.
         more = any(size > room for size, room in zip(sizes, self.out, strict=True))
         rows = [[*row, int(more)] for row in counts] if self.is_steady else counts
         heads = torch.tensor(rows, device=self.device)
@@ -215,6 +223,7 @@ class IdExchange:
         for head, own, room in zip(heads, values.split(sizes), self.out, strict=True):
             parts += [head, own[:room]]
             if len(own) < room:
+                # The receiver has made room for so many; counts say which of them are ids.
                 parts.append(values.new_zeros(room - len(own)))
             left.append(own[room:])
         return torch.cat(parts), torch.cat(left) if more else values.new_empty(0)
@@ -234,9 +243,12 @@ class IdExchange:
 
     def learn(self, counts: Counts, served: Counts) -> None:
         """So many were sent and received."""
+        # Where the numbers of ids change anyway, room that was right twice is wrong the third time.
         if not self.is_steady:
             return
         sent, received = [*map(sum, counts)], [*map(sum, served)]
+        # Both ends of a pair see the same numbers, so both come to the same room without a word.
+        # That holds only because a refused step is learnt from by nobody.
         self.out = _as_before(sent, self.sent)
         self.into = _as_before(received, self.received)
         self.sent, self.received = sent, received
@@ -290,6 +302,8 @@ class SentIds:
         message, self._travelling = self._travelling.arrive(), None
         self._served, self._came, more = self.exchange.read(message)
         rest, self._rest = self._rest, None
+        # A rank with bad ids said -1 to everyone, so all ranks leave the second exchange out
+        # together.
         if not more or rest is None or any(min(row) < 0 for row in self._served):
             return
         here = [*map(len, self._came)] or [0] * len(self._served)
@@ -310,6 +324,7 @@ class SentIds:
         assert served is not None
         if refused := [rank for rank, row in enumerate(served) if min(row) < 0]:
             raise _refused(comm, refused, _words_of_all(comm, ""))
+        # After the refusals, which end the step on all ranks before anyone learns.
         self.exchange.learn(self.counts, served)
         if came and others is not None:
             pairs = zip(came, others.split(self._missing), strict=True)
@@ -341,6 +356,7 @@ def _refused(comm: Comm, ranks: list[int], words: list[str]) -> PeerError:
 
 def _words_of_all(comm: Comm, own: str) -> list[str]:
     """What every rank has to say, the first bytes of it (collective)."""
+    # Of one length, for a gather of texts of any length would have to ask for these first.
     raw = own.encode()[:_WORDS].ljust(_WORDS, b"\0")
     said = torch.tensor(list(raw), dtype=torch.uint8, device=comm.mesh.device_type)
     every = said.new_empty(comm.size * _WORDS)

@@ -114,12 +114,15 @@ def freeing(
     for block in blocks:
         if block.tensor in left and block.role == "parameter" and block.rank == rank:
             left[block.tensor] += math.prod(block.sizes)
+    # What this rank keeps nothing of goes at once and not after the last table.
     for fqn, elements in left.items():
         if not elements:
             owners[fqn].let_go()
 
     def block_of(fqn: str, offsets: Ints, sizes: Ints) -> torch.Tensor:
         found = initial(fqn, offsets, sizes)
+        # Counted in elements: blocks are asked for in pieces, of which nobody says which is the
+        # last.
         left[fqn] -= math.prod(sizes)
         if not left[fqn]:
             owners[fqn].let_go()
@@ -139,7 +142,9 @@ def initial_blocks(
     """
     named = {start.fqn: start for start in starts}
     if initial is None and not any(start.weight.is_meta for start in starts):
+        # Nothing is read or drawn, so nothing can fail on one rank alone: no collective is needed.
         return lambda fqn, offsets, sizes: named[fqn].block(fqn, offsets, sizes)
+    # Drawn on every rank, though the first one's counts: generators stay alike.
     drawn = int(torch.randint(2**31, (), device="cpu"))
 
     def failure(error: Exception) -> ShardwrightError:
@@ -201,12 +206,15 @@ def _checked(start: InitialWeight, source: InitialBlock) -> InitialBlock:
     """InputError, by name, for what is no rectangle of numbers of the asked sizes."""
 
     def block(fqn: str, offsets: Ints, sizes: Ints) -> torch.Tensor:
+        # A user's function is called on each rank for its own rows. What it gives is checked here,
+        # or a wrong shape would be an error of some copy far away.
         found = source(fqn, offsets, sizes)
         if not isinstance(found, torch.Tensor) or tuple(found.shape) != tuple(sizes):
             got = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             where = f"initial values of {fqn} at {tuple(offsets)}"
             raise InputError(expected(where, f"a tensor of shape {tuple(sizes)}", f"{got}"))
         wants_floats = start.weight.is_floating_point()
+        # Integers would be taken for weights without a word; another width of float is cast.
         if found.is_meta or (wants_floats and not found.is_floating_point()):
             got = "some on the meta device" if found.is_meta else str(found.dtype)
             raise InputError(expected(f"initial values of {fqn}", "floating-point numbers", got))
@@ -241,6 +249,7 @@ def _of_array(start: InitialWeight, array: Any) -> InitialBlock:
     _check_shape(start, array.shape, "an array")
 
     def block(fqn: str, offsets: Ints, sizes: Ints) -> torch.Tensor:
+        # A copy, for torch warns of an array that cannot be written, as a mapped one.
         return torch.from_numpy(np.array(array[_spans(offsets, sizes)]))
 
     return block
@@ -249,6 +258,7 @@ def _of_array(start: InitialWeight, array: Any) -> InitialBlock:
 def _of_safetensors(start: InitialWeight, path: Path) -> InitialBlock:
     """Rectangles of the tensor of the parameter's name in a file, or of its only one."""
     with open_shard(path) as file:
+        # A file of one tensor need not know what the model calls it.
         names = list(file.keys())
         if start.fqn not in names and len(names) != 1:
             some = ", ".join(names[:3])
@@ -281,12 +291,15 @@ class Fills:
     def __init__(self, start: InitialWeight, done: list[Fill]) -> None:
         self.fqn, self.done, self.dtype = start.fqn, done, start.weight.dtype
         self.shape = tuple(start.weight.shape)
+        # Of tensors of any shape a matrix is made, for tiles are of rows and columns.
         self.rows, self.width = _rows_of(start.weight)
 
     @classmethod
     def of(cls, start: InitialWeight) -> Fills:
         """What a module does to its weight on the meta device; InputError where that is not to
         every element by itself, or where somebody else initialised it, which left no numbers."""
+        # On meta only the version tells that something was written by others than the module
+        # itself. What it was is gone, so it cannot be done again to a part.
         versions = 0 if start.weight.is_inference() else start.weight._version
         noted: list[Fill] = []
         known = 0
@@ -297,6 +310,7 @@ class Fills:
             found = "one that was initialised on the meta device, which keeps no numbers"
             wanted = "a weight as its own module initialises it"
             raise InputError(expected(start.fqn, wanted, found, REMEDY))
+        # What is noted first has to set every row, or some would start from memory of any content.
         if not noted or noted[0].rows != _rows_of(start.weight)[0] or noted[0].name not in FILLS:
             wanted = "a real tensor, or a module that initialises it"
             raise InputError(expected(start.fqn, wanted, "one on the meta device", REMEDY))
@@ -308,6 +322,8 @@ class Fills:
         if len(self.shape) != 2:  # a rectangle of rows: all columns, or it would be no matrix
             assert tuple(sizes) == self.shape, "a whole tensor"
             offsets, sizes = (0, 0), (self.rows, self.width)
+        # Tiles are counted from the table's own corner and not from the rectangle's, so that every
+        # cut of the table finds the same ones.
         (row, column), (rows, columns) = offsets, sizes
         found = torch.empty(rows, columns, dtype=self.dtype)
         generator = torch.Generator()
@@ -330,6 +346,8 @@ class Fills:
         """The whole tile, so that its numbers are those of every rectangle that has some of it."""
         rows, columns = min(TILE[0], self.rows - top), min(TILE[1], self.width - left)
         tile = torch.empty(rows, columns, dtype=self.dtype)
+        # All of what was done, in its order: normal_ and then zeros for one row is not zeros and
+        # then normal_.
         for fill in self.done:
             fill.to(tile, top, generator)
         return tile
@@ -348,6 +366,7 @@ class _Noted(TorchDispatchMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
+        # By storage and not by object: fills write through views of the weight, as of one row.
         written = tree_leaves(written_by(function, arguments, keywords))
         if any(map(self._is_ours, written)):
             self._note(function, arguments, keywords)
@@ -359,9 +378,11 @@ class _Noted(TorchDispatchMode):
     def _note(self, function: Any, arguments: Any, keywords: Any) -> None:
         name = operator_name(function).removeprefix("aten::")
         target, *others = arguments if arguments and self._is_ours(arguments[0]) else (None,)
+        # Each tile has a generator of its own.
         options = {key: value for key, value in keywords.items() if key != "generator"}
         tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((others, options)))
         width = self.width
+        # It will be done to tiles. Only what is done to whole rows is the same there.
         in_rows = (
             target is not None
             and target.is_contiguous()
@@ -380,6 +401,8 @@ def _noted(start: InitialWeight, own: Callable[[], Any]) -> list[Fill]:
     noted = _Noted(start)
     versions = [(p, p._version) for p in start.owner.parameters(False) if not p.is_inference()]
     try:
+        # Nothing is computed, as the weight is on meta: a dispatch mode sees which operators would
+        # fill it.
         with noted, torch.no_grad():
             own()
     except ShardwrightError:

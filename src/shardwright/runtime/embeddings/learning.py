@@ -44,10 +44,12 @@ class Learning:
 
     def say_of(self, fqn: str, requires_grad: bool) -> None:
         """The same of one table."""
+        # "All frozen, but not this one" becomes "some frozen".
         if self.is_off:
             self.frozen |= self.tables
             self.said = True
         (self.frozen.discard if requires_grad else self.frozen.add)(fqn)
+        # Nothing is left to learn, and without a backward nothing is exchanged either.
         if self.frozen == self.tables:
             self.say(False)
 
@@ -55,6 +57,8 @@ class Learning:
         """The gradient of rows of every feature, 0 of those in frozen tables."""
         if not self.frozen:
             return gradient
+        # Zeros and not left out: counts of rows were exchanged in the forward, and every rank waits
+        # for as many gradients.
         still = [place for place, f in enumerate(features) if f.table.fqn in self.frozen]
         if isinstance(gradient, torch.Tensor):
             return gradient.index_fill(0, torch.tensor(still, device=gradient.device), 0.0)
@@ -65,6 +69,7 @@ class Learning:
         """Let stores keep the rows of frozen tables, which some optimizers move without a
         gradient."""
         for store in stores:
+            # Their gradient is 0, but moments and weight decay move rows without one.
             own = store.held if self.frozen else ()
             still = [held for held in own if held.block.tensor in self.frozen]
             store.still = [(held.base, held.base + held.rows) for held in still]
@@ -77,6 +82,7 @@ class Learning:
         left = False  # whether any was not replaced since
         for reference in self._beside:
             parameter = reference()
+            # Something beside the tables trains, so nobody meant to freeze everything.
             if parameter is not None and parameter.requires_grad:
                 return
             left = left or parameter is not None
@@ -95,6 +101,7 @@ class Learning:
 
     def note(self, part: str, parameters: list[nn.Parameter]) -> None:
         """Those of ``part`` train, and may be frozen later."""
+        # Weakly: they are only asked whether they still train, and must not outlive their model.
         self.part, self._beside = part, [weakref.ref(parameter) for parameter in parameters]
 
 
@@ -109,6 +116,7 @@ class AroundTables:
         return self
 
     def __copy__(self) -> Self:
+        # Not by __reduce_ex__, which is this class's own.
         made: Self = object.__new__(type(self))
         vars(made).update(vars(self))
         return made
@@ -146,9 +154,11 @@ def reach_tables(model: nn.Module) -> None:
     """Let ``requires_grad_`` of ``model`` and of its parts reach the tables below."""
     for part in {part for path, _ in _tables(model) for part in _parts(path)}:
         module = model.get_submodule(part)
+        # A stand-in has a requires_grad_ that reaches its rows.
         if not isinstance(module, LookupModule):
             kind = type(module)
             names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            # Under the class's own name, for people and tools print it.
             mix_in(module, AroundTables, kind.__name__, **names)
 
 

@@ -55,6 +55,8 @@ class TableLookup:
 
     def is_for(self, given: Any) -> bool:
         """Whether it is of these ids, unchanged since."""
+        # By object and version: comparing the ids themselves would read all of them and wait for
+        # the device.
         return self.given is given and self.versions == versions_of(given)
 
     def under_way(self) -> Iterator[torch.Tensor]:
@@ -99,6 +101,8 @@ class LookUp(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, lookup: TableLookup, tables: Any) -> Any:
         out = tables.arrive(lookup)
         tables.open.add(lookup)  # until its graph is gone, or its backward
+        # Not by save_for_backward, which is for tensors: the backward needs where rows went, not
+        # what they were.
         ctx.lookup, ctx.tables, ctx.whole = lookup, tables, lookup.whole
         if not lookup.whole and isinstance(out, torch.Tensor):
             # tensors of their own for autograd, which may be changed in place
@@ -107,6 +111,8 @@ class LookUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        # A graph may outlive its backward. The lookup goes now, and with it memory that plans count
+        # as free, and a second backward of the graph is told from the first.
         lookup, ctx.lookup = ctx.lookup, None
         if lookup is None:
             refuse_second_backward()

@@ -35,6 +35,7 @@ from shardwright.trace.tables import collected, is_weighted
 class NoTableError(UnsupportedError, AttributeError):
     """The embedding at ``path`` is used as no table can be."""
 
+    # An AttributeError, too: hasattr(module, "weight") is False then, as of any module without one.
     def __init__(self, path: str, wanted: str, found: str) -> None:
         remedy = f"Keep it in a unit: planner.tables = {{ '{path}' = 'dense' }}."
         super().__init__(expected(f"embedding '{path}'", wanted, found, remedy))
@@ -80,6 +81,7 @@ class LookupModule(nn.Module):
         raise UnsupportedError(expected(where, wanted, found, remedy))
 
     def __copy__(self) -> Self:
+        # Not by copy's own way, which asks __reduce_ex__: that refuses.
         made = object.__new__(type(self))
         vars(made).update(vars(self))
         return made
@@ -106,6 +108,7 @@ class LookupModule(nn.Module):
             whole = state_dict.get(key)
             if not isinstance(whole, torch.Tensor) or whole.is_meta:
                 continue
+            # The module has no parameter of this name, so torch took it for a stray one.
             if key in unexpected:
                 unexpected.remove(key)
             if whole.shape == (table.rows, table.dim):
@@ -118,6 +121,7 @@ class LookupModule(nn.Module):
             of = held.block
             if of.tensor in given:
                 with torch.no_grad():
+                    # This rank's part alone, though each rank was given the whole.
                     store.block_view(held).copy_(block(of.tensor, of.offsets, of.sizes))
 
     def asks(self, *arguments: Any) -> Any:
@@ -129,6 +133,8 @@ class LookupModule(nn.Module):
         """The same, or why there is nothing they can take, which they say on all ranks."""
         try:
             return self.asks(*arguments)
+        # Kept and not raised: the other ranks are on their way into an exchange, in which they hear
+        # of it.
         except Exception as error:
             return error
 
@@ -148,6 +154,7 @@ class LookupModule(nn.Module):
         if found is not None:
             return found.given
         given = self._asked(*arguments)
+        # What is handed on as it came is known by itself.
         if all(given is not argument for argument in arguments):
             self._prepared.append(_Prepared(arguments, versions_of(arguments), given))
         return given
@@ -156,6 +163,8 @@ class LookupModule(nn.Module):
         """The same for a forward, which forgets all that was prepared before it."""
         for place, each in enumerate(self._prepared):
             if each.is_of(arguments):
+                # Forwards come in the order they were prepared in: one that was left out will not
+                # come.
                 del self._prepared[: place + 1]
                 return each.given
         return self._asked(*arguments)
@@ -171,6 +180,7 @@ class StandIn(LookupModule):
         super().__init__()
         self.rows = rows
         self.training = like.training
+        # Names that a user may set out of habit, which would be read by nobody now.
         had = {*vars(like), *like._parameters, *like._modules, *dir(type(like))} - _OF_MODULES
         self._had = frozenset(name for name in had if not name.startswith("_"))
 
@@ -224,6 +234,7 @@ class RoutedEmbedding(StandIn):
         self.num_embeddings, self.embedding_dim = like.num_embeddings, like.embedding_dim
         self.padding_idx = like.padding_idx
         self.mode = like.mode if isinstance(like, nn.EmbeddingBag) else ""
+        # Last, for from here on attributes are refused.
         self._stands = True
 
     def __getattr__(self, name: str) -> Any:
@@ -246,6 +257,7 @@ class RoutedEmbedding(StandIn):
             return pooled
         found: torch.Tensor = rows.squeeze(1)
         if self.padding_idx is not None and not self.mode and found.requires_grad:
+            # The row is looked up like others, and only its gradient is taken away, as torch does.
             padding = input.reshape(-1, 1) == self.padding_idx
             found.register_hook(lambda gradient: gradient.masked_fill(padding, 0.0))
         found = found.view(*input.shape, self.embedding_dim)
@@ -255,6 +267,8 @@ class RoutedEmbedding(StandIn):
                 counted = counted / counted.sum(1, keepdim=True).clamp(min=1)
             elif per_sample_weights is not None:
                 counted = counted * per_sample_weights
+            # One product for each bag: rows times weights would be another tensor as large as all
+            # rows.
             return torch.bmm(counted.unsqueeze(1), found).squeeze(1)
         if per_sample_weights is not None:
             return torch.bmm(per_sample_weights.unsqueeze(1), found).squeeze(1)
@@ -403,6 +417,7 @@ class RoutedCollection(StandIn):
             if kind not in self._modules:
                 self.add_module(kind, RoutedTables())
             self.get_submodule(kind).add_module(name, RoutedTable(rows, fqn))
+        # After its tables are there, which are attributes like others.
         self._stands = True
 
     def forward(self, features: Any) -> Pooled | dict[str, Sequence]:
@@ -434,6 +449,7 @@ def _inverse_of(given: Any, keys: list[str], bags: list[int]) -> dict[str, torch
     found = given.inverse_indices_or_none() if hasattr(given, "inverse_indices_or_none") else None
     if found is None:
         return None
+    # TorchRec's variable batches: a bag comes once for all samples that share it.
     names, places = found
     places = checked(places, "inverse_indices of features")
     check_dtype(places, "inverse_indices of features")

@@ -170,6 +170,7 @@ def make_route(tables: Sequence[Table], blocks: Iterable[Block], world_size: int
         for part in [own[:1]] if table.replicated else _column_ranges(table, own):
             members[_key(table, part[0].sizes[1])].append(_Columns(table, features, tuple(part)))
     groups = tuple(_group(key, routed[key], world_size) for key in sorted(routed))
+    # Sorted, as ranks exchange groups in this order: all have to come to the same one.
     return Route(
         groups,
         tuple(_group(key, replicated[key], world_size) for key in sorted(replicated)),
@@ -191,6 +192,7 @@ def _key(table: Table, width: int) -> GroupKey:
 
 def _column_ranges(table: Table, blocks: list[Block]) -> list[list[Block]]:
     columns: dict[tuple[int, int], list[Block]] = defaultdict(list)
+    # By place, and not in the plan's order: parts of a column range have to follow each other.
     for block in sorted(blocks, key=lambda block: (block.offsets, block.rank)):
         columns[block.offsets[1], block.sizes[1]].append(block)
     at = 0
@@ -218,6 +220,8 @@ def _check(table: Table, follows: bool, block: Block) -> None:
 
 def _group(key: GroupKey, members: list[_Columns], world_size: int) -> TableGroup:
     whole = [member for member in members if len(member.blocks) == 1]
+    # By owner, so that ids of whole pieces lie in the order in which they travel and are never
+    # sorted.
     whole.sort(key=lambda member: member.blocks[0].rank)
     cut = [member for member in members if len(member.blocks) > 1]
     filled = [0] * world_size
@@ -227,13 +231,16 @@ def _group(key: GroupKey, members: list[_Columns], world_size: int) -> TableGrou
         bases = []
         for block in member.blocks:
             bases.append(filled[block.rank])
+            # A replica is on every rank at the same place, so that one request fits them all.
             for rank in range(world_size) if member.table.replicated else (block.rank,):
                 cache = (member.table.cache or {}).get(block.offsets, 0)
                 held[rank].append(HeldBlock(block, filled[rank], cache))
                 filled[rank] += block.sizes[0]
         starts = tuple(block.offsets[0] for block in member.blocks)
+        # Ids of replicas go nowhere: each rank is the only owner of its own.
         owners = tuple(0 if member.table.replicated else block.rank for block in member.blocks)
         column = member.blocks[0].offsets[1]
+        # Features of one table share its rows, and are pieces of their own only for their ids.
         pieces.extend(
             TablePiece(feature, column, key.width, member.table.rows, starts, owners, tuple(bases))
             for feature in member.features
@@ -252,9 +259,12 @@ def _strips(tables: Sequence[Table], groups: Sequence[TableGroup]) -> Iterable[S
             for held in items
             if held.block.tensor == table.fqn
         ]
+        # Whole rows have all columns here: a mean over them needs no other rank.
         if all(held.block.sizes[1] == table.dim for _, _, held in own):
             continue
         own.sort(key=lambda member: member[2].block.offsets[1])
+        # Column ranges may be cut by rows at different places. Between two neighbouring cuts the
+        # same ranks have columns, so their sums lie in the same order.
         cuts = sorted({held.block.offsets[0] for _, _, held in own} | {table.rows})
         for low, high in itertools.pairwise(cuts):
             members = [

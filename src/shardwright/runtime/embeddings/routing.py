@@ -141,6 +141,7 @@ class GroupRouting:
         counts = [bags.sizes[f] for f in self.features]
         ids = self._picked(bags.ids, counts)
         first = self.fixed if ids.dim() == 2 else sum(counts[: self.fixed])
+        # In place, as ids were copied to piece order above; a caller's tensor must not change.
         ids[:first] += _along(ids, self.fixed_base, counts[: self.fixed])
         lengths, weights = bags.lengths_of(self.features), bags.weights_of(self.features)
         if self.span and lengths is None and weights is None:
@@ -151,8 +152,11 @@ class GroupRouting:
             segments = whole if lengths is None else self._by_owner(results)
             return RowRequest(ids.view(-1), whole, None, lengths, segments, weights)
         owner = self._to_owners(ids[first:], counts[self.fixed :])
+        # Stable: the ids of a bag stay neighbours within an owner, which makes them one segment
+        # there.
         order = torch.argsort(owner, stable=True)
         asked = torch.bincount(owner, minlength=len(whole)).tolist()
+        # Fixed pieces are sorted as they are, so positions of both kinds are merged rank by rank.
         if self.fixed:
             fixed = sum(counts[: self.fixed])
             positions = torch.arange(fixed, device=ids.device).split(whole)
@@ -169,6 +173,8 @@ class GroupRouting:
     def _once(self, ids: torch.Tensor, first: int, counts: list[int]) -> RowRequest:
         """Every row once, of ``ids`` of which those up to ``first`` are row numbers; they become
         numbers of the rows of all ranks, one after the other."""
+        # Counted through the rows of all ranks, ids sort by owner and row at once, and those that
+        # repeat are found by the same sort.
         ids[:first] += _along(ids, self.fixed_key, counts[: self.fixed])
         owner = self._to_owners(ids[first:], counts[self.fixed :])
         ids[first:].view(-1).add_(self.first_keys.index_select(0, owner.int()))
@@ -176,6 +182,7 @@ class GroupRouting:
         once = Distinct.of(ids.view(-1), self.span * len(self.fixed_pieces))
         rows = once.values
         asked: list[int] = torch.searchsorted(rows, self.first_keys).diff().tolist()
+        # In place, so the values of ``once``, which share this memory, are let go below.
         rows.remainder_(self.span)
         once = once._replace(values=rows.new_empty(0))
         return RowRequest(rows, asked, None, None, asked, None, once)
@@ -194,6 +201,7 @@ class GroupRouting:
 
     def _to_owners(self, ids: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """The owner [N] of every id of pieces with several parts; ids become its row numbers."""
+        # Equal parts are found by a division; a search among all parts takes several steps an id.
         if len(self.chunk):
             part = ids // _along(ids, self.chunk, counts)
             part += _along(ids, self.first_part, counts)
@@ -215,6 +223,7 @@ class GroupRouting:
         if places is not None:
             rows = rows.index_select(0, places)
         elif asked.slots is not None:
+            # A bag comes back as a sum from each rank that had some of its ids.
             summed = rows.new_zeros(sum(sizes), self.width)
             rows = summed.scatter_add_(0, asked.slots.unsqueeze(1).expand_as(rows), rows)
         if whole:
@@ -261,6 +270,8 @@ def _segments(
     device = lengths.device
     slots = torch.repeat_interleave(lengths).index_select(0, order)
     owner = torch.repeat_interleave(integers(asked, device))
+    # A bag is one segment on each owner. Ids lie by owner and then by bag, so equal pairs of both
+    # are neighbours and need no sort.
     key = slots.add_(owner.mul_(len(lengths)))
     key, found = torch.unique_consecutive(key, return_counts=True)
     owner = key // max(len(lengths), 1)

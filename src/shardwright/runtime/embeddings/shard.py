@@ -130,12 +130,15 @@ def shard_embeddings(
     check_type(plan, Plan, "plan", "read_plan reads a file.")
     check_type(module, nn.Module, "module")
     check_mesh(mesh)
+    # Before the first collective, and alike on every rank that has this plan.
     check_kernels(plan.tables, mesh)
     if mesh.size() != plan.world_size:
         wanted = f"{plan.world_size} ranks, as the plan"
         raise MismatchError(expected("mesh", wanted, str(mesh.size())))
+    # Rows go to any rank, so replicas of a mesh of two dimensions are ranks like the others.
     mesh = flat(mesh)
     comm = Comm(mesh)
+    # Before anything else is exchanged: ranks of other plans would wait for each other.
     comm.agree("shard_embeddings", {"plan": plan.fingerprint})
     parts = _parts_of(module, plan)
     tables = {
@@ -145,6 +148,8 @@ def shard_embeddings(
         _check_own(path, module.get_submodule(path))
     starts = [each.start for own in parts.values() for each, _ in own]
     facts = facts_of(starts, initial)
+    # Weights that differ between ranks are taken part by part: the table would be a mixture of
+    # several, and train.
     replicas.agree("shard_embeddings", comm, facts, {each.fqn: each.weight for each in starts})
     blocks_at = initial_blocks(module, starts, initial, comm)
     train = plan.job.train
@@ -165,6 +170,8 @@ def shard_embeddings(
             communication=trained_communication(plan.job.planner.estimator),
         )
 
+    # In one call for all modules: what fails on one rank for want of memory fails on all, before
+    # anything of the model is replaced.
     made = filled(comm, lambda: {path: make(path, own) for path, own in parts.items()})
     for path, sharded in made.items():
         sharded.path = path or "tables"
@@ -181,8 +188,11 @@ def _parts_of(module: nn.Module, plan: Plan) -> dict[str, list[tuple[_Found, Tab
     left = {table.name: table for table in plan.tables}
     parts: dict[str, list[tuple[_Found, TablePlan]]] = {}
     for path, part in module.named_modules():
+        # In the order of named_modules(), so that ranks make their modules of tables, and exchange,
+        # in one order.
         found = list(_tables_in(path, part))
         own = [(each, left.pop(name)) for each in found for name in each.names if name in left]
+        # A collection is called for all of its tables at once, so all are routed or none.
         if own and len(own) != len(found):
             raise MismatchError(expected(path, f"{len(found)} tables in the plan", str(len(own))))
         if own:
@@ -221,6 +231,7 @@ def make_tables(
     shapes = [TensorSpec(table.fqn, (table.rows, table.dim)) for table in tables]
     check_tiling(blocks, shapes, mesh.size())
     route = make_route(tables, blocks, mesh.size())
+    # Of no units: it is where a guard is asked for, as for tables beside units.
     flow = Flow(0, guard)
     return ShardedTables(
         tables,

@@ -45,6 +45,8 @@ class Store:
         self.held = group.held.get(rank, ())
         self.width, self.optimizer = group.key.width, group.key.optimizer
         self.rule = update.RULES[self.optimizer]
+        # Of the whole row, although only some of its columns are here: the mean is over all of
+        # them.
         self.dim = group.key.dim if self.optimizer in BY_ROW else 0  # of means over columns
         self.device = device
         rows = sum(item.rows for item in self.held)
@@ -122,6 +124,7 @@ class Store:
 
     def _summed(self, table: torch.Tensor, looked: Looked) -> torch.Tensor:
         rows, lengths, weights = looked
+        # Single rows by index_select; embedding_bag would make an offset for each.
         if lengths is None and weights is None and not _fetches_ahead(table, rows):
             return table.index_select(0, rows).float()
         if lengths is None:
@@ -133,16 +136,21 @@ class Store:
         if table.dtype != torch.float32:  # sums are made in fp32
             table = table.index_select(0, rows).float()
             rows = torch.arange(len(rows), device=rows.device)
+        # Bags without any ids are zeros: there is no row to read.
         if not len(table):
             return table.new_zeros(len(starts), self.width)
         return functional.embedding_bag(rows, table, starts, mode="sum", per_sample_weights=weights)
 
     def update(self, looked: Looked, gradient: torch.Tensor, rate: float, number: int) -> None:
         """Apply the summed-over-ranks ``gradient`` [S, width] of segments."""
+        # SGD adds the gradients of a row that repeats one by one and comes to their sum. Every
+        # other rule needs the sum first, and so does a narrow dtype, which would round after each.
         in_place = self.optimizer == "sgd" and self.weight.dtype == torch.float32
         if in_place and looked.lengths is None and looked.weights is None:
             update.add_rows(self.weight, looked.rows, gradient.mul_(-rate))
             return
+        # Some rows at a time, whose gradients are still in a core's cache when the rows are
+        # changed. All at once would also be a second gradient in memory.
         for touched in looked.sums(gradient, len(self.weight), rows_at_once(self.width)):
             if in_place:
                 update.add_rows(self.weight, touched.rows, touched.gradient.mul_(-rate))
@@ -162,6 +170,7 @@ class Store:
         (rows, gradient), squares = self.moved(touched, squares)
         if not len(rows):
             return
+        # Copies of the rows' states: ``rows`` are distinct, so each is written back once.
         states = [state.index_select(0, rows) for state in self.states.values()]
         change = self.rule.step(states, gradient, squares, rate, number)
         for state, changed in zip(self.states.values(), states, strict=True):
@@ -169,6 +178,7 @@ class Store:
         if self.weight.dtype == torch.float32:
             update.add_rows(self.weight, rows, change)
         else:
+            # In fp32 and rounded once, as a small change added in 16 bits would be lost whole.
             weight = self.weight.index_select(0, rows).float().add_(change)
             self.weight.index_copy_(0, rows, weight.to(self.weight.dtype))
 
@@ -191,6 +201,8 @@ class Store:
     ) -> None:
         """Apply a dense gradient [R, width] of the whole store; where rows that were looked up
         change without one, ``looked`` [R] is above 0 for these."""
+        # A dense gradient does not tell a row that nobody looked up from one whose gradient is 0,
+        # and rules with moments move the latter.
         if looked is not None:
             rows = looked.nonzero().squeeze(1)
             touched = Touched(rows, gradient.index_select(0, rows))
@@ -216,6 +228,7 @@ def use_large_pages(tensor: torch.Tensor) -> None:
         return
     start = tensor.data_ptr()
     first = -(-start // _LARGE_PAGE) * _LARGE_PAGE
+    # Only pages that are all of this tensor's, as the advice is for whole ones.
     size = (start + tensor.nbytes - first) // _LARGE_PAGE * _LARGE_PAGE
     if size > 0:
         _system().madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _ADVICE)

@@ -54,6 +54,7 @@ class ReplicatedStores:
         self.routings = [GroupRouting.of(group, 1, self.device) for group in groups]
         self.whole = [k for k, group in enumerate(groups) if not group.key.by_rows]
         self.by_rows = [k for k, group in enumerate(groups) if group.key.by_rows]
+        # One gradient of all, so that one collective sums them.
         kept = [self.stores[k] for k in self.whole]
         self.sizes = [s.weight.numel() + s.moving_rows for s in kept]
         nbytes = torch.float32.itemsize * sum(self.sizes)
@@ -82,10 +83,13 @@ class ReplicatedStores:
         own = torch.tensor([len(rows) for rows, _ in touched.values()], device=self.device)
         every = own.new_empty(self.comm.size * len(own))
         self.comm.all_gather("count rows of replicated tables", every, own)
+        # Row numbers as the bits of floats, so that one gather brings them and their gradients.
+        # Nobody computes with them on the way.
         parts = [rows.view(torch.float32) for rows, _ in touched.values()]
         parts += [gradient.view(-1) for _, gradient in touched.values()]
         numbers = torch.int64.itemsize // torch.float32.itemsize
         widths = [numbers] * len(touched) + [self.stores[place].width for place in touched]
+        # Every rank needs all sizes before the gather, which is uneven.
         counts = every.view(self.comm.size, -1).tolist()
         sizes = [[n * w for n, w in zip(row * 2, widths, strict=True)] for row in counts]
         flat = self.comm.gather_uneven(
@@ -103,6 +107,7 @@ class ReplicatedStores:
     ) -> torch.Tensor:
         """The gradients of rows as one of all replicas that have one, flat, each group's with how
         often its rows were looked up where that counts."""
+        # Zeros for rows that were not looked up here: another rank has looked up others.
         dense = torch.zeros(sum(self.sizes), device=self.device)
         self.comm.probe.holds(dense, "gradient")
         for place, part in zip(self.whole, dense.split(self.sizes), strict=True):
@@ -110,7 +115,10 @@ class ReplicatedStores:
             gradient = asked[place].looked.spread(gradients[place])
             index = rows.unsqueeze(1).expand_as(gradient)
             size = store.weight.numel()
+            # Rows may repeat, and scatter_add_ adds each.
             part[:size].view_as(store.weight).scatter_add_(0, index, gradient)
+            # The sum of gradients does not say which rows were looked up, and some rules move these
+            # without a gradient.
             if store.moving_rows:
                 part[size:].scatter_add_(0, rows, torch.ones(len(rows), device=self.device))
         return dense
@@ -130,6 +138,7 @@ class ReplicatedStores:
         self, dense: Sequence[torch.Tensor], scale: float, rate: float, number: int
     ) -> None:
         first, *others = dense
+        # In the order of backwards, which is the same on every rank.
         for other in others:
             first += other
         for place, part in zip(self.whole, first.split(self.sizes), strict=True):
@@ -184,8 +193,10 @@ class ColumnSums:
         for cut, part in zip(self.own, own, strict=True):
             for rank in cut.ranks:
                 sent[rank].append(part)
+        # Its own part is added from where it is.
         sent[self.comm.rank] = []
         sizes = [sum(map(len, sent[rank])) for rank in range(self.comm.size)]
+        # ``empty`` because cat takes no empty list, and a rank may have nothing to send.
         out = torch.cat([empty, *(part for rank in range(self.comm.size) for part in sent[rank])])
         received = torch.empty_like(out)
         self.comm.all_to_all("exchange sums over columns", received, out, sizes, sizes)
@@ -199,6 +210,7 @@ class ColumnSums:
             for rank in cut.ranks:
                 total += part if rank == self.comm.rank else next(came[rank])
             for view in views:
+                # Back into the sums of each block, where its optimizer's step looks.
                 view.copy_(total)
 
     def _parts(
@@ -209,6 +221,8 @@ class ColumnSums:
         for cut in self.own:
             for group, rows_of in cut.places:
                 ends[group] += [rows_of.start, rows_of.stop]
+        # Where cut rows begin and end among the touched ones, by one search for each group and not
+        # by a mask over all of them.
         found = {
             group: iter(torch.searchsorted(rows[group], rows[group].new_tensor(at)).tolist())
             for group, at in ends.items()

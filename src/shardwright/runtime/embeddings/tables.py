@@ -334,6 +334,8 @@ class ShardedTables(LookupModule):
         self.learning.check(self.path)
         self._refuse_accumulation(lookup)
         gradient = self.learning.of_trained(gradient, self.features)
+        # Every rank is here, at the same place in its order: ids that were asked for ahead may
+        # follow their counts without a collective that others do not make.
         self.advance()
         if any(share is not None for share in lookup.shares):
             pairs = zip(gradient, lookup.shares, strict=True)
@@ -397,9 +399,13 @@ class ShardedTables(LookupModule):
         for place, store in enumerate(self.stores):
             rows = exchange.joined([each[place] for each in looked])
             gradient = cat([a.gradients[place].view(-1, store.width) for a in backwards]).float()
+            # SGD is linear: the mean over ranks goes into the rate, which saves a pass over the
+            # gradient.
             rate = self.learning_rate * (scale if store.optimizer == "sgd" else 1.0)
             if store.optimizer != "sgd" and scale < 1:
                 gradient.mul_(scale)
+            # Of rows that are cut by columns no part may change before the sums over all columns
+            # are there.
             if place in self.column_sums.groups:
                 touched[place] = rows.summed(gradient, len(store.weight))
             else:
@@ -439,6 +445,8 @@ class ShardedTables(LookupModule):
         guard.look(ordered, self.gradient_names, partial(each_of, gradient))
         out = exchange.floats(self.widths, lookup.counts)
         into = exchange.floats(self.widths, lookup.served)
+        # Without a guard, ranks hear from each other's values whether all are finite. So each gets
+        # at least one number from everybody, also where no row has a gradient for it.
         if self.guard is None and (dense is None or dtype != dense.dtype):
             if heads := sum(not any(row) for row in out):
                 ordered.append(ordered[0].new_zeros(heads))

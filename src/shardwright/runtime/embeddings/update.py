@@ -74,6 +74,8 @@ class Distinct(NamedTuple):
         """What is ``given`` [N, D] for each, added up for equal ones [M, D]."""
         if not len(self.starts):
             return given.new_zeros(0, given.shape[1])
+        # Equal values are a run in ``order``, and embedding_bag sums runs: each sum is written
+        # once, and in one order. index_add_ would add in place, and on a GPU in any order.
         return functional.embedding_bag(self.order, given, self.starts, mode="sum")
 
 
@@ -106,12 +108,14 @@ class Looked(NamedTuple):
             source = segments.index_select(0, source)
             starts = starts.int()
         del segments
+        # Cut between different rows only, so that each row's gradient is whole in one piece.
         ends = [*starts[::most].tolist(), len(source)]
         for first, (begin, end) in zip(
             range(0, len(distinct), most), itertools.pairwise(ends), strict=True
         ):
             at = slice(first, first + most)
             beside = None if weights is None else weights[begin:end]
+            # Offsets of embedding_bag begin at 0 in every piece.
             bags = starts[at] - begin if begin else starts[at]
             yield Touched(
                 distinct[at],
@@ -169,6 +173,8 @@ def _adagrad(
     if squares is None:
         running.addcmul_(gradient, gradient)
         return gradient.div_(running.sqrt().add_(EPSILON)).mul_(-rate)
+    # One number a row, and so one step size for all of its columns: the state is a width-th of the
+    # usual one.
     running.add_(squares)
     scale = running.sqrt().add_(EPSILON).reciprocal_().mul_(-rate)
     return gradient.mul_(scale.unsqueeze(1))
@@ -185,6 +191,7 @@ def _adam(
     first, second = BETAS
     mean.mul_(first).add_(gradient, alpha=1 - first)
     square.mul_(second).add_(gradient.square() if squares is None else squares, alpha=1 - second)
+    # By the number of updates of the table and not of the row, as torch.optim.SparseAdam counts.
     size = (square / (1 - second**number)).sqrt_().add_(EPSILON)
     return (mean / (size if squares is None else size.unsqueeze(1))).mul_(
         -rate / (1 - first**number)

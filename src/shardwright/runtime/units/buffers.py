@@ -59,6 +59,7 @@ class CachedViews(NamedTuple):
 
 def _lies_in(view: torch.Tensor, buffer: torch.Tensor) -> bool:
     """Whether all elements of ``view`` are bytes of ``buffer``, which may have no memory now."""
+    # Not by address, which is 0 for all that is freed.
     if storage_of(view) != storage_of(buffer):
         return False
     begin = view.storage_offset() * view.itemsize - buffer.storage_offset() * buffer.itemsize
@@ -79,6 +80,7 @@ class Elastic:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        # ``data`` and not ``detach()``, which would share the version counter.
         self.alias = self.tensor.data
         self.storage = self.tensor.untyped_storage()
         self.place = storage_of(self.tensor)  # which never changes
@@ -190,6 +192,8 @@ class Buffers:
                 views.whole = self.whole.tensor[offset:end].view(views.computed)
                 views.refill = self.whole.alias[offset:end].view(views.computed)
                 offset = end
+        # A stage is left out wherever the order in the collective is that of the whole segment: it
+        # would take as much memory again and a copy.
         self.direct = [
             (views, views.refill.view(torch.uint8), views.kept.view(torch.uint8))
             for views in self.segments
@@ -215,6 +219,7 @@ class Buffers:
             for (views, _), (begin, end, sizes) in zip(slots, self.spans, strict=True)
         ]
         self.beside = self._beside()
+        # Last, for torch makes no view that reaches beyond the end of its storage.
         self.whole.give()
         self.stage.give()
 
@@ -232,6 +237,9 @@ class Buffers:
             )
             for views, begin, end in zip(self.chunked, starts, starts[1:], strict=False)
         ]
+        # What lies in the shard can be sent as it is if it is one stretch in the right order. With
+        # parts of neighbours in several segments it is not: the shard has all parts of a segment
+        # together, a gather wants all segments of a part.
         alike = all(views.computed == views.dtype for views in self.chunked)
         one = self.comm.kept == 1 or len(self.chunked) == 1
         self.as_they_are = alike and one and not self.offloaded
@@ -292,6 +300,8 @@ class Buffers:
             return self._fill(label)
         with self.copies.beside_computing():
             pending = self._fill(label)
+            # Copies read host memory while the host goes on; an optimizer waits for this before it
+            # writes there (``let_change``).
             self._copied = self.copies.event()
         return pending if self._copied is None else [*pending, self._copied]
 
@@ -314,6 +324,7 @@ class Buffers:
             pending = self.comm.shards.all_gather(label, self.stage.alias, source, wait=False)
             if pending is not None:
                 under_way.append(pending)
+        # After the collectives began: what has to be cast only is done while they are under way.
         for views in self.cast:
             views.refill.copy_(views.share, non_blocking=True)
         return under_way

@@ -105,9 +105,11 @@ class Cut:
         return Cut(self.fqn, number, None, region_of, (block, *self.key), self.comm)
 
     def __deepcopy__(self, memo: Any) -> Cut:
+        # It holds the mesh, of which there is one; nothing in it changes with a copy's values.
         return self
 
     def __reduce__(self) -> Any:
+        # Those of all ranks are written out, for a function that is made here cannot be pickled.
         regions = tuple(self.region_of(rank) for rank in range(self.comm.size))
         return (
             restored_cut,
@@ -261,5 +263,6 @@ def part_of(value: torch.Tensor, offsets: Ints, sizes: Ints) -> torch.Tensor:
         return value.reshape(-1)[offsets[0] : offsets[0] + sizes[0]]
     found = value
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        # An empty part may begin beyond the end, which narrow refuses.
         found = found.narrow(dim, offset, size) if size else found.narrow(dim, 0, 0)
     return found

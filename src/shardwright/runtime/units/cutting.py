@@ -44,6 +44,7 @@ class MixedPrecision:
 
     def reduced(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that the gradient of a parameter of ``dtype`` is summed in."""
+        # Complex gradients are summed as they are: a real dtype would drop their imaginary half.
         wanted = self.reduce_dtype if dtype.is_floating_point else None
         return wanted or self.computed(dtype)
 
@@ -55,6 +56,7 @@ def as_precision(given: object) -> MixedPrecision:
     if isinstance(given, MixedPrecision):
         return given
     fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    # By its fields and not by its class, so that torch's policy is taken without importing FSDP2.
     if not all(hasattr(given, name) for name in fields):
         raise InputError(expected("precision", "a MixedPrecision", type(given).__name__))
     return MixedPrecision(*(getattr(given, name) for name in fields))

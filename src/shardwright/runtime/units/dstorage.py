@@ -164,6 +164,8 @@ class DStorage:
             if write:
                 unit.writes.keep(unit.name)
         finally:
+            # What was written and is not to be kept goes now. Still counted, ``free`` would keep
+            # it.
             unit.writes.forget()
             if was is SHARDED:
                 unit.free()
@@ -293,6 +295,8 @@ def register(module: nn.Module, unit: Unit) -> None:
         storage = _OF_UNITS[unit] = DStorage(unit)
     _STORAGES.setdefault(module, []).append(storage)
     for inner in module.modules():
+        # Modules are sharded from the inside out, so the first one to claim a module is the
+        # innermost.
         _HOLDERS.setdefault(inner, unit)
 
 

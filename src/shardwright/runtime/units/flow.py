@@ -41,6 +41,9 @@ class Arrivals:
 
     def __init__(self) -> None:
         self.awaited: set[int] = set()
+        # Counts are learned and never lowered. One too high only means that the reduce begins at
+        # the end of the backward; one too low would reduce before the last part of a gradient has
+        # come.
         self._came: dict[int, int] = {}
         self._most: dict[int, int] = {}
 
@@ -54,6 +57,7 @@ class Arrivals:
         for place, times in self._came.items():
             self._most[place] = max(times, self._most.get(place, 1))
         self.awaited = set(places)
+        # Nothing came in the last backward, or there was none: no count can be trusted yet.
         if places and not self._came:
             self.awaited.add(self._END)
         self._came.clear()
@@ -128,12 +132,15 @@ class Flow(UnitFlow):
         finally:
             self.set(synchronise=settings.synchronise is not False)  # of units that came inside
             self.settings = settings
+            # Units differ in what was set for them alone, so each gets its own back.
             for unit, synchronise in before.items():
                 unit.take_settings(synchronise)
 
     def join(self, other: Flow) -> None:
         """Take in every unit of another flow, whose forwards are parts of this one's. What was set
         there before this flow began holds here too."""
+        # Its root is a part of a larger model now. Two leaders would each take their forward for
+        # the model's and drop what the other one has begun.
         other.lead(None)
         own = self.settings._asdict()
         for name, value in other.settings._asdict().items():
@@ -216,6 +223,7 @@ class Flow(UnitFlow):
         """Whether the whole unit goes after a forward that trains. Left open, it does unless it is
         the root of others, whose backward comes at once."""
         found = self._unit(unit)
+        # What is whole all the time frees nothing and only shows its sharded parameters again.
         if found is None or found.keeps_whole:
             return True
         if found.reshard_after_forward is None:
@@ -228,6 +236,8 @@ class Flow(UnitFlow):
         for unit in self.units():
             if not unit.is_present:
                 continue
+            # Freed in the middle of its forward, the modules of a unit would compute with sharded
+            # parameters.
             is_running = unit.writes.watched is not None
             if unit.reshard_after_backward and not unit.driven_by_hand and not is_running:
                 yield unit.key
@@ -255,6 +265,7 @@ class Flow(UnitFlow):
                 continue
             if reports and unit.comm.probe.listens:
                 self._report(unit, action)
+            # Without prefetch nothing is left under way: the sum is waited for at once.
             if verb == "reduce" and self.pending != action.target:
                 unit.finish_reduce()
 
@@ -265,11 +276,14 @@ class Flow(UnitFlow):
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins: nothing of an earlier one may be in the way."""
+        # A checkpoint runs the whole model again inside its backward. To recover would drop the
+        # gradients of that backward.
         if in_backward():
             return
         if self.after is not None:
             self.after.wait()
             self.after = None
+        # First, as a rank that is still in a backward must not be met by collectives of a forward.
         self._follow_open()
         self.recover()
         self.begin()
@@ -339,6 +353,7 @@ class Flow(UnitFlow):
     def need(self, unit: Unit, direction: Direction) -> None:
         """Gather ``unit`` now, and let what will be needed next be on its way."""
         with outside_of_transforms():
+            # Not asked of the schedule: its order is that of units which have to be gathered.
             if unit.is_current and not unit.is_coming:  # nothing travels
                 if not unit.is_present:
                     start_gather(unit)
@@ -346,7 +361,11 @@ class Flow(UnitFlow):
                 return
             if unit.writes.is_changed:
                 if direction == "backward":
+                    # To gather now would give the backward other weights than its forward had:
+                    # gradients of no function, and nobody would notice.
                     raise _changed(unit.name)
+                # What is whole here is of before the change. To free it first lets the gather below
+                # begin.
                 unit.free()
             chosen = unit.ahead[direction]
             self._do(self.enter(unit.key, direction, ahead=chosen is None))
@@ -363,16 +382,23 @@ class Flow(UnitFlow):
 
     def enter_backward(self, unit: Unit, accumulates: bool | None) -> None:
         """A backward reaches ``unit``: its whole parameters are there."""
+        # Nothing else of torch tells these apart. In a backward for certain tensors no gradient
+        # comes to other parameters, so no rank may wait for a sum of them; asked for a parameter,
+        # the answer would be this rank's part of a gradient and not the mean.
         if accumulates is False:
             trains = (parameter for parameter in unit.sharded.all if parameter.requires_grad)
             if any(adds_to(parameter) is not False for parameter in trains):
                 raise asked_for(unit.name)
         self._begin_backward()
         arrivals = self._arrivals.get(unit.key)
+        # Of a replicated unit nothing is gathered, so ``need`` would not find this out; nor does
+        # autograd, for the shard that an optimizer writes has another version counter.
         if unit.keeps_whole and arrivals is None and unit.writes.is_changed:
             raise _changed(unit.name)
         if unit.unshard_in_backward:  # also for a forward that a checkpoint runs again inside
             self.need(unit, "backward")
+        # Once a backward: a unit with several outputs is entered by each of them, and to begin
+        # again would wait for gradients that have come already.
         if arrivals is not None and unit.key not in self.touched:
             wholes = enumerate(unit.buffers.parameters)
             arrivals.begin([place for place, whole in wholes if whole.requires_grad])
@@ -390,6 +416,7 @@ class Flow(UnitFlow):
             unit, arrivals = self._unit(key), self._arrivals.get(key)
             if unit is None or arrivals is None:
                 continue
+            # Not passed over: the buckets after it may be complete here and not on another rank.
             if not arrivals.is_complete:
                 return
             self.leave_backward(unit)
@@ -399,11 +426,13 @@ class Flow(UnitFlow):
         of its forward, or a parameter that was used outside of it."""
         self._begin_backward()
         if unit.key in self._arrivals:
+            # A use of this kind is in no count of earlier backwards.
             self._arrivals[unit.key].wait_for_end()
         self._do(self.touch(unit.key))
         unit.gradients.expect()
 
     def _begin_backward(self) -> None:
+        # Once for each backward: the engine calls back when it has run every node, marks included.
         if self.begin_backward():
             after_backward(self.end_backward)
 
@@ -439,6 +468,8 @@ class Flow(UnitFlow):
             unit = self._unit(key)
             if unit is not None:
                 self.leave_backward(unit)
+        # All sums are collected before what is left is freed and settled, in one order on every
+        # rank.
         self._do(self.collect())
         left = self.finish()
         self._is_open, self._open = False, 0

@@ -50,6 +50,8 @@ class Note:
         history = comm.remember(label)
         low, high = _BITS_OF[history & 255], _BITS_OF[history >> 8 & 255]
         not_low, not_high = _BITS_OF[~history & 255], _BITS_OF[~history >> 8 & 255]
+        # A bit alone would not do: where this rank has a 1, a sum above 0 says nothing of the
+        # others. Of a pair one bit is 0 here, and that one shows whoever differs.
         self.own = (*low, *high, *not_low, *not_high)
         self._kept: torch.Tensor | None = None
         self._arrived: torch.Event | None = None
@@ -79,6 +81,8 @@ class Note:
             self._kept.copy_(row, non_blocking=True)
             self._arrived = torch.Event(row.device)
             self._arrived.record()
+            # The sum can only add tensors to those that have a gradient. Where all have one there
+            # is nothing to learn, and the host need not wait for the device.
             if all(self.present):
                 return self.present
         first = len(self.own)
@@ -143,6 +147,8 @@ class Landing(NamedTuple):
         there = torch.empty_like(mean, device="cpu", pin_memory=mean.device.type != "cpu")
         with copies.beside_computing():
             there.copy_(mean, non_blocking=True)
+            # The allocator knows only the stream that memory was taken on. Without this it would
+            # give ``mean`` away while the copy still reads it.
             copies.uses(mean)
             return cls(index, there, present, copies.event())
 
@@ -158,6 +164,8 @@ class SegmentGradient:
         self.wholes = list(wholes)
         self.comm = comm
         names = [f"gradient of {slot.tensor.fqn}" for slot in views.segment.slots]
+        # The guard names the first tensor that is not finite, which should be the one nearest to
+        # the loss.
         self.names = names[::-1]  # as a backward comes to them
         self.is_replicated = views.segment.cut == "replicated"
         ranks = 1 if self.is_replicated else comm.size
@@ -165,6 +173,8 @@ class SegmentGradient:
         device = views.whole.device
         self.send = Elastic(ranks * sent * views.reduced.itemsize, device)
         self.apart = Apart(views.segment, self.send.tensor.view(views.reduced).view(ranks, sent))
+        # Views were made while there was memory. From here on there is some only while a sum is
+        # under way.
         self.send.give()
         self.held: list[torch.Tensor | None] = [None] * len(self.wholes)
         self.partial: Partial | None = None
@@ -210,7 +220,9 @@ class SegmentGradient:
             taken: list[torch.Tensor | None] = [*map(C_GRAD.__get__, self.wholes)]
         for place, gradient in enumerate(taken):
             if gradient is not None:
+                # Left here, the next backward would add to a gradient that is summed already.
                 put(self.wholes[place], None)
+                # Under create_graph gradients have a graph. The sum over ranks is not a part of it.
                 if gradient.requires_grad:
                     taken[place] = gradient = gradient.detach()
                 if gradient.layout is not torch.strided:
@@ -224,6 +236,8 @@ class SegmentGradient:
         for place, held in enumerate(self.held):
             if held is not None:
                 gradient = gradients[place]
+                # Into what was held, which is in the dtype of sums. The other way around, several
+                # backwards would be rounded to the dtype that they compute in.
                 gradients[place] = held if gradient is None else held.add_(gradient)
         self.held = [None] * len(self.wholes)
         label = f"{unit} reduce"
@@ -232,15 +246,20 @@ class SegmentGradient:
         comm.probe.holds(self.send.tensor, "reduce_scatter")  # however it travels
         rows = self.apart.rows
         self.apart(gradients, note.rows(*self.apart.rest.shape, rows))
+        # Before the sum: after it one rank's NaN is in the gradients of all, and nobody can say
+        # whose it was.
         if guard is not None:
             guard.look([rows], self.names, partial(reversed, gradients))
+        # Copied by now. What autograd made should be gone before the collective takes memory.
         del gradients
+        # On what is sent, for this part of the division is there to keep the sum from overflowing.
         if before != 1.0:
             rows.mul_(before)
         if self.is_replicated:
             row = rows[0].clone()  # the sum is handed on, the buffer is not
             self.send.give()
             return Sum(self, row, note, after, comm.all_reduce(label, _reals(row), wait=False))
+        # New for each sum, as a part of it is what parameters have as gradient until it is cleared.
         row = rows.new_empty(self.sent)
         options: dict[str, Any] = {}
         if comm.sums_in_two:
@@ -256,6 +275,9 @@ class SegmentGradient:
         if earlier is not None:
             share = self.views.segment.share
             row[:share].add_(earlier.row[:share])
+            # The note's bits are of this backward alone. Only what says who has a gradient is
+            # joined, for a tensor that had one in an earlier backward must not count as one
+            # without.
             row[share + 2 * CHECK_BITS :][: len(earlier.present)].add_(
                 torch.tensor(earlier.present, dtype=row.dtype, device=row.device)
             )
@@ -352,8 +374,11 @@ class Gradients:
         summed ``over_replicas`` waits for a sum that is, and what all ranks have whole as it is."""
         self.expected = False
         for gradient in self.segments:
+            # What is whole on every rank has no sum over shards alone.
             if gradient.is_replicated and not over_replicas:
                 gradient.keep()
+            # By requires_grad, which is the same on all ranks, and not by whether a gradient is
+            # here: a rank without one sends zeros, for the others are in this collective.
             elif gradient.trains:
                 before, after = _factors(gradient.views.reduced, self.comm.total, divisor)
                 after_shards = after if over_replicas else None
@@ -378,6 +403,7 @@ class Gradients:
             share = row[: views.segment.share]
             if factor != 1.0:
                 share.mul_(factor)
+            # Divided before it is cast: the narrower dtype may not hold the sum.
             mean = share if share.dtype is views.dtype else share.to(views.dtype)
             if self.offloaded:
                 self.landing.append(Landing.of(gradient.index, mean, present))
@@ -408,6 +434,8 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget a gradient that will not be reduced."""
+        # The other ranks may be in this collective. What it writes to must not be freed before it
+        # ends.
         for gradient, _, _, _, pending in self.under_way:
             if pending is not None:
                 pending.wait()
@@ -437,6 +465,7 @@ def _factors(dtype: torch.dtype, ranks: int, divisor: float | None) -> tuple[flo
     """
     first = 1.0
     while dtype is torch.float16 and ranks / first > first:
+        # By powers of 2, which change exponents and round nothing.
         first *= 2.0
     return 1.0 / first, first / (ranks if divisor is None else divisor)
 

@@ -69,10 +69,13 @@ class UnitHooks:
         for index, module in enumerate(modules):
             before = _Before(self, first=index == 0)
             after = _After(self, names[index], last=index == last)
+            # with_kwargs: inputs that are passed by name count as well. Were they not marked, the
+            # unit would be taken for done while a path through them is still under way.
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             module.register_forward_hook(after, always_call=True)
         if len(self.units) > 1 and self.unit.flow.prefetch:
             for owner, units in _owners(modules, self.units):
+                # The modules of the unit itself have a hook already that gathers before they run.
                 if owner not in modules:
                     self.owners.append(_Owner(self, units))
                     owner.register_forward_pre_hook(self.owners[-1], prepend=True)
@@ -93,6 +96,8 @@ class UnitHooks:
         if refused:
             raise refused[0]
         if last and self.early is self.units and self.owners and torch.is_grad_enabled():
+            # An owner that did not run has parameters that somebody else reads, as F.linear(x,
+            # other.weight) does. No hook tells when that is, so the buckets of these stay early.
             idle = [s for owner in self.owners if not owner.ran for s in owner.units]
             owned = [s for owner in self.owners for s in owner.units]
             self.early = tuple(s for s in self.units if s in idle or s not in owned)
@@ -101,14 +106,23 @@ class UnitHooks:
         """The forward raised."""
         self.is_running = False
         for unit in self.units:
+            # A raised forward may have written parameters; the exception that is on its way says
+            # more than a refusal would.
             unit.writes.watched = None
+            # torch.utils.checkpoint ends a recomputed forward by an exception as soon as it has the
+            # tensors it needs (early stop). That is no failure: the unit stays, for its backward
+            # comes next.
             if not recomputed:
                 unit.free()
+        # Nothing is absorbed here: taking over parameters can need a collective, and other ranks
+        # may not have raised.
         if not recomputed and self.unit.flow.is_led_by(self.unit):
             self.unit.flow.recover(absorbs=False)
 
     def announce(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, with a hook by which a backward reaches this unit."""
+        # The anchor is a leaf that every output leads to and that gets no gradient. Whether the
+        # engine will run its node is how a mark learns what kind of backward this is.
         marked: torch.Tensor = _BeforeBackward.apply(tensor, self.anchor, self)
         return marked
 
@@ -129,6 +143,8 @@ class UnitHooks:
         """Announce what a forward leaves in attributes of modules, as auxiliary losses are: their
         backward may come alone. Where they are is found in the first forwards."""
         if self._looks:
+            # Looking through the attributes of all modules takes too long for every step, so later
+            # forwards only look where something was found.
             self._looks -= 1
             for inner in module.modules():
                 if holder_of(inner) is self.unit:
@@ -141,6 +157,7 @@ class UnitHooks:
                 continue
             after = map_tensors(self._announce_once, before, 0)
             if isinstance(before, list):
+                # In place, for the loss may have the same list by another name.
                 before[:] = after
             else:
                 attributes[name] = after
@@ -189,6 +206,8 @@ class _Owner:
     def __call__(self, module: nn.Module, arguments: Any) -> None:
         self.ran = True
         for unit in self.units:
+            # What is recomputed inside of the unit finds the buckets there, for its backward has
+            # entered the unit before.
             if unit.state is not UNSHARDED and not in_backward():
                 unit.flow.need(unit, "forward")
                 if self.hooks.is_running:
@@ -222,6 +241,7 @@ class _Before:
         dtype = unit.precision.param_dtype if unit.precision.cast_forward_inputs else None
         if not torch.is_grad_enabled() and dtype is None:
             return None
+        # The usual call by itself: to flatten and rebuild the arguments takes longer than the mark.
         if len(arguments) == 1 and not keywords and type(arguments[0]) is torch.Tensor:
             tensor = _cast(arguments[0], dtype)
             if trains(tensor):
@@ -238,6 +258,8 @@ class _Before:
         tensors = [i for i, leaf in enumerate(changed) if torch.is_tensor(leaf)]
         spots = [i for i in tensors if trains(changed[i])]
         if torch.is_grad_enabled() and spots:
+            # One node for all inputs: autograd runs it once the gradients of every one of them are
+            # there. A node each would say that the unit is over with the first one.
             marked = _AfterBackward.apply(self.hooks, *(changed[i] for i in spots))
             for index, tensor in zip(spots, marked, strict=True):
                 changed[index] = tensor
@@ -274,6 +296,8 @@ def _restore(replaced: Replaced) -> None:
     """Let callers' containers have their own again, where a forward left what it was given."""
     for value, key, before, after in reversed(replaced):
         places = enumerate(value) if isinstance(value, list) else [(key, value.get(key))]
+        # A forward may have moved what it was given to another place of its list (insert, pop), so
+        # every place is looked at. What the forward put there itself stays.
         for place, each in list(places):
             if each is after:
                 value[place] = before
@@ -294,6 +318,7 @@ class _After:
     def __call__(self, module: nn.Module, arguments: Any, output: Any) -> Any:
         unit = self.hooks.unit
         recomputed = in_backward()
+        # Also after an exception: a container of the caller's must not keep tensors of this graph.
         _restore(self.hooks.replaced)
         if output is None:  # it raised, or has nothing to say
             self.hooks.fail(recomputed=recomputed)
@@ -306,6 +331,7 @@ class _After:
         probe = unit.comm.probe
         if probe.listens:
             probe.did(Action("compute", self.name, "forward"))
+        # A recomputed forward frees nothing, for the backward of the unit is what asked for it.
         if not self.last or recomputed:
             return output
         for each in self.hooks.units:
@@ -323,6 +349,8 @@ class _After:
             found += 1
             inner = unwrapped(tensor)
             for each in self.hooks.units:
+                # A view of a whole parameter, such as a tied weight that is returned, would lose
+                # its memory as the unit is freed, which comes next.
                 if each.shares_full_buffer(inner):
                     tensor = tensor.clone()
                     break
@@ -334,6 +362,8 @@ class _After:
         if type(output) is torch.Tensor:
             return mark(output)
         output = map_tensors(mark, output)
+        # Without a mark no backward would gather the unit again, and autograd would refuse it in
+        # words that say nothing of units.
         if counts and not found and not _is_plain(output):
             name = unit.name or type(module).__name__
             raise UnsupportedError(
@@ -387,6 +417,8 @@ class _Mark(torch.autograd.Function):
     @classmethod
     def apply(cls, *arguments: Any) -> Any:
         """Without the look at the signature of ``forward`` that torch takes every time."""
+        # torch.autograd.Function.apply binds its arguments to the signature of forward in every
+        # call as soon as there is a setup_context. Only torch.func needs the rest of what it does.
         if in_transform():
             return super().apply(*arguments)
         return super(torch.autograd.Function, cls).apply(*arguments)
@@ -399,10 +431,14 @@ class _BeforeBackward(_Mark):
     gradients that the first one left it with and leaves by those that it came with, so the marks
     are put on these the other way around."""
 
+    # torch.func takes only Functions whose forward has no ctx, with a setup_context, and which say
+    # what vmap and forward-mode derivatives do with them.
     generate_vmap_rule = True
 
     @staticmethod
     def forward(tensor: torch.Tensor, anchor: torch.Tensor, hooks: UnitHooks) -> torch.Tensor:
+        # Not view_as: autograd refuses in-place operators on a view that a Function made, and
+        # models do write on what a block returned (x += y, relu_).
         return tensor.detach()
 
     @staticmethod

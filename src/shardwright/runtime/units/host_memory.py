@@ -82,4 +82,5 @@ def shard_room(nbytes: int, device: torch.device, *, offloaded: bool) -> torch.T
     it is copied without waiting."""
     if not offloaded or device.type in ("cpu", "meta"):
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    # Only pinned memory is copied while the host goes on.
     return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)

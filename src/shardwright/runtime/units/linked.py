@@ -54,6 +54,8 @@ class LinkedParameter(nn.Parameter):
 
     def __getattr__(self, name: str) -> Any:
         """What a user set on the sharded parameter, which module code asks for in a forward."""
+        # Private names are torch's own. What the class of the sharded parameter has is left out, or
+        # hasattr(p, "full_tensor") would be true of a plain tensor.
         given = getattr(self.home, "parameter", None)
         if given is not None and not name.startswith("_") and not hasattr(type(given), name):
             found = vars(given).get(name, given)
@@ -72,6 +74,7 @@ class LinkedParameter(nn.Parameter):
         if self.home is None:
             C_GRAD.__set__(self, value)
             return
+        # Both, for autograd's own would be found first, and summed with the next backward.
         C_GRAD.__set__(self, None)
         self.home.set_gradient(value)
 
@@ -129,6 +132,8 @@ def _comes(of: weakref.ref[Any], whole: weakref.ref[nn.Parameter], _: torch.Tens
     unit = of()
     if unit is None or unit.gradients.expected or unit.driven_by_hand:
         return
+    # torch.autograd.grad takes this gradient for itself. Nothing would be left here to sum, and
+    # ranks that were not asked would wait.
     if adds_to(whole()) is None:
         raise asked_for(unit.name)
     unit.flow.arrive(unit)
@@ -188,6 +193,7 @@ def _take_stray(parameter: Any) -> None:
     unit = None if parameter.unit is None else parameter.unit()
     if stray is None:
         return
+    # The unit sums it. Left here it would be added to again, and counted twice.
     C_GRAD.__set__(parameter, None)
     if unit is not None:
         unit.take_stray(parameter, stray)
@@ -285,6 +291,7 @@ def call_gradient_hooks(parameter: nn.Parameter, gradient: torch.Tensor) -> None
     for hook in gradient_hooks(parameter):
         changed = hook(gradient)
         if changed is not None and changed is not gradient:
+            # In place, for it is a part of the tensor that goes to optimizers.
             gradient.copy_(changed)
 
 

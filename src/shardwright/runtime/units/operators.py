@@ -35,6 +35,8 @@ ELEMENTWISE = {  # besides those that torch marks so
     *(aten._to_copy, aten.copy_, aten.fill_, aten.zero_, aten.lift_fresh, aten.masked_fill_),
     *(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like),
 }
+# Views that are the tensor itself if the shape stays. Others are not: a transposed square matrix
+# has its shape, too.
 SAME = {aten.view, aten._unsafe_view, aten.expand, aten.squeeze, aten._reshape_alias}
 WHOLE = "whole"
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -75,6 +77,8 @@ class Operators:
     def _rule(self, func: Any) -> Rule:
         packet, name = func.overloadpacket, operator_name(func).removeprefix("aten::")
         written = _written(func)
+        # An operator can be of several kinds, so the order of these questions counts: what would be
+        # wrong as a later kind is asked first.
         if func in (aten.detach.default, aten.alias.default):
             return self._alias
         if func.namespace in COLLECTIVES:
@@ -84,11 +88,14 @@ class Operators:
         if func.is_view:
             return self._viewed
         if torch.Tag.nondeterministic_seeded in func.tags:
+            # Drawn part by part, ranks with one seed would have the same numbers in every part.
             return partial(self._drawn, written)
         if func in (aten.is_same_size.default, aten.is_pinned.default):
             return _asked
         if packet in reductions.WHOLE and not written and func not in reductions.WITH_INDICES:
             return partial(self._reduced, reductions.WHOLE[packet])
+        # Called like an operator on lists, but its results are numbers over all ranks and not
+        # parts.
         if packet is aten._foreach_norm:
             return self._norms
         if packet is aten._amp_foreach_non_finite_check_and_unscale_:
@@ -110,6 +117,8 @@ class Operators:
         shards = [t for t in tensors if type(t) is kind]
         target = _of_names(func, args, kwargs, written)[0] if written else None
         like = shards[0] if target is None else target
+        # The result has the shape that all broadcast to. If no sharded operand has it, this rank's
+        # part of the result is not made of parts.
         if any(t is not like and t.dim() for t in tensors) and target is None:
             shape = torch.broadcast_shapes(*(t.shape for t in tensors))
             like = next((s for s in shards if s.shape == shape), None)
@@ -131,12 +140,14 @@ class Operators:
             return value._local_tensor
         if not isinstance(value, torch.Tensor):
             return value
+        # Autograd does not see it being cut here, and would give it the gradient of a part.
         if torch.is_grad_enabled() and value.requires_grad:
             raise refused(cut, f"an operand of shape {tuple(value.shape)} that is not cut like it")
         if not value.dim() and not isinstance(value, DTensor):
             return value
         if isinstance(value, DTensor):
             value = value.full_tensor()
+        # One number meets a part of any shape; cut, it would be on one rank.
         if value.numel() == 1:
             return value.reshape(1)
         return cut.part(value.expand(cut.shape))
@@ -219,6 +230,7 @@ class Operators:
 
     def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor, rest = args[0], args[1:]
+        # On meta, which says shape and dtype of the view without a collective.
         probe = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *rest, **kwargs)
         if func.overloadpacket in SAME and probe.shape == tensor.shape:
             return self._alias(func, args, kwargs)
@@ -249,6 +261,8 @@ class Operators:
             return self._on_wholes(written, func, args, kwargs)
         rest = [v.full_tensor() if isinstance(v, DTensor) else v for v in rest]
         local, cut = tensor._local_tensor, tensor.cut
+        # All of it on every rank, although a part is kept: so generators advance alike, as in one
+        # process.
         whole = func(local.new_empty(cut.shape), *rest, **kwargs)
         if like:
             return self.kind(cut.part(whole).clone(), cut)
@@ -310,6 +324,8 @@ class Operators:
         func([g._local_tensor for g in shards], found, scale)
         if others:
             func(others, found, scale)
+        # GradScaler skips a step where this is set. Set on some ranks only, those would keep
+        # weights that the others change.
         for comm in {id(s.cut.comm): s.cut.comm for s in shards}.values():
             comm.all_reduce("gradients that are not finite", found, largest=True)
 
@@ -328,12 +344,15 @@ class Operators:
             if type(leaf) is not self.kind:
                 return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
             view = leaf.view_of_base or View(leaf, ())
+            # One whole for all views of a tensor, or one would not see what is written through
+            # another.
             if id(view.base) not in wholes:
                 wholes[id(view.base)] = view.base.gathered()
             return view.of(wholes[id(view.base)])
 
         args, kwargs = tree_unflatten([whole(leaf) for leaf in leaves], tree)
         found = func(*args, **kwargs)
+        # Gathering is not recorded, so a gradient would end here, silently.
         if torch.is_grad_enabled() and any(shard.requires_grad for shard in shards):
             _refuse_training(shards, func, found)
         for target in _flat(targets):

@@ -26,6 +26,8 @@ from shardwright.runtime.units.tensor_parallel import Parallel
 from shardwright.tracker.private import has_still, own_buffers, own_children, own_parameters
 from shardwright.tracker.tensors import DTYPES, NAMES
 
+# Names stay the same with and without such a wrapper, or a checkpoint of one would not fit the
+# other.
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
@@ -100,6 +102,8 @@ class Member:
     def add_place(self, module: nn.Module, name: str) -> None:
         """One more module that shows this parameter."""
         self.places.append((own_parameters(module), name))
+        # nn.RNN and its like keep a list of their weights, which their __setattr__ renews. Shown
+        # only by their dictionary of parameters, they would compute with the weights of before.
         if type(module).__setattr__ is not nn.Module.__setattr__:
             self.setters.append((weakref.ref(module), name))
 
@@ -186,6 +190,8 @@ def own_modules(
             for name, child in own_children(current).items()
             if child is not None and not is_taken(child)
         ]
+        # The order of named_modules(). Layouts follow it, so it has to be one that every rank
+        # finds.
         stack.extend(reversed(children))
 
 
@@ -196,6 +202,8 @@ def _refuse_overlaps(members: Sequence[Member], unit: str) -> None:
         data = local_of(member.parameter).detach()
         if data.numel() and not data.is_meta:
             begin = address_of(data)
+            # By extent and not by number of elements: a column of a matrix reaches across all of
+            # it.
             extent = sum((n - 1) * abs(s) for n, s in zip(data.shape, data.stride(), strict=True))
             end = begin + (extent + 1) * data.element_size()
             places.setdefault(storage_of(data), []).append((begin, end, member.fqn))
@@ -253,6 +261,7 @@ def check_materials(members: Sequence[Member], unit: str) -> None:
             found = "an expanded tensor, of which several elements are one and no step can be made"
             remedy = "Clone it: nn.Parameter(tensor.clone())."
             raise UnsupportedError(expected(member.fqn, "memory for each element", found, remedy))
+        # Such tensors have no version counter, by which writes to a unit are noticed.
         if parameter.is_inference():
             raise InputError(
                 expected(
@@ -314,6 +323,8 @@ class Structure:
         for place in before & now.keys():
             path, buffer = now[place]
             if not buffer.is_meta:
+                # Whoever gives it values writes in place, which counts a version, or puts another
+                # tensor there.
                 self._empty.append((path, weakref.ref(buffer), buffer._version))
 
     @property
@@ -347,6 +358,8 @@ class Structure:
             module = row.module()
             if module is not None and not has_still(module, row.ids, row.parameters):
                 _refuse_new(module, row, unit)
+                # Nothing new trains, so the module is remembered as it is now and looked through
+                # once only.
                 self._rows[index] = _Row(row.path, module)
 
 

@@ -66,6 +66,8 @@ def _take_over(unit: Unit, moved: list[int]) -> None:
 
     A new dtype is a collective, for another alignment can move the cuts.
     """
+    # Outside of inference mode, in which the unit's new memory would have no version counter, and
+    # nothing could train with it.
     tied = _tied(unit, moved)
     values = [_current(unit, index) for index in range(len(unit.members))]
     device = values[moved[0]].device
@@ -78,6 +80,7 @@ def _take_over(unit: Unit, moved: list[int]) -> None:
                 "Move the whole model at once.",
             )
         )
+    # The optimizer's flat tensors are views of the memory that would be left behind.
     if unit.flat_parts:
         raise InputError(
             expected(
@@ -160,6 +163,7 @@ def _rebuild(
     by_name = {m.fqn: value for m, value in zip(unit.members, values, strict=True)}
     for member, value in zip(unit.members, values, strict=True):
         member.dtype = value.dtype
+        # The object that is shown stays, for optimizers and users hold it.
         member.parameter = member.shown()
     for index, owner in tied.items():
         _join(unit.members[owner], unit.members[index])
@@ -195,6 +199,7 @@ def _gathered(
 ) -> dict[str, torch.Tensor]:
     """Every whole parameter in its new dtype, by way of the old layout (collective)."""
     near, offloaded = unit.near(device), unit.offloaded
+    # Without the unit's precision: a gather in the dtype of computing would round what is kept.
     old = Buffers(unit.layout, unit.comm, near, MixedPrecision(), offloaded=offloaded)
     for local, value in zip(old.locals, values, strict=True):
         local.copy_(value)
@@ -210,6 +215,7 @@ def _gathered(
 @torch.no_grad()
 def rebase(unit: Unit, shard: torch.Tensor) -> None:
     """Let ``shard``, of as many bytes, be the unit's memory from now on, with its values."""
+    # Before the layout is made, which drops the old memory.
     shard.copy_(unit.buffers.shard)
     unit.lay_out(shard.device, shard)
     follow_objects(unit)
@@ -225,7 +231,9 @@ def start_gather(unit: Unit) -> None:
 def copied(unit: Unit, memo: dict[int, Any]) -> Unit:
     """``unit`` of modules that are being copied, driven by nobody yet: its memory is its own, the
     ranks are the same. No optimizer has its parameters."""
+    # Not by __init__, which takes values from modules and has collectives; a copy needs neither.
     made = memo[id(unit)] = object.__new__(Unit)
+    # So that modules show what is to be copied, the sharded parameters.
     unit.free()
     absorb(unit)
     made.__dict__.update(unit.__dict__)

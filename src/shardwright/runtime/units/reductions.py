@@ -41,6 +41,8 @@ def _over_ranks(value: torch.Tensor, comm: Comm, label: str, *, largest: bool = 
 def _sum(local: torch.Tensor, cut: Cut, bound: Bound) -> torch.Tensor:
     usual = local.dtype if local.is_floating_point() or local.is_complex() else torch.int64
     dtype = bound.get("dtype") or usual
+    # In bf16 a rank's sum would be rounded to 8 bits before others are added. These are added in
+    # fp64, so that the number of ranks does not show.
     wide = local.sum(dtype=torch.float32) if local.dtype in _HALVES else local.sum()
     total = wide.to(_exact(dtype))
     _over_ranks(total, cut.comm, f"sum of {cut.fqn}")
@@ -74,6 +76,7 @@ def _largest(local: torch.Tensor, cut: Cut, bound: Bound) -> torch.Tensor:
 def _smallest(local: torch.Tensor, cut: Cut, bound: Bound) -> torch.Tensor:
     if local.is_floating_point():
         return -_largest(-local, cut, bound)
+    # ~x turns the order of integers around; -x does not, as the smallest one is its own negative.
     if local.dtype is torch.bool:
         return ~_largest((~local).to(torch.int8), cut, bound).bool()
     return ~_largest(~local.to(torch.int64), cut, bound).to(local.dtype)

@@ -59,6 +59,8 @@ def _rows(shares: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]
             end = min(stop, (row + 1) * width)
             view = shares[row, column : column + end - at]
         else:
+            # All full rows are one view. A tensor across many ranks is three copies so, and not one
+            # a rank.
             rows = (stop - at) // width
             end = at + rows * width
             view = shares[row : row + rows]
@@ -183,6 +185,8 @@ class Apart:
             targets = [s for strips, whole in pairs if whole is not None for s in strips.shares]
             without = [s for strips, whole in pairs if whole is None for s in strips.shares]
             empty = [*empty, *without]
+        # Zeros, for the other ranks sum them. Padding, too: it is memory of any content, and the
+        # guard would take a NaN in it for a gradient's.
         if empty:
             torch._foreach_zero_(empty)
         if targets:

@@ -79,6 +79,7 @@ def _sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
                 elements.append(tensor[at].double().view(1))
     if there:
         bits = torch.cat([each.to(elements[0].device) for each in elements]).view(torch.int64)
+        # Different factors tell apart the same elements in another order.
         found[there] = bits.view(-1, 3).mul(bits.new_tensor([1, 3, 5])).sum(1).cpu()
     return found
 
@@ -95,5 +96,6 @@ def _shares(buffers: Buffers, comm: Comm, everywhere: bool) -> list[torch.Tensor
 
 def _sums(shares: list[torch.Tensor]) -> torch.Tensor:
     """A number for the bits of each."""
+    # Sums of bits and not of values: a NaN equals itself so, and integers do not round.
     reals = [torch.view_as_real(s) if s.is_complex() else s for s in shares]
     return torch.stack([r.detach().view(_BITS[r.element_size()]).sum() for r in reals])

@@ -52,6 +52,8 @@ class ShardTensor(DTensor):
     # Torch's stagers copy a tensor as an empty one of its shape and then each of its class's slots:
     # the part is among them again, although it is DTensor's; nothing else leads to memory.
     __slots__ = ("_local_tensor", "cut", "home", "view_of_base")
+    # torch 2.13 asks a subclass of DTensor what its operators do, torch 2.11 does not: there this
+    # one listens to functions, which are what calls operators.
     __torch_function__ = no_torch_function if HEARS_OF_OPERATORS else _listening
 
     def __new__(
@@ -290,6 +292,7 @@ def restored(local: torch.Tensor, cut: Cut, requires_grad: bool, is_parameter: b
     return made
 
 
+# torch.load takes only what it knows, unless weights_only is switched off.
 torch.serialization.add_safe_globals([restored, restored_cut])
 
 
@@ -299,6 +302,8 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: ShardTensor) -> torch.Tensor:
         ctx.cut = tensor.cut
+        # A view, for autograd writes the graph on the very object that a Function returns, and that
+        # one is the parameter's memory in all steps to come.
         return tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod

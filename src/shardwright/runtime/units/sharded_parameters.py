@@ -68,6 +68,8 @@ class ShardedParameters:
         """Go on with ``parameters`` that exist, over the present shard."""
         self.all = list(parameters)
         for parameter, local, cut in zip(self.all, self.buffers.locals, self.cuts, strict=True):
+            # The objects stay, as users and optimizers hold them; only what they show is other
+            # memory.
             set_local(parameter, local)
             if isinstance(parameter, ShardTensor) and cut is not None:
                 parameter.cut, parameter._spec = cut, cut.spec(local.dtype)
@@ -83,6 +85,8 @@ class ShardedParameters:
             return False
         for place, (sharded, whole) in enumerate(zip(self.all, wholes, strict=True)):
             if shown[place] is not hidden[place]:
+                # Whoever still has the flag of last time was not touched, so the other one is
+                # right.
                 was = self.trainable[place]
                 one, other = (sharded, whole) if whole.requires_grad is was else (whole, sharded)
                 other.requires_grad_(one.requires_grad)
@@ -120,6 +124,8 @@ class ShardedParameters:
             if getattr(parameter, "home", None) is None:
                 held = parameter.grad
                 if held is None:
+                    # A view: the gradients of a segment are one tensor, which goes when the last of
+                    # them is cleared.
                     parameter.grad = self._part(place, share)
                 else:
                     held.add_(self._part(place, share))
@@ -172,6 +178,7 @@ class Showing:
         if whole:
             for shown, name, _, full in self._places:
                 shown[name] = full
+            # Made anew in each forward, for a DTensor over the whole part belongs to one graph.
             if self._parallel:
                 self.show_parallel()
         else:
@@ -235,12 +242,15 @@ class Writes:
     def gather(self) -> None:
         """The shards are gathered, and are others than last time."""
         self._gathered = self.buffers.shard._version
+        # Graphs that saved the unit with other weights are refused by autograd from now on.
         increment_version(self.buffers.whole.tensor)
         self._whole = self.buffers.whole.tensor._version
         increment_version(self.buffers.replica)
 
     def forget(self) -> None:
         """Let what was written to whole parameters go with them."""
+        # ``free`` counted a version, by which graphs were refused while there was no memory. With
+        # the same values here again, what they saved is valid again.
         set_version(self.buffers.whole.tensor, self._whole)
         self._replica = self.buffers.replica._version
 
@@ -267,6 +277,7 @@ class Writes:
             )
         buffers = self.buffers
         rows = zip(buffers.locals, buffers.pieces, buffers.parameters, strict=True)
+        # What this rank keeps of others' parts, too, or the next gather would bring the old values.
         for local, piece, whole in itertools.chain(rows, buffers.beside):
             now = part_of(whole.detach(), piece.offsets, piece.sizes)
             if now.dtype is not local.dtype:

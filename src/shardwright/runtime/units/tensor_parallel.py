@@ -59,6 +59,8 @@ class Parallel:
 
     def shown(self, whole: torch.Tensor) -> DTensor:
         """What modules compute with, over the gathered part; gradients reach it."""
+        # A unit is shown as it is gathered, maybe under no_grad. The step from the gathered part to
+        # the DTensor has to be in the graph all the same, or no gradient comes back.
         with torch.enable_grad():
             return DTensor.from_local(
                 whole,
@@ -140,6 +142,8 @@ def joints(parallels: Mapping[str, Parallel], comm: Comm) -> dict[str, Joint]:
     for fqn, parallel in parallels.items():
         before = set(get_process_group_ranks(parallel.mesh.get_group()))
         groups = (get_process_group_ranks(mesh.get_group(dim)) for dim in range(mesh.ndim))
+        # The unit would scatter rows among ranks that have different parts, and sum gradients of
+        # different elements.
         if any(len(before.intersection(ranks)) > 1 for ranks in groups):
             wanted = "tensor parallelism on another dimension of the mesh than the unit's"
             found = "a DTensor on ranks that would cut it again"
