@@ -66,6 +66,7 @@ def _with_an_error(running: Sequence[RankView]) -> list[RankView]:
     errors = [view for view in running if view.ended_as("failed") and not view.lost_its_peers]
     if not errors:
         return []
+    # By time and then by rank, so that the verdict is one whatever the order of looking.
     first = min(errors, key=lambda view: (view.spoke, view.rank))
     return [view for view in errors if view.message == first.message]
 
@@ -117,6 +118,8 @@ def exit_code(
     first = views[verdict.ranks[0]]
     if verdict.kind in ("error", "stopped") and first.status is not None:
         return first.status.code or EXIT_PREEMPTED
+    # A worker that never lived failed at importing or at its arguments: that is input or our bug,
+    # while memory that ran out is the run's fault and may be tried again.
     if verdict.kind == "lost" and first.beat is None and words and not words_of_memory(words):
         return _code_of_a_start_that_failed(exits.get(first.rank, EXIT_BUG))
     return EXIT_RUN_FAILED
