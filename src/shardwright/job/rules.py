@@ -61,6 +61,8 @@ def refuse_unread(job: Job, where: str, section: str = "") -> None:
             value, usual = _given(job, key)
             if value in (usual, rule.allowed):
                 continue
+            # Asked last: a rule may look into its own section, which is there only if one of its
+            # keys is given.
             if beside := rule.beside(job, key.rpartition(".")[2]):
                 said = rule.found
                 found = said.format(beside) if isinstance(said, str) else said(value)

@@ -96,6 +96,7 @@ def _behind(running: Sequence[RankView]) -> list[RankView]:
     return [view for view in suspects if view.sequence == fewest] or suspects
 
 
+# Where every rank says that it lost its peers, all are looked at, for somebody has to be named.
 def _suspects(running: Sequence[RankView]) -> list[RankView]:
     """Ranks that did not merely lose their peers; all, if every one did."""
     return [view for view in running if not view.lost_its_peers] or list(running)
@@ -281,6 +282,8 @@ def _verdict(end: End, exits: Mapping[int, int]) -> Blame | None:
     if end.torchrun is not None:
         # torchrun is gone, so every worker is gone or about to go: those never seen are lost too
         seen = any(view.status is not None for view in views)
+        # Killed by a signal before any rank had a word: nothing tells a rank that failed from those
+        # that went with torchrun.
         if end.torchrun < 0 and not seen:
             return None
         views = tuple(replace(v, process="gone") if v.process == "unknown" else v for v in views)
@@ -300,6 +303,7 @@ def _judged(
     views = {view.rank: view for view in end.views}
     first = verdict.ranks[0]
     output = watch.output(first)
+    # torchrun makes a worker's files before it starts it: without them none was started.
     if verdict.kind == "lost" and output is None:
         words = _last_words(log) or "no word in its log"
         return EXIT_RUN_FAILED, f"torchrun could not start the ranks: {words} {place}"

@@ -220,6 +220,8 @@ def _figures(plan: Plan, measurement: Measurement | None) -> tuple[HeadlineFigur
         remark = f"predicted {format_bytes(peak)}"
         found.append(HeadlineFigure("Peak of the fullest rank", format_bytes(highest), remark))
     seconds = step_seconds(measurement.timeline)
+    # The slowest as measured, beside what was predicted of the slowest as planned: a step is as
+    # long as that, whichever rank it is.
     rank = slowest(seconds)
     if rank is not None:
         took = sum(seconds[rank].values())
@@ -336,6 +338,7 @@ def reached(quality: Quality) -> Iterator[tuple[str, float, float | None, str]]:
         yield "AUC", auc, quality.best_auc, _share_of_way(auc, 0.5, quality.best_auc)
     loss, best = quality.log_loss, quality.best_log_loss
     if (bits := quality.bits_per_byte) is not None:
+        # A byte is a token, so nats per token are bits per byte but for the logarithm.
         best_bits = None if best is None else best / math.log(2)
         yield "Nats per token", loss, best, _beyond(loss, best, "nats")
         yield "Bits per byte", bits, best_bits, _beyond(bits, best_bits, "bits")
@@ -351,6 +354,7 @@ def reached(quality: Quality) -> Iterator[tuple[str, float, float | None, str]]:
 
 
 def _share_of_way(reached: float, start: float, best: float | None) -> str:
+    # Where the best possible is no better than guessing there is no way to be a share of.
     if best is None or best <= start:
         return "-"
     return f"{percent((reached - start) / (best - start))} of the way from {start:.4g} to the best"

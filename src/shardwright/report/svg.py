@@ -356,6 +356,7 @@ def _thinned(points: list[T]) -> list[T]:
     """At most ``MOST_POINTS`` of the points, first and last among them."""
     if len(points) <= MOST_POINTS:
         return points
+    # A stride that is no integer, so that the last point, which is written beside it, is drawn.
     stride = (len(points) - 1) / (MOST_POINTS - 1)
     return [points[round(k * stride)] for k in range(MOST_POINTS)]
 

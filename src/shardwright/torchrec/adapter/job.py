@@ -119,6 +119,8 @@ def document(
         min(topology.intra_group_size, topology.world_size),
         least_storage(topology).ssd,
     )
+    # Limits are worked out here and written into the job: what TorchRec runs is known only where it
+    # is installed.
     entries = [entry_of(limited(table, ranks, lean=request.lean)) for table in tables]
     modules = (child for _, child, _ in sharded_modules(module, sharders))
     set_aside = partial(_set_aside, request, module, sharders)
@@ -165,6 +167,7 @@ def _set_aside(
 
 def _estimator(tables: Sequence[TorchRecTable]) -> dict[str, Any]:
     """What the sharders of the tables say about all of them."""
+    # By identity: sharders have no equality of their own, and one serves many tables.
     sharders = list({id(table.sharder): table.sharder for table in tables}.values())
     found: dict[str, Any] = {}
     dtypes = communication(sharders)

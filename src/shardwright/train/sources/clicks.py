@@ -149,6 +149,7 @@ class Clicks:
             return map(_arrays, numbered_batches(CachedRows(folder).at, *place, dealt=dealt))
         log, skip = rows_of(self.job, "train"), self.job.data.skip_bad_rows
         assert log is not None
+        # Kept, for it counts the bad rows that a checkpoint and the record tell of.
         self._reader = ClickReader(log, *place, skip_bad_rows=skip, dealt=dealt)
         return map(_arrays, self._reader)
 
@@ -317,12 +318,16 @@ def _identity(path: Path) -> tuple[Any, ...]:
     """What a file is told by: made-up rows by their digest, others by place, size and date."""
     if digest := read_facts(path).get(DIGEST):
         return (digest,)
+    # Place, size and date and not a digest: a log of a terabyte would be read once more only to be
+    # told.
     found = path.stat()
     return str(path.resolve()), found.st_size, found.st_mtime_ns
 
 
 def _make_up(job: Job, say: Callable[[str], None]) -> None:
     model, files, data = model_of_clicks(job), data_files(job), job.data
+    # Days are one file, of which the last is held out: train and test rows come from one stream,
+    # and the law drifts across both.
     if data.days is not UNSET:
         make_up(Path(files.train), partial(_write_days, model, data.rows, data.days))
     for path, count, start in (
@@ -385,6 +390,7 @@ def quality_of(scores: NDArray[np.float64], best: dict[str, Any]) -> Quality | N
     if not len(labels):
         return None
     clicks = 1.0 / (1.0 + np.exp(-logits))
+    # AUC and normalized entropy have no value where all labels are alike.
     is_mixed = 0 < labels.sum() < len(labels)
     return Quality(
         rows=len(labels),
