@@ -65,6 +65,8 @@ def execute(options: argparse.Namespace) -> int:
 
 def _probe() -> tuple[dict[str, str], str]:
     """Try torch and gloo in a process of their own, so that a crash is an answer."""
+    # As a run binds it: without it gloo looks the host's own name up, and fails where there is no
+    # entry.
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
     try:
         done = subprocess.run(

@@ -63,6 +63,8 @@ def execute(options: argparse.Namespace) -> int:
         _check_module(job)
         if not module.exists():
             files[module] = _template("python.py", job)
+    # All are looked at before one is written: half of a job and its module would be in the way next
+    # time.
     for path in files:
         if path.exists():
             raise InputError(

@@ -1,5 +1,9 @@
 """``shardwright``: finds the command, runs it, turns errors into one line and an exit code."""
 
+# A command is imported when it runs and not before: torch takes seconds, of which `--help`,
+# `explain` and `report` need none. Errors become one line and a code here and nowhere else, so that
+# a script can tell bad input from a bug of ours; a traceback is asked for by SHARDWRIGHT_LOG=debug.
+
 from __future__ import annotations
 
 import argparse
@@ -82,6 +86,7 @@ def exit_code(run: Callable[[], int]) -> int:
     try:
         with room_for_torch():
             code = run()
+        # Inside of try: with a closed pipe the error comes with the flush and not with the print.
         sys.stdout.flush()
     except ShardwrightError as error:
         print(f"shardwright: {_line(str(error))}", file=sys.stderr)
@@ -90,6 +95,8 @@ def exit_code(run: Callable[[], int]) -> int:
         print("shardwright: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
+        # The interpreter flushes stdout once more at its end, and would print a traceback about the
+        # pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -109,6 +116,7 @@ def _run(given: Sequence[str]) -> int:
     version = f"shardwright {__version__}"
     parser.add_argument("-V", "--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    # The other commands get a parser without options: enough for the list of --help.
     wanted = next((word for word in given if not word.startswith("-")), "")
     if wanted in MOVED:
         remedy = f"In a checkout of the repository: {MOVED[wanted]}"
@@ -117,6 +125,8 @@ def _run(given: Sequence[str]) -> int:
         sub = commands.add_parser(name, help=text, description=text.capitalize() + ".")
         if name == wanted:  # only the command that runs is imported
             importlib.import_module(f"shardwright.cli.{name}").add_arguments(sub)
+    # Not parse_args, whose message names the words and neither the command nor the option that was
+    # meant.
     options, left = parser.parse_known_args(given)
     if left:
         _refuse_left(commands.choices[options.command], left)
@@ -136,6 +146,7 @@ def _refuse_left(command: argparse.ArgumentParser, left: list[str]) -> NoReturn:
 def _unforeseen(error: Exception) -> int:
     """A path that the system refuses is the user's to mend, and so is a disk or a memory without
     room; everything else is ours."""
+    # Memory first: it comes as many types of error, some of which are OSErrors too.
     if out_of_memory(error):
         wanted = "as much as this command needs"
         text = expected("memory", wanted, how_exhausted(error), REMEDY)

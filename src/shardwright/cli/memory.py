@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Estimate, write, show; 3 where something is known not to fit."""
+    # Before minutes of tracing, as everything that can be refused by looking at options.
     _check_timeline(options.timeline)
     job = shared.job_of(options)
     if options.timeline:

@@ -33,6 +33,7 @@ def job_of(options: argparse.Namespace) -> Job:
     """The job with its overrides; ``-n`` sets the cluster's world size."""
     overrides = list(options.set)
     if options.ranks is not None:
+        # Last, so that -n wins over --set; and as text, so that it is checked as any other key.
         overrides.append(f"cluster.world_size={options.ranks}")
     return read_job(options.job, overrides)
 

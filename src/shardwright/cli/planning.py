@@ -1,5 +1,9 @@
 """Planning as commands do it: what takes long is heard on stderr, Ctrl-C keeps the best plan."""
 
+# A long search is worth what it has found: the first Ctrl-C ends it with the best plan so far, and
+# only the second one throws that away. The handler sets a flag and raises nothing while a search
+# goes on, for an exception in the middle of it could leave a plan half made.
+
 from __future__ import annotations
 
 import signal
@@ -38,6 +42,8 @@ class SearchPatience:
         while not self._ended.wait(pause):
             elapsed = time.monotonic() - begun
             self._say(elapsed)
+            # Each wait is half of what has passed: a search of an hour says about twenty lines, not
+            # thousands.
             pause = max(elapsed, 1) * (LONGER - 1)
 
     def end(self) -> None:
@@ -59,6 +65,7 @@ class SearchListener:
 
     def __enter__(self) -> SearchListener:
         self._patience = SearchPatience(self._recording)
+        # A command in the background of a shell ignores SIGINT, and has to go on doing so.
         ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         if threading.current_thread() is threading.main_thread() and not ignored:
             self._before = signal.signal(signal.SIGINT, self._interrupt)

@@ -1,5 +1,9 @@
 """``torchrun ... -m shardwright run plan.json``: one rank of a run."""
 
+# A rank is started by `train`, which holds the folder, watches and tells how it ended, or by a
+# torchrun of somebody's own, on one host or many. In the second case the ranks do among themselves
+# what the launcher would do: compare what they were started with, hold folders, collect results.
+
 from __future__ import annotations
 
 import argparse
@@ -56,6 +60,8 @@ def execute(options: argparse.Namespace) -> int:
         rank,
         lambda heartbeat: _train(options, rank, heartbeat, launched=launched),
     )
+    # Under our launcher its own outcome says why; torchrun alone would show its summary and nothing
+    # else.
     if code and not launched:
         _say_why(options.out, rank)
     return code
@@ -68,6 +74,7 @@ def _train(options: argparse.Namespace, rank: int, heartbeat: Heartbeat, *, laun
     from shardwright.train.training import check_ranks, train_rank
 
     plan, out = check_ranks(options.plan), options.out
+    # torchrun starts its workers again with the same command line, which says nothing of resuming.
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     resume = options.resume or again  # a restart of torchrun's
     store = comm.meet(plan.job.train.timeout, rank, plan.world_size, options.store)
@@ -120,6 +127,7 @@ def _say_why(folder: Path, rank: int) -> None:
     line = f"shardwright: {status.message}"
     if _is_first_here():
         print(line, file=sys.stderr, flush=True)
+    # In the form of torch.distributed.elastic's own error handler, which is what torchrun prints.
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
         Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))

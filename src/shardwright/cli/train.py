@@ -171,12 +171,16 @@ def _plan_of(options: argparse.Namespace) -> Plan:
         job = shared.job_of(options)
         source_of(job)  # tables alone are trained nowhere
         _check_device(cluster_of(job)[0])  # before a long search for nothing
+        # A new search may end at another plan, and sums over other cuts round otherwise: a run that
+        # goes on keeps the plan that it began with, as long as the job asks for nothing else.
         before = _planned_before(job) if options.resume else None
         return before or planned(job)
     if options.set:
         raise InputError(
             expected("--set", "a job to override", "a plan", "Plan again with --set, then train.")
         )
+    # Checked to tile its model, whoever made it: ranks would find out one by one, after they
+    # started.
     given = read_plan(options.job, check=True)
     if options.ranks not in (None, given.world_size):
         raise MismatchError(

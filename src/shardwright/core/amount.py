@@ -29,6 +29,8 @@ from typing import Any
 _PRECEDENCE = {"<": 1, "<=": 1, ">": 1, ">=": 1, "+": 2, "-": 2, "*": 3, "/": 3, "//": 3}
 
 
+# No `==` either: it would have to record itself as `<` does, and `in`, sets and dicts ask it for a
+# bool. What is left is identity, which is what a derivation goes by.
 @dataclass(frozen=True, slots=True, eq=False)
 class Amount:
     """A value with its unit, its name if it has one, and the operation and parts that made it."""
@@ -105,6 +107,8 @@ def _lift(value: Any) -> Amount:
     if isinstance(value, Amount):
         return value
     if hasattr(value, "__array_namespace__"):
+        # numpy gives way here (`__array_ufunc__` above). Without that it would make an object array
+        # of a million Amounts, which is slow and which nobody can print.
         raise TypeError("an Amount cannot be combined with an array: explain one case at a time")
     return Amount(value)
 
@@ -123,6 +127,8 @@ def _apply(operation: str, function: Callable[..., Any], *arguments: Any) -> Any
     return Amount(function(*(part.value for part in parts)), operation=operation, parts=parts)
 
 
+# By the array API and not by `import numpy`: this file stands on the floor that has the standard
+# library and msgspec alone, and the formulas still take the search's arrays.
 def _namespace(*values: Any) -> Any:
     for value in values:
         if hasattr(value, "__array_namespace__"):
@@ -158,6 +164,7 @@ def named(name: str, value: Any, unit: str = "") -> Any:
 
 def ceil_div(a: Any, b: Any) -> Any:
     """``ceil(a / b)`` in exact integer arithmetic."""
+    # Not math.ceil(a / b): `/` goes through a double, which is off by one from 2**53 on.
     return _apply("ceil_div", lambda x, y: -(-x // y), a, b)
 
 
@@ -173,6 +180,8 @@ def ceil(a: Any) -> Any:
 
 def rounded(value: Any) -> Any:
     """The nearest whole number, ties to the even one, as an int."""
+    # By `where` and not by round(): a derivation shows which of the three cases it was. Ties go to
+    # the even number as Python's round has them, since TorchRec's estimator calls that.
     value = named("exactly", value)
     low = named("rounded_down", ceil(value // 1))
     rest = named("rest", value - low)
@@ -237,6 +246,8 @@ class Step:
 def derivation(amount: Amount) -> list[Step]:
     """Every named step below ``amount``, inputs first, each once."""
     steps: list[Step] = []
+    # By identity: two inputs may have the same value and are two lines, while one amount that is
+    # used twice is one.
     seen: set[int] = set()
     for node in _post_order(amount, seen):
         if not node.name:
@@ -268,6 +279,8 @@ def _render(node: Amount, *, symbolic: bool) -> str:
         return text(node.parts[0])
     if node.operation not in _PRECEDENCE:
         return f"{node.operation}({', '.join(text(part) for part in node.parts)})"
+    # Parentheses where Python would need them and nowhere else: the line is read as an expression,
+    # and one pair too few would say another formula than the one that made the value.
     level = _PRECEDENCE[node.operation]
     left, right = node.parts
 
@@ -282,6 +295,8 @@ def _render(node: Amount, *, symbolic: bool) -> str:
     return f"{wrap(left, is_right=False)} {node.operation} {wrap(right, is_right=True)}"
 
 
+# Also the depth: a sum of Amounts is a chain as deep as it has terms, and _post_order and _render
+# follow it by recursion. A thousand tables in one chain would end in a RecursionError.
 TERMS = 16  # of a sum on one line
 
 # A number and what explain says about it: value, name, unit, source.
@@ -345,6 +360,8 @@ def sum_of(
 
 
 def _folded(name: str, terms: Sequence[Any], unit: str, fold: Fold, plain: Fold) -> Any:
+    # Plain numbers take the builtin: the clocks and the search call this far more often than
+    # `explain`.
     if not any(isinstance(term, Amount) for term in terms):
         return plain(terms)
     level = 0

@@ -35,6 +35,8 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def lookups(table: TableSpec, batch: Batch) -> float:
     """Ids that one rank's batch holds for ``table``; an int where that is a whole number."""
+    # An int where it is one: bytes are made of it, and a product with a float would be a float,
+    # which plans write and compare otherwise.
     ids = sum(
         length * poolings * size
         for length, poolings, size in zip(
@@ -49,6 +51,8 @@ def outputs(table: TableSpec, batch: Batch) -> float:
     if not table.pooled:
         return lookups(table, batch)
     return sum(
+        # A bag of less than one id on average is often empty, and an empty bag gives no row of its
+        # own to look up: so many rows at most come back.
         min(1.0, length) * poolings * size
         for length, poolings, size in zip(
             table.pooling_factors, table.poolings, feature_batches(table, batch), strict=True

@@ -29,6 +29,8 @@ Role = Literal["parameter", "gradient", "optimizer_state"]
 MAX_RUN = 2**20  # ranks or shards in one run
 
 
+# Written as a JSON array, without names of fields: a plan has one for every shard of every tensor,
+# and the names would be most of the file. So the order of the fields is part of the format.
 class Block(msgspec.Struct, frozen=True, array_like=True, order=True):
     """``sizes`` elements from ``offsets`` of ``tensor`` on ``rank``."""
 
@@ -56,6 +58,7 @@ class GroupKey(NamedTuple):
     dtype: str
     dim: int
     on_disk: bool = False
+    # Defaults only at the end, and never a new field in between: keys are built by position.
     by_rows: bool = False
     dedup: bool = False
 
@@ -91,6 +94,8 @@ def encode(blocks: Iterable[Block]) -> tuple[BlockRun, ...]:
     return tuple(runs)
 
 
+# Only neighbours in the given order are joined. Blocks are not sorted first: decode has to give
+# back the list as it was, for the order of a tensor's blocks is the order of its shards.
 def _grow(run: BlockRun, block: Block) -> BlockRun | None:
     """``run`` longer by ``block``, or None if the block does not continue it."""
     same = (
@@ -113,6 +118,8 @@ def _grow(run: BlockRun, block: Block) -> BlockRun | None:
 def decode(runs: Iterable[BlockRun]) -> Iterator[Block]:
     """The blocks of a run-length encoded list, in order."""
     for run in runs:
+        # Here and not by a type: a file may say anything, and zip would fail without naming the
+        # tensor.
         if run.count > 1 and len(run.step) != len(run.offsets):
             raise InputError(
                 expected(
@@ -144,6 +151,8 @@ def check_tiling(blocks: Iterable[Block], tensors: Iterable[TensorSpec], world_s
                     f"blocks of {block.tensor}", f"ranks below {world_size}", f"rank {block.rank}"
                 )
             )
+        # The other roles need no check of their own: gradients and states follow from the same
+        # layout, and under ZeRO-1 they are cut where parameters are whole.
         if block.role == "parameter":
             by_tensor[block.tensor].append(block)
     for tensor in tensors:
@@ -158,6 +167,8 @@ def _check_tensor(tensor: TensorSpec, blocks: list[Block]) -> None:
     where = f"blocks of {tensor.fqn}"
     if len(set(blocks)) != len(blocks):
         raise InputError(expected(where, "each block once per rank", "one listed twice"))
+    # One form for all blocks of a tensor. A mixture is refused by the lengths below: whether a
+    # range of elements overlaps a rectangle could not be seen by comparing offsets.
     flat = any(len(block.offsets) != len(tensor.shape) for block in blocks)
     shape = (tensor.numel,) if flat else tensor.shape
     # Replicas are the same box and count once; what is left must neither overlap nor leave a gap.

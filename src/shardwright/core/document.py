@@ -32,6 +32,8 @@ from shardwright.core.errors import InputError, expected, likeliest
 MAX_DOCUMENT_BYTES = 256 * 2**20
 MAX_TOML_BYTES = 16 * 2**20
 MAX_DEPTH = 100
+# Possessive quantifiers (Python 3.11): with plain ones a long line that is almost such a key would
+# be split in very many ways, and the check would cost more than the parser that it guards.
 _STEP = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
 _DEEP_KEY = re.compile(rf"(?m)(?:^|[\[{{,])[ \t]*+{_STEP}(?:\.[ \t]*+{_STEP}){{{MAX_DEPTH}}}")
 
@@ -60,6 +62,8 @@ def read_bytes(path: Path | str, what: str, remedy: str = "") -> bytes:
         if path.is_dir():
             raise InputError(expected(str(path), f"a {what} file", "a directory", remedy))
         found = path.stat()
+        # Asked before it is opened: opening a named pipe waits until somebody writes, which may be
+        # never.
         if not stat.S_ISREG(found.st_mode):  # a pipe nobody writes into, a device without end
             raise InputError(expected(str(path), f"a {what} file", "no regular file", remedy))
         if found.st_size > MAX_DOCUMENT_BYTES:
@@ -84,6 +88,8 @@ def parse_toml(raw: bytes | str, where: str, what: str) -> dict[str, Any]:
         raise InputError(expected(where, most, f"{len(raw):,} bytes", "Many tables go into JSON."))
     try:
         text = raw if isinstance(raw, str) else raw.decode()
+        # By a pattern, for the parser is what has to be kept from it: tomllib's time grows with the
+        # square of a key's steps, and it offers no limit.
         if _DEEP_KEY.search(text):
             raise InputError(expected(where, f"keys of at most {MAX_DEPTH} steps", "a deeper one"))
         return tomllib.loads(text)
@@ -100,6 +106,8 @@ def read_document(path: Path | str, kind: type[T], schema: str, made_by: str) ->
     """Decode ``path`` as ``kind``; another schema, an unknown field, bad JSON: InputError."""
     name = schema.split("/")[0].split(".")[-1]
     raw = read_bytes(path, name, f"Make one with `{made_by}`.")
+    # Decoded without a type first: a document of another schema has other fields, and msgspec would
+    # name one of those instead of the schema, which is what is wrong.
     found = _schema_of(raw, path, name, made_by)
     if found != schema:
         raise InputError(
@@ -151,6 +159,8 @@ def decode_json(raw: bytes | str, kind: type[S]) -> S:
 def to_kind(value: Any, kind: type[S]) -> S:
     """Plain values as a ``kind``, in any thread; msgspec's own errors."""
     of: Any = kind
+    # Only for its side: msgspec has then built what it knows of the kind under the lock, and
+    # convert uses that.
     _decoder(of)
     return msgspec.convert(value, kind)
 
@@ -170,6 +180,7 @@ def write_atomically(path: Path | str, data: bytes) -> None:
     path = Path(path)
     # In the same folder, for a rename works within a file system only; with the process's number,
     # for ranks may write at the same time.
+    # Hidden, so that neither a glob for results nor a look at the folder takes it for one.
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
         if path.is_dir():
@@ -218,6 +229,7 @@ def _toml_key(name: str) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    # Before numbers, which a bool is one of: TOML writes it in small letters.
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
@@ -261,6 +273,7 @@ def _refuse_unknown_keys(
     value: Any, kind: Any, where: str, path: str, hidden: frozenset[str]
 ) -> None:
     """Walk the document beside its type and name the first key that does not exist."""
+    # A value of another type is msgspec's to refuse: here are names alone.
     if not isinstance(value, dict | list):
         return
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
@@ -273,6 +286,7 @@ def _refuse_unknown_keys(
             if key not in known:
                 raise unknown_key(where, spot, key, known)
             _refuse_unknown_keys(inner, fields[key], where, spot, hidden)
+    # Types that are no struct are passed over, so a literal or UNSET beside a section does no harm.
     elif typing.get_origin(kind) is types.UnionType:  # a section that may be left out
         for inner in typing.get_args(kind):
             _refuse_unknown_keys(value, inner, where, path, hidden)
@@ -290,6 +304,8 @@ def _fields(kind: type) -> dict[str, Any]:
 
 def _explain(message: str, document: Any, kind: Any, where: str, at: str) -> str:
     """Turn ``Expected `int` >= 1 - at `$.tables[0].rows``` into our form, with what was found."""
+    # msgspec says what is wrong in text alone. Where a later version words it otherwise nothing
+    # fails: its own text is shown with the key, just less like our other messages.
     text, _, place = message.partition(" - at `$")
     keys = re.findall(r"(?<=\[)\.\.\.|[^.\[\]`]+", place)
     spot = (at + place.rstrip("`.")).lstrip(".") or "job"
@@ -313,6 +329,8 @@ def _explain(message: str, document: Any, kind: Any, where: str, at: str) -> str
         inside = f"{spot}." if keys or at else ""
         return expected(f"{where}: {inside}{text.split('`')[1]}", "a value", "none")
     wanted = text.replace("`", "").removeprefix("Expected ")
+    # msgspec repeats the wrong value and not those that are allowed, which is what a reader wants
+    # to know; they are read off the type.
     if text.startswith("Invalid enum value"):
         wanted = f"one of {', '.join(dict.fromkeys(_choices(kind)))}"
     if ", got" in wanted:
@@ -422,6 +440,7 @@ def check_output(
 
 def _check_folder(path: Path) -> None:
     """Before minutes of work: the nearest folder above ``path`` that there is can be written to."""
+    # The nearest one that there is, since those below are made with the file.
     above = next(parent for parent in path.absolute().parents if parent.exists())
     wanted = "a file that can be written"
     if not above.is_dir():
@@ -437,6 +456,7 @@ def is_of(path: Path, kind: FileKind) -> bool:
             head = file.read(_HEAD)
     except OSError as error:
         raise InputError(expected(str(path), "a readable file", f"'{error.strerror}'")) from None
+    # An empty file counts: it holds nothing that could be lost.
     return not head or kind.beginning.match(head) is not None
 
 
@@ -445,6 +465,8 @@ def same_file(first: Path, second: Path) -> bool:
     try:
         return os.path.samefile(first, second)
     except OSError:
+        # One of the two does not exist yet, and may still be reached under two names, through a
+        # link to its folder.
         return os.path.realpath(first) == os.path.realpath(second)
     except ValueError:  # no path at all
         return False

@@ -81,6 +81,8 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     bytes: tuple[int, ...]
 
 
+# Of the classes some are followed in less detail than others: empty fields mean that nobody looked,
+# not that there is nothing. Reports say which class was followed.
 class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One class of ranks. ``coordinates`` are those of its first rank on the mesh; ``reserved`` is
     what the allocator holds at most (0 where it was not replayed), ``retries`` how often in two

@@ -7,6 +7,11 @@ logical row. ``dhe`` and ``robe`` have no part: their rows are computed from den
 entry the variance of a full table's, 1 / (3 rows).
 """
 
+# Planner, costs and heap know full tables and rows of bytes, and nothing else: a kind is taken
+# apart into parts before they see it, and joined again behind them (models/kinds.py). Sizes,
+# starting values and FLOPs of a kind are all here, so that a plan's bytes and the module that is
+# built cannot differ.
+
 from __future__ import annotations
 
 import itertools
@@ -146,6 +151,7 @@ def cores_of(table: TableSpec) -> tuple[tuple[int, int, int], tuple[int, int, in
 
 def _root(rows: int) -> int:
     """The smallest integer whose cube is at least ``rows``."""
+    # A root in doubles may be off by one either way, so it only says where to begin.
     side: int = max(round(rows ** (1 / 3)) - 1, 1)
     while side**3 < rows:
         side += 1
@@ -297,9 +303,12 @@ def members_of(table: TableSpec, *, bags: bool = False) -> tuple[TableSpec, ...]
     """The tables that are placed for it, with a feature for each of its own. Where ``bags`` are
     looked up whose rows have to be joined before they are pooled, they come back one by one."""
     parts = parts_of(table)
+    # A part is a full table: with the keys of its kind it would be taken apart again.
     bare: dict[str, Any] = dict.fromkeys(KindKeys.__struct_fields__, UNSET)
     if is_packed(table):
         del bare["kind"]  # how its rows are kept
+    # A product of pooled rows is no pooled product: such rows have to come back one by one, which
+    # costs more on the wire and is why it is decided here.
     if bags and join_of(table) not in LINEAR:
         bare |= {"pooled": False, "pooling_type": UNSET, "module_weighted": False}
     found = []
@@ -354,6 +363,8 @@ def settled(tables: Sequence[TableSpec], section: EmbeddingsSection) -> tuple[Ta
             for key in KINDS[kind].keys
         }
         if "collisions" in keys:
+            # A default, or what a section says for all tables, may be more than a small one has
+            # rows.
             keys["collisions"] = min(keys["collisions"], table.rows)
         found.append(msgspec.structs.replace(table, kind=kind, **keys))
     return tuple(found)

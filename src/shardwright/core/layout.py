@@ -138,6 +138,8 @@ class Segment(msgspec.Struct, frozen=True):
         shape = slot.tensor.shape
         match slot.placement:
             case Flat():
+                # Clamped to the tensor at both ends: a rank's share may lie before it, behind it,
+                # or inside of it.
                 low = rank * self.share
                 begin = min(max(low, slot.start), slot.start + slot.tensor.numel)
                 end = min(max(low + self.share, slot.start), slot.start + slot.tensor.numel)
@@ -152,6 +154,8 @@ class Segment(msgspec.Struct, frozen=True):
                 sizes = (*shape[:dim], last - first, *shape[dim + 1 :])
             case Owned(owner):
                 mine = rank == owner
+                # Empty by its first dimension alone: the others keep the shape, so that a rank's
+                # local tensor has as many dimensions as its owner's.
                 offsets = (0,) * len(shape)
                 sizes = shape if mine else (0, *shape[1:])
             case Replicate():

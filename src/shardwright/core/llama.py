@@ -7,6 +7,10 @@ pipeline, context and expert parallelism; sharding over data ranks (FSDP, ZeRO) 
 here: it cuts whatever the rank holds by bytes.
 """
 
+# Tensors are named and counted here without torch, since planner and reports need them where torch
+# is not; tests hold the list to the modules of models/llama. What one rank holds (LocalShape) is
+# said as divisors and not as another model: nothing of a shape is ever copied into a smaller one.
+
 from __future__ import annotations
 
 import math

@@ -147,6 +147,7 @@ class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resumed: tuple[int, ...] = ()
 
 
+# Fields that came later have defaults, so that records and measurements of before still load.
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rank's events, its own losses (mean over its batch, every step) and its throughput."""
 

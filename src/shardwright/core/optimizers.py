@@ -190,6 +190,7 @@ def alike(step: Step, *, ranks: bool = False) -> Step:
     """A step over lists of one dtype each, of matrices or of vectors alone where ``ranks``."""
 
     def over(optimizer: Optimizer, tensors: Sequence[TensorSpec], names: Names) -> None:
+        # Lists of one dtype, since foreach kernels take no others.
         found: dict[tuple[str, bool], list[TensorSpec]] = {}
         for tensor in tensors:
             matrix = ranks and len(tensor.shape) > 1

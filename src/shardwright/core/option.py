@@ -116,11 +116,14 @@ def shard_runs(
 
 def row_runs(rows: int, columns: int, parts: int) -> tuple[ShardRun, ...]:
     """``parts`` row shards of ``ceil(rows / parts)`` rows; the last ones hold less or nothing."""
+    # Ceiling chunks as torch.chunk and TorchRec cut: even shards would put other rows on other
+    # ranks than the runtime that carries the plan out.
     chunk = -(-rows // parts)
     full = rows // chunk
     runs = [ShardRun(chunk, columns, full, 0, 0, chunk if full > 1 else 0)]
     if rest := rows - full * chunk:
         runs.append(ShardRun(rest, columns, 1, full * chunk))
+    # Shards of no rows are kept: a type that fixes rank by rank counts shards by rank.
     empty = parts - full - bool(rest)
     if empty:
         runs.append(ShardRun(0, columns, empty, rows))

@@ -46,6 +46,8 @@ Point = Literal[
 ]
 
 
+# The bulk of a recording, and so of a plan: arrays without names, as blocks are. Fields may only be
+# added at the end.
 class Touch(msgspec.Struct, frozen=True, array_like=True):
     """A storage is taken, freed, or becomes the gradient of the parameter ``name``.
 
@@ -113,6 +115,8 @@ class Series(msgspec.Struct, frozen=True):
 
     def template(self, index: int) -> int:
         """Which recorded block stands for block ``index``."""
+        # What is before and behind the middle period was recorded block by block; only the middle
+        # one stands for others.
         if index < self.period or not self.extra:
             return index
         last = len(self.recorded) - 2 * self.period  # blocks after the middle ones
@@ -122,6 +126,8 @@ class Series(msgspec.Struct, frozen=True):
 
     def block(self, recorded: int) -> int:
         """The block that a recorded one stands for; the last, where there are several."""
+        # The last one, because a middle block is asked for from outside of its series: by what runs
+        # behind it, which sees the last of those that it stands for.
         return recorded if recorded < self.period else recorded + self.extra
 
 
@@ -243,6 +249,8 @@ class BlockNames:
         self.units = recording.units
         self.unit_of = {t.fqn: unit.name for unit in recording.units for t in unit.tensors}
         self._home: dict[str, tuple[Series, int]] = {}
+        # Units and modules of tables inside of a block count to it too. By whole steps of a path:
+        # "layers.1" must not take "layers.10".
         names = {piece.unit for piece in recording.pieces} | {u.name for u in recording.units}
         for series in recording.series:
             for index, block in enumerate(series.recorded):
@@ -267,6 +275,7 @@ class BlockNames:
         if here is None or here[0] is not series:
             block = series.block(recorded)
         else:
+            # Counted from the block in which it happens, for what is touched may be of a neighbour.
             block = moment.block + recorded - here[1]
         return self.renamed(unit, series, recorded, block)
 
@@ -324,6 +333,8 @@ class BlockNames:
 
 def moments(recording: Recording, blocks: BlockNames) -> Iterator[Moment]:
     """Every piece of a step, in order."""
+    # Pieces of middle blocks have to stand together: one of no block among them would part them
+    # into loops that run one after the other.
     for middle, pieces in groupby(recording.pieces, lambda piece: blocks.is_middle(piece.unit)):
         if middle:
             yield from _repeated(tuple(pieces), blocks)
@@ -384,6 +395,8 @@ class Unfolded:
         forward: list[Moment] = []
         backward: list[Moment] = []
         for moment in moments(self.recording, self.blocks):
+            # Once begun, all is backward: a block that is computed again has pieces with the points
+            # of a forward in between.
             begun = bool(backward) or moment.piece.point == "backward"
             (backward if begun else forward).append(moment)
         return forward, backward

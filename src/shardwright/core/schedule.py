@@ -57,6 +57,10 @@ class Action(msgspec.Struct, frozen=True, array_like=True):
 RIDE_BYTES = 2**20
 
 
+# Asked by the runtime, the heap and the clock alike: if one of them decided by its own rule, ranks
+# would send what the plan never counted.
+# Asked by the runtime and by what plans count of exchanges alike: if one of them had a rule of its
+# own, ranks would send what the plan never counted.
 def replicas_ride(routed: bool, world_size: int, replica_bytes: int) -> bool:
     """Whether the gradient of replicated tables travels in the exchange of row gradients."""
     return routed and 0 < replica_bytes * world_size <= RIDE_BYTES
@@ -95,6 +99,9 @@ class Modes(msgspec.Struct, frozen=True):
     staying_units: frozenset[str] = frozenset()
 
 
+# A unit that is left with one of its modules must not be freed while the next module of the same
+# unit is about to run: it would be gathered once per layer. So only the last member ends a forward
+# and only the first one a backward, while any member may be the one that needs it gathered.
 class Merged:
     """Units of several recorded ones. Each of them enters the whole, in forwards and backwards; the
     last one ends a forward, the first one a backward."""
@@ -168,6 +175,7 @@ class Order:
         # does not come holds memory until the backward's end. One surprise, and nothing is expected
         # of this pass.
         position = len(self.seen)
+        # Entered again at once, as with the next of its modules, it is one visit.
         if position and self.seen[-1] == unit:
             return []
         self.seen.append(unit)
@@ -189,6 +197,9 @@ class UnitFlow:
     def __init__(self, prefetch: int, forward: Order, backward: Order) -> None:
         self.prefetch = prefetch
         self.orders: dict[Direction, Order] = {"forward": forward, "backward": backward}
+        # A dict for its order: what is left at the end of a step is reduced in the order in which
+        # backwards reached it, which is the same on every rank. A set's order is not, and
+        # collectives would not match.
         self.touched: dict[str, None] = {}  # units whose backward is under way
         self.pending: str | None = None  # the unit whose reduce is under way
         self.in_backward = False
@@ -242,6 +253,8 @@ class UnitFlow:
 
     def touch(self, unit: str) -> list[Action]:
         """Gradients are on their way to a unit, which is done with those of its last backward."""
+        # A unit has one sum under way at a time: what its last reduce brings has to be in the shard
+        # before another gradient of the same unit comes.
         found = self.collect() if self.pending == unit else []
         self.touched[unit] = None
         return found
@@ -259,6 +272,8 @@ class UnitFlow:
         # gradient is alive besides the one that is made: the estimator counts two buffers, not all.
         self.touched.pop(unit, None)
         found = [] if holds else self.collect()
+        # Freed before the reduce begins: the full weights are gone by the time that the reduced
+        # shard is made, and the peak does not have both.
         if frees and self.is_freed(unit):
             found.append(Action("free", unit, "reduce", "backward"))
         if sums:
@@ -296,6 +311,8 @@ class PlannedFlow(UnitFlow):
     def __init__(
         self, forward: Iterable[str], modes: Modes, backward: Iterable[str] | None = None
     ) -> None:
+        # Only what has to be gathered is expected. A unit that is whole on every rank is never
+        # asked for, and would end every look ahead as a surprise.
         known = [unit for unit in forward if unit in modes.sharded_units]
         is_sharded = modes.sharded_units.__contains__
         turned = known[::-1] if backward is None else filter(is_sharded, backward)
@@ -331,6 +348,8 @@ class PlannedFlow(UnitFlow):
 
     def enter(self, unit: str, direction: Direction, *, ahead: bool = True) -> list[Action]:
         """A unit is needed; one that stays is asked for once after each update."""
+        # One that stays is gathered once after each update. Asked for again it is there, and no
+        # visit is counted: what is looked ahead for is only what may have to travel.
         if unit not in self.modes.sharded_units or unit in self.current:
             return []
         if self._stays(unit):
@@ -380,12 +399,16 @@ class _Walk:
 
     def actions(self) -> Iterator[Action]:
         yield Action("load", "batch", "load")
+        # Before any unit: their ids are in the batch, so they can travel while the first layers
+        # compute.
         for tables in filter(self.modes.early.__contains__, self.step.lookups):
             yield from self._look_up(tables)
         for place, moment in enumerate(self.step.forward):
             yield from self._reach(moment.piece.point, moment.unit)
             if moment.piece.work.calls:
                 yield self._compute(place, "forward")
+        # Behind the forward: the ids of the next batch travel while the backward computes, and the
+        # buffers that hold them are alive through it.
         for tables in filter(self.modes.asked.__contains__, self.step.lookups):
             yield Action("ask", tables, "exchange_ids")
         self.flow.begin_backward()
@@ -399,6 +422,8 @@ class _Walk:
         for unit in list(self.flow.touched):
             yield from self.flow.reduce(unit)
         yield from self.flow.collect()
+        # Tables before units, as a run has it: they are updated when all ranks know that the step
+        # is finite, and the optimizer of the units steps after that.
         for tables in self.step.returned:
             yield Action("update", tables, "step", "backward")
         for unit in self.units:

@@ -19,6 +19,8 @@ class Slots:
 
     def __init__(self, recording: Recording, blocks: BlockNames) -> None:
         self.blocks = blocks
+        # By the order of takes inside of a piece and not by size or name: two tensors of one layer
+        # may agree in both.
         self._taken: dict[int, tuple[str, str, int, int]] = {}
         visits: dict[tuple[str, str], int] = {}  # a unit that runs again in a backward comes twice
         self._folded: dict[str, str] = {}
@@ -35,6 +37,9 @@ class Slots:
     def touched(self, moment: Moment) -> list[tuple[int, Touch, str]]:
         """Every touch of a moment, with a number of the storage's own and the folded path of the
         module that it is told of; worked out once, however often the step is run."""
+        # By identity: pieces are structs of thousands of touches, whose hash would cost more than
+        # the work that is saved. The recording outlives this object, so an id is not given to
+        # another piece.
         place = id(moment.piece), moment.block
         if place not in self._touched:
             keys = [self.key(touch.slot, moment) for touch in moment.piece.touches]
@@ -59,6 +64,8 @@ class Slots:
         # Touched from a neighbour in the same series: the block is counted from there. Touched from
         # outside (the loss, another series): the one that the recorded block stands for last.
         distance = recorded - here[1] if here is not None and here[0] is series else None
+        # No further than a neighbour: what lives on beyond the next block is of the block that the
+        # recorded one stands for, and not of one that many blocks have between them.
         if distance is not None and abs(distance) <= series.period:
             block = moment.block + distance
         else:

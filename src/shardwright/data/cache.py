@@ -174,6 +174,8 @@ class CachedRows:
 
     def _let_go(self) -> None:
         """Give back the memory of what was read; it is in the files."""
+        # Pages of a read-only map are clean: dropping them loses nothing, the next access reads
+        # again.
         if hasattr(mmap, "MADV_DONTNEED"):
             for pages in self._pages:
                 pages.madvise(mmap.MADV_DONTNEED)
@@ -184,6 +186,7 @@ class CachedRows:
         return {name: self._bags(place, start, stop) for place, name in enumerate(self.list.bags)}
 
     def _bags(self, place: int, start: int, stop: int) -> Bags:
+        # Offsets of the file count from its beginning, those of a batch from its first id.
         offsets = self._values[f"offsets-{place}"][start : stop + 1].astype(np.int64)
         own = slice(int(offsets[0]), int(offsets[-1]))
         ids = self._values[f"ids-{place}"][own].astype(np.int64)

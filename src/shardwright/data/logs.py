@@ -94,6 +94,7 @@ class CriteoLog(ClickLog):
 
     def is_unclicked(self, line: bytes) -> bool:
         """Whether the row's label is 0."""
+        # Without parsing: of thinned rows most are dropped, and only their label is ever needed.
         return line.startswith(b"0" + self._separator)
 
     def fault(self, line: bytes) -> Fault | None:
@@ -137,6 +138,7 @@ def _dense(columns: list[list[bytes]]) -> NDArray[np.float32] | None:
 
 def _hashes(fields: list[bytes]) -> NDArray[np.int64] | None:
     """Hexadecimal text [n] as int64 [n]: 44 % of real ids do not fit in int32."""
+    # NumPy would cut longer texts to the length of its dtype without a word.
     if max(map(len, fields), default=0) > _HEX_DIGITS:
         return None
     # Left-aligned with zero bytes behind. The caller has let through only hex digits, signs, dots
@@ -394,6 +396,8 @@ class Days(ClickLog):
         draws.advance(part.start)  # a number for every row of the file
         numbers = np.random.Generator(draws)
         while block := list(islice(rows, _DRAWN)):
+            # One number a row, clicked or not: which numbers later rows get must not depend on
+            # labels before.
             stays = numbers.random(len(block)) >= self._drop
             for keep, row in zip(stays.tolist(), block, strict=True):
                 if keep or not self.is_unclicked(row[2]):

@@ -31,6 +31,8 @@ def auc(labels: ArrayLike, scores: ArrayLike) -> float:
     if not clicks or not others:
         found = f"{clicks} ones and {others} zeros"
         raise InputError(expected("labels", "both ones and zeros", found, "Use more rows."))
+    # Ties are groups: rows of one score are counted together, whatever order a sort would put them
+    # in.
     _, group = np.unique(score, return_inverse=True)
     ones = np.bincount(group, weights=clicked).astype(np.int64)
     zeros = np.bincount(group, weights=~clicked).astype(np.int64)

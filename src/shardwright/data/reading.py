@@ -94,6 +94,7 @@ class ClickLog(ABC):
         longest = self.longest_line
         with _opened(self.path) as file:
             for number, raw in enumerate(iter(partial(file.readline, longest), b""), 1):
+                # A bound on a line: a file without newlines would be read into memory whole.
                 if len(raw) == longest:
                     found = f"{longest} bytes without an end of line"
                     spot = f"{self.path}:{number}"
@@ -232,6 +233,8 @@ def evaluation_batches(
 
     def batches() -> Iterator[tuple[ClickBatch, NDArray[np.int64]]]:
         while True:
+            # Rows of lower ranks count as well: a rank without rows of its own yields an empty
+            # batch as long as others have some, for the forward of sharded tables is collective.
             before = step_over(rows, rank * batch_size)
             own = list(islice(rows, batch_size))
             if not before and not own:

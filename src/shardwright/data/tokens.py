@@ -104,6 +104,8 @@ def training_batches(
 
     @lru_cache(maxsize=2)  # a batch may reach into the next pass
     def order(number: int) -> NDArray[np.int64]:
+        # From seed and number of the pass alone: every rank and every resumed run has the same
+        # order.
         return np.random.Generator(np.random.PCG64([seed, number])).permutation(text.training)
 
     def read(places: NDArray[np.int64]) -> TokenBatch:

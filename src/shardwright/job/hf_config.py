@@ -4,6 +4,11 @@ A key that is missing has the default of the model's configuration class (transf
 such files leave defaults out.
 """
 
+# A key that is misread gives a model that is planned well and is another one: nobody would notice
+# before its weights are loaded. So defaults are those of each class, number by number, a test holds
+# parameter counts to published weights, keys that may change the model and that nobody reads are
+# told, and what is known to be another model is refused.
+
 from __future__ import annotations
 
 import json
@@ -248,6 +253,7 @@ def _refuse_others(read: _Reader, family: str) -> None:
         wanted = "none, for weights are taken to be whole"
         where = f"{read.where}: quantization_config"
         raise UnsupportedError(expected(where, wanted, "one", own))
+    # A file without one is a bare model, which is trained with the usual head.
     made = read.document.get("architectures") or [HEADS[0]]
     if not any(str(name).endswith(HEADS) for name in made):
         wanted = f"a model for tokens, such as one that ends in {HEADS[0]}"
@@ -267,6 +273,7 @@ class _Asked(dict[str, Any]):
         super().__init__(document)
         self.asked: set[str] = set()
 
+    # `get` alone counts as a read: every value below goes through it, and `unread` must not.
     def get(self, key: str, default: Any = None) -> Any:
         """The value, which is known from now on."""
         self.asked.add(key)
@@ -282,6 +289,8 @@ class _Reader:
 
     def unread(self) -> tuple[str, ...]:
         """Keys that nobody asked for and that may change the model; what is off changes none."""
+        # Falsy values are left out: a feature that is off (null, false, 0, an empty list) changes
+        # nothing.
         known = self.document.asked | HARMLESS
         return tuple(key for key, value in self.document.items() if value and key not in known)
 
@@ -382,6 +391,8 @@ def _shape(read: _Reader, family: Defaults) -> LlamaShape:
         dim=dim,
         heads=heads,
         kv_heads=read.size("num_key_value_heads", family.kv_heads or heads),
+        # Of latent attention it follows from other keys, and hidden_size need not be a multiple of
+        # the heads.
         head_dim=1 if family.latent else _head_dim(read, family, dim, heads),
         ffn_dim=read.size("intermediate_size", family.ffn_dim),
         vocab=read.size("vocab_size", family.vocab),
@@ -415,6 +426,7 @@ def _head_dim(read: _Reader, family: Defaults, dim: int, heads: int) -> int:
 
 def _cap(read: _Reader, key: str, usual: float) -> float:
     """What a tanh keeps numbers below, 0 for nothing: null in the file, or no such family."""
+    # A family without a cap does not ask for the key: if its file has one, it is told as unread.
     if not usual or read.document.get(key, True) is None:
         return 0.0
     return read.real(key, usual)
@@ -422,6 +434,8 @@ def _cap(read: _Reader, key: str, usual: float) -> float:
 
 def _window(read: _Reader, family: Defaults) -> int | None:
     """What attention looks back at most: null in a Mistral's file means everything."""
+    # Qwen's files name a window and switch it off beside it; without the switch every layer would
+    # be taken to look back only so far.
     if family.window_key:
         return read.size("sliding_window", 4096) if read.flag(family.window_key, False) else None
     return read.unless_null("sliding_window", family.window)
@@ -445,6 +459,7 @@ def _with_latent(read: _Reader, shape: LlamaShape) -> LlamaShape:
 def _with_experts(read: _Reader, family: Defaults, dense: LlamaShape) -> LlamaShape:
     """The layers with experts: every ``decoder_sparse_step``-th but those that are named, and the
     first ones."""
+    # Qwen counts layers from 1 here and DeepSeek from 0, as their own code does.
     step, plain = read.size("decoder_sparse_step", 1), read.numbers("mlp_only_layers")
     first = read.size("first_k_dense_replace", family.dense_layers, 0)
     every = read.size("moe_layer_freq", 1)  # DeepSeek's, from layer 0 on
@@ -469,6 +484,7 @@ def _with_experts(read: _Reader, family: Defaults, dense: LlamaShape) -> LlamaSh
         experts_per_token=read.size("num_experts_per_tok", family.experts_per_token),
         expert_ffn_dim=wide,
         shared_ffn_dim=shared,
+        # Only Qwen's shared expert has a gate, and only Qwen names the shared width itself.
         shared_gate=family.shared_ffn_dim > 0,
         moe_layers=tuple(layers),
     )

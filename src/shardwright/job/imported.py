@@ -1,5 +1,10 @@
 """The configuration of another program as a job: which of its keys were read, which were not."""
 
+# An estimate of a configuration that was read only in part is worse than none, for it looks like
+# one. So every key is asked for, known to change no memory, or told as unread, and what is asked
+# for and cannot be followed is refused by its name. `asked` is filled by reading itself and not by
+# a list beside it, which would be forgotten.
+
 from __future__ import annotations
 
 import re
@@ -41,6 +46,7 @@ class Keys:
         """The first of ``names`` that is given; other ones are those of earlier versions."""
         given = [(name, self.value(section, name, None)) for name in names]
         name, found = next((pair for pair in given if pair[1] is not None), (names[0], default))
+        # 0 is never a size; -1 is what TorchTitan writes for "all that are left".
         if not isinstance(found, int) or isinstance(found, bool) or found < least or found == 0:
             wanted = "a number from 1" if least == 1 else "-1 or a number from 1"
             raise InputError(expected(_spot(section, name), wanted, f"{found!r}"))
@@ -80,6 +86,7 @@ class Keys:
                 yield section
                 continue
             keys = self._unread_of(section, given)
+            # A section of which nothing was read is told as one line, not key by key.
             if section and (self.harmless.fullmatch(section) or len(keys) == len(given)):
                 yield section
             else:

@@ -1,5 +1,9 @@
 """A job: the TOML file a person writes. Sizes are per rank unless a name says global."""
 
+# A job is checked in one order, for each check rests on those before: names of keys and types
+# (convert), what would be read at all (refuse_unread), the model's shape, then what keys have to
+# have in common. An error that is found later than it could be would name a consequence.
+
 from __future__ import annotations
 
 import difflib
@@ -156,6 +160,8 @@ def memory_of(job: Job) -> MemorySection:
     in fp32 on a CPU. Its gradients are summed in fp32. A module of the user's own has dtypes of its
     own, which stay UNSET, and beside a ``param_dtype`` sums in fp32, too. Other models are fp32.
     """
+    # Filled in on reading and not in the job: a plan embeds its job, and one that names no dtype
+    # must keep the bytes, and the fingerprint, that it had before there was such a key.
     section = MemorySection() if job.memory is UNSET else job.memory
     param, reduce = section.param_dtype, section.reduce_dtype
     if not job.model.traits.is_function:
@@ -176,6 +182,8 @@ CPU_PRESETS = ("", "local", "cpu-host")  # all of them, or a llama there is take
 
 def device_of(section: ClusterSection) -> Device:
     """What the ranks of a job compute on."""
+    # By the section and not by a Cluster: the preset's constants would have to be loaded with
+    # costs, which this floor does not know.
     if section.compute_device:
         return section.compute_device
     if section.measured is not None:
@@ -291,6 +299,8 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
         most = f"at most {MAX_TABLES:,}"
         raise InputError(expected(f"{where}: tables", most, f"{len(tables):,}"))
     job = convert({"tables": [], **document}, Job, where, hidden=HIDDEN)
+    # Last: "no tables" would be said of every job in which a section is misspelt, and is then no
+    # help.
     if "tables" not in document:  # after what is wrong in the sections that there are
         wanted = "[[tables]], or a [model] that needs none"
         raise InputError(
@@ -301,10 +311,14 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
         job = msgspec.structs.replace(job, cluster=section)
     if job.data.python is not UNSET:
         check_function(job.data.python, f"{where}: data.python")
+    # Before widths are completed: a width of another kind of model is refused as such, and not by
+    # what it would make of the shape.
     refuse_unread(job, where)
     job = msgspec.structs.replace(job, model=completed(job.model, where, path))
     check_schedule(job.train, where)
     check_tables(job.tables, where, job.model.kind)
+    # Constraints name what is placed: of a table of another kind its parts, which are known only
+    # now.
     tables = with_kinds(job.tables, job.embeddings, job.planner, where, job.model.kind)
     job = msgspec.structs.replace(job, tables=tables)
     members = tuple(member for table in tables for member in members_of(table))
@@ -349,6 +363,8 @@ def _with_world(job: Job, where: str) -> Job:
             )
         return job
     check_parallel(job.parallel, job.model.traits.is_function, where)
+    # Only where the file names no number: a file that names one has to agree with its degrees,
+    # which degrees_of sees to.
     world = fixed_world(job.parallel) if world is None else world
     if world is None:
         return job
@@ -384,6 +400,7 @@ def _with_kinds(document: dict[str, Any], where: str) -> dict[str, Any]:
         named = f"{where}: memory.optimizer", "no such key", repr(memory["optimizer"])
         raise InputError(expected(*named, "Name the optimizer as train.optimizer."))
     traits = traits_of(document.get("model", {}))
+    # An unknown kind is left to convert, which lists those that there are.
     if traits is None:
         return document
     if not traits.lists_tables:
@@ -424,10 +441,13 @@ def set_key(document: dict[str, Any], text: str) -> None:
     """
     check_type(text, str, "override", "Write 'section.key=value'.")
     key, equals, value = text.partition("=")
+    # Steps as TOML splits them and not by str.split: a name of a table may have dots of its own.
     *way, name = _steps(key)
     if not (equals and way):
         raise InputError(expected("--set", "section.key=value", f"'{text}'"))
     try:
+        # A value that is no TOML is taken as a text, for a shell takes quotes away from --set
+        # train.out=DIR.
         parsed = parse_toml(f"value = {value}", "--set", "a value")["value"]
     except InputError:
         parsed = value

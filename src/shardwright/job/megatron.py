@@ -64,12 +64,15 @@ def job_of(text: str, world_size: int | None) -> Imported:
     """
     keys = Keys({ALL: arguments(text)}, HARMLESS)
     for name, brings in NEEDED.items():
+        # Without the switch Megatron builds an MLP of two matrices, or biases, and that is another
+        # model than the one that is estimated: an absent switch is as wrong as one that is refused.
         if not keys.value(ALL, name, False):
             raise keys.refused(ALL, name, f"the switch, for {brings}")
     for name, brings in REFUSED.items():
         if keys.value(ALL, name, False):
             raise keys.refused(ALL, name, f"none, for no estimate follows {brings}")
     parallel, ranks = _parallel(keys, world_size)
+    # Degrees before the model: the vocabulary is padded to a multiple of the tensor ranks.
     document: Document = {
         "model": _model(keys, parallel["tensor"]),
         "cluster": {"compute_device": "cuda", "world_size": ranks},
@@ -85,10 +88,13 @@ def job_of(text: str, world_size: int | None) -> Imported:
 def arguments(text: str) -> dict[str, Any]:
     """Every ``--name value`` of a text by name, variables of the script filled in; a switch is
     true, of several values the first counts."""
+    # Only plain assignments are filled in. Arithmetic, arrays and commands are a shell's to run; a
+    # word that still has a variable in it is refused where a number is wanted.
     begins = r"(?:^|;)\s*(?:export\s+)?"  # of a line, or of another command on it
     assigned = re.findall(begins + r"(\w+)=[\"']?([^\s(\"';]+)", text, re.MULTILINE)
     usual = {name: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value) for name, value in assigned}
     found: dict[str, list[str]] = {}
+    # Words before the first option (python, torchrun, the script) are collected here and dropped.
     values: list[str] = []
     try:
         for word in _words(text.replace("\\\n", " ")):
@@ -111,6 +117,8 @@ def _words(text: str) -> Iterator[str]:
     """Words of a script, also those of quoted lists; what ends a list or a command ends values."""
     for word in shlex.split(text, comments=True):
         inside = word.partition("=")[2] if re.match(r"\w+=\s", word) else word
+        # Scripts keep arguments in variables (MODEL_ARGS="--a 1 --b 2"), which are one word of the
+        # shell.
         if " --" in f" {inside}" and len(inside.split()) > 1:
             yield from _words(inside)
         elif word not in ("(", ")", "&&", "|", ";"):
@@ -145,6 +153,7 @@ def _model(keys: Keys, tensor: int) -> dict[str, Any]:
             raise keys.refused(ALL, name, "0", "0.1, its default")
     grouped = keys.value(ALL, "group-query-attention", False)
     groups = keys.number(ALL, "num-query-groups", default=1) if grouped else heads
+    # Megatron's own rule with a gate, to the rounding.
     usual = int(4 * dim * 2 / 3 / 64) * 64
     wide = keys.number(ALL, "ffn-hidden-size", default=usual)
     return {
@@ -221,10 +230,12 @@ def _parallel(keys: Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
     }
     tensor, pipeline = section["tensor"], section["pipeline"]
     cut = keys.number(ALL, "expert-tensor-parallel-size", default=tensor)
+    # Experts that are cut in width as well are in no layer of ours.
     if section["expert"] > 1 and cut > 1:
         wanted = "1 beside --expert-model-parallel-size"
         raise keys.refused(ALL, "expert-tensor-parallel-size", wanted, f"{cut}, its default")
     others = tensor * pipeline * section["context"]
+    # The fewest on which every degree fits, which is one replica.
     ranks = world_size or math.lcm(others, pipeline * section["expert"])
     if ranks % others:
         raise InputError(expected("-n", f"a multiple of {others} ranks", f"{ranks}"))
@@ -266,6 +277,7 @@ def _batch(keys: Keys, document: Document) -> None:
 
 def _memory(keys: Keys) -> dict[str, Any]:
     dtype = next((ours for name, ours in DTYPES.items() if keys.value(ALL, name, False)), "fp32")
+    # Megatron turns it on by itself for bf16, unless grad-reduce-in-bf16 is given.
     summed = keys.value(ALL, "accumulate-allreduce-grads-in-fp32", False) or dtype == "bf16"
     narrow = keys.value(ALL, "grad-reduce-in-bf16", False) or not summed
     return {

@@ -1,5 +1,10 @@
 """The ``[memory]`` of a job: how a step is run, as far as that decides what it keeps."""
 
+# A runtime that does not do what a job asks for would be estimated as if it did, and the estimate
+# be wrong by whole copies of the model. So stages, offloads and policies that a runtime lacks are
+# refused, with the runtime that has them. What a plan decides ("auto") has no value here: whoever
+# asks for one without a plan is told so.
+
 from __future__ import annotations
 
 import re
@@ -82,6 +87,8 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def bare(self) -> MemorySection:
         """Without those of them that say what is so anyway."""
+        # UNSET and not the defaults: what nobody asks for is not written, and fingerprints of plans
+        # from before these keys stay valid.
         settings = UNSET if self.fsdp2_settings == Fsdp2Section() else self.fsdp2
         return msgspec.structs.replace(self, fp32_logits=self.fp32_logits or UNSET, fsdp2=settings)
 
@@ -99,6 +106,8 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def stage(self) -> Zero:
         """The stage of ZeRO that our own runtime runs with, 3 of runtimes with other ways;
         InputError where it is left to a plan that there is not."""
+        # Only our own runtime runs by stages; what another one shares follows from `runtime` and
+        # `zero` as they are written.
         if self.runtime != "shardwright":
             return 3
         if self.zero == "auto":
@@ -129,6 +138,7 @@ def float8_scaling(section: MemorySection) -> Float8 | None:
 
 
 # The steps of a model that is planned and trained: a plan says the rest.
+# Also what rules.py allows a planned job to say: it may state what is so.
 PLANNED = MemorySection(param_dtype="fp32", reduce_dtype="fp32")
 
 

@@ -128,6 +128,8 @@ KINDS: dict[str, ModelTraits] = {
         template="embedding tables alone, to be planned",
     ),
 }
+# Only keys that one kind alone reads for building a model; `tables` reads `python` too, but for its
+# dense part, and has to name itself.
 IMPLIED: dict[str, ModelKind] = {"hf_config": "llama", "python": "python"}  # by a key alone
 
 
@@ -199,11 +201,15 @@ def with_kind(
     """A decoded section with the kind that its keys imply: tables alone where it has no others and
     the job is not one that ``is_run``. A configuration of a model that is built by a function of
     ours becomes a call of it."""
+    # A T5 is no kind of its own: it becomes a call of a function of ours, so that everything that
+    # works for a user's module works for it, and no file below has to know it.
     if "kind" not in model and isinstance(model.get("hf_config"), str) and len(model) == 1:
         found = _config(model["hf_config"], where, job_path)
         if isinstance(found, T5Shape):
             return {"kind": "python", "python": f"{OURS}t5:build", "arguments": _changed(found)}
     kind = next((IMPLIED[key] for key in IMPLIED if key in model), None)
+    # A job that says nothing of a run is of tables alone. With [data] or [train] the same section
+    # is a DLRM with its default layers.
     if set(model) <= {"tables"} and not is_run:
         kind = "tables"
     return {"kind": kind, **model} if kind else model
@@ -288,6 +294,8 @@ def _given(value: Any, otherwise: Any) -> Any:
 def _changed(shape: T5Shape) -> dict[str, Any]:
     """What is not by default."""
     usual = msgspec.to_builtins(T5Shape())
+    # Only what differs: the arguments stand in the plan's job, and a default that is added later
+    # must not change it.
     return {k: v for k, v in msgspec.to_builtins(shape).items() if v != usual[k]}
 
 
@@ -308,6 +316,8 @@ def beside(name: str, job_path: Path | None, key: str = "", least: int = 0) -> P
     is no name; one of less than ``least`` characters is none, either."""
     if "\0" in name or len(name) < least:
         raise InputError(expected(key, "the name of a file", repr(name)))
+    # Looked for from the working directory first, as a shell would; a job that is moved together
+    # with its files is found beside itself.
     path = Path(name)
     if not path.exists() and job_path is not None and (job_path.parent / path).exists():
         path = job_path.parent / path
@@ -325,12 +335,15 @@ def check_defined(name: str, where: str) -> None:
     """InputError unless ``package.module:function`` can be imported from the working directory or
     is installed, and its file has the function. What a file makes as it runs is not looked for."""
     path, _, function = name.partition(":")
+    # The launcher must not import a user's module: it may start devices, or take minutes. So its
+    # source is read for the name, and what only running it would show is left to the ranks.
     if path in sys.modules:  # it says itself what it has
         return
     spec = _spec_of(path)
     if spec is None:
         wanted, remedy = f"an importable module '{path}'", "Run from the folder that holds it."
         raise InputError(expected(where, wanted, "none of that name", remedy))
+    # A built-in or compiled module has no source to look at.
     if spec.origin is None or not spec.origin.endswith(".py"):
         return
     try:
@@ -348,7 +361,10 @@ def check_defined(name: str, where: str) -> None:
 
 def _spec_of(path: str) -> ModuleSpec | None:
     """Where a module is, as importing it from the working directory would find it."""
+    # A file that was written a moment ago (by `init`, or a notebook) is not in the finders' caches.
     invalidate_caches()
+    # Not find_spec on the whole path: it imports the packages above, which is running a user's
+    # code.
     places, spec = [str(Path.cwd()), *sys.path], None
     for part in path.split("."):
         found = PathFinder.find_spec(part, places)
@@ -363,6 +379,8 @@ def _spec_of(path: str) -> ModuleSpec | None:
 
 def _names(tree: ast.AST) -> Iterator[str]:
     """What a file's own scope has names for, however they come; ``*`` for all of another's."""
+    # Into `if` and `try`, where names are often made, but not into functions and classes, whose
+    # names are their own.
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, SCOPES):
             yield node.name

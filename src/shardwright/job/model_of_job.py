@@ -1,5 +1,9 @@
 """The model that a job describes: its tables with everything filled in, and its recording."""
 
+# What a job asks for and what a plan follows are compared here, key by key with the defaults of the
+# sections. A new key of [memory] or [parallel] is refused for planned jobs until somebody adds it
+# to HONOURED: a plan that leaves out what was asked for would look like one that does it.
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -58,6 +62,8 @@ def model_of(job: Job, recording: Recording | None = None) -> ModelSpec:
 def tables_of(job: Job, recording: Recording | None = None) -> tuple[TableSpec, ...]:
     """The tables of a job, or those in the recording of its module, by the names of their
     parameters, with every optimizer filled in."""
+    # A module of the user's own says what its tables are only once it has run, so they come from
+    # the recording. Those of a DLRM stand in the job, which is known before.
     if recording is not None and recording.tables:
         return tuple(_found(job, table) for table in recording.tables)
     if not job.model.traits.has_step:
@@ -88,6 +94,8 @@ def early_tables(job: Job, model: ModelSpec) -> tuple[str, ...]:
 
 def placed_tables(job: Job) -> tuple[TableSpec, ...]:
     """The tables that are placed: a job's, or what those of other kinds are made of."""
+    # Whether rows of parts come back one by one or pooled: it decides their bytes on the wire, so
+    # the plan, the model and the reader of logs all ask the same function.
     bags = reads_bags(job) if job.model.traits.has_step else any(tables_of_bags(job))
     return tuple(member for table in job.tables for member in members_of(table, bags=bags))
 
@@ -107,6 +115,7 @@ def rows_dtype(job: Job, table: TableSpec) -> str:
 def _found(job: Job, table: RecordedTable) -> TableSpec:
     """An embedding of the user's own: its ids are those of a step, and its rows come back one by
     one, for bags are pooled where they are used. A table of a collection has its bags."""
+    # "dense" keeps an embedding in a unit and is no sharding type.
     forced = (job.planner.tables or {}).get(table.name)
     found = TableSpec(
         table.name,
@@ -116,6 +125,8 @@ def _found(job: Job, table: RecordedTable) -> TableSpec:
         optimizer=table_optimizer(job) or None,
         dtype=table.dtype,
         output_dtype="fp32" if table.dtype in HALVES else None,  # as rows travel
+        # An embedding of the user's own gives rows, whatever the module does with them: only of a
+        # collection is it known that they are pooled.
         pooled=False,
         batch_sizes=(table.ids,),
         sharding_types=None if forced is None or forced == "dense" else (forced,),
@@ -143,6 +154,8 @@ def tables_of_bags(job: Job) -> Iterator[str]:
     """Names of tables that one unweighted id for each sample and the first table's dim are not
     enough for."""
     for table in job.tables:
+        # Anything else than one plain id a sample needs offsets or weights beside the ids, and rows
+        # of different widths are no single [B, F, D].
         if table.pooling_factors != (1.0,) or table.weighted or table.dim != job.tables[0].dim:
             yield table.name
 
@@ -205,6 +218,8 @@ def _check_dlrm(job: Job) -> None:
         raise InputError(
             expected("batch.sequence", "1, for dlrm has no sequences", str(job.batch.sequence))
         )
+    # A feature is a column of the log and an input of the model: two tables that read one name
+    # could not be told apart in a batch.
     names: set[str] = set()
     for table in job.tables:
         _check_table(table, job.batch.size)

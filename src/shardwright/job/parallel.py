@@ -1,5 +1,10 @@
 """The ``[parallel]`` of a job: what divides a model and its batch, and the mesh that this makes."""
 
+# Degrees must multiply to the ranks and divide what they cut, or a collective of the run would have
+# other members than the estimate counted. They are worked out in one place, for the plan, the
+# memory and a run of the same job have to agree on which ranks share what. Expert parallelism
+# multiplies nothing: it regroups ranks of data_shard, context and tensor, as TorchTitan does.
+
 from __future__ import annotations
 
 import math
@@ -87,6 +92,8 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def shards(self) -> int:
         """Ranks that share a dense parameter by bytes, as FSDP does: context ranks take part."""
+        # Context ranks have the same parameters and other tokens, so FSDP may share among them,
+        # too.
         return self.data_shard * self.context
 
     @property
@@ -94,9 +101,12 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Ranks that share the parameters of one rank's experts by bytes."""
         if self.expert == 1:
             return self.shards
+        # Tensor ranks do not cut experts there, so they share them by bytes as data ranks do; ranks
+        # of `expert` have different ones.
         return self.data_shard * self.context * self.tensor // self.expert
 
 
+# Every pattern is asked for at every module of a model, again and again.
 @lru_cache(maxsize=2**16)
 def fits(path: str, pattern: str) -> bool:
     """Whether a pattern, in which ``*`` stands for any part of a path, names a module."""
@@ -136,6 +146,8 @@ def degrees(
                 str(world_size),
             )
         )
+    # data_shard is the one that may be left open, as in TorchTitan: the others are chosen for a
+    # model, this one follows from the machine.
     shard = world_size // others if section.data_shard == -1 else section.data_shard
     if others * shard != world_size:
         raise InputError(
@@ -213,6 +225,7 @@ def check_divides(
                 f"{found.pipeline} ranks of {found.chunks}",
             )
         )
+    # Both cut the tokens of one sample, one after the other, and collectives take equal pieces.
     parts = found.context * (found.tensor if found.sequence else 1)
     if sequence % parts:
         factors = f"context {found.context}"
@@ -243,8 +256,11 @@ def expert_load(section: ParallelSection, experts: int, quantile: Quantile) -> f
     if section.routing != "skewed" or section.expert == 1:
         return 1.0
     skew = DEFAULT_SKEW if section.skew is None else section.skew
+    # A mean of n independent loads deviates by 1/sqrt(n): ranks with few experts are hit hardest.
     spread = skew / math.sqrt(experts / section.expert)
     variance = math.log1p(spread**2)
+    # Without the half variance the mean of a lognormal is above 1: ranks would receive more rows in
+    # all than they send.
     return math.exp(-variance / 2 + QUANTILES[quantile] * math.sqrt(variance))
 
 
@@ -302,6 +318,8 @@ def _check_expert(section: ParallelSection, shard: int, where: str) -> None:
 
 
 def _microbatches(section: ParallelSection, batch: int, where: str) -> int:
+    # A pipeline without microbatches is one rank at work at a time, so there one sample each is the
+    # default; without a pipeline nothing is accumulated that nobody asked for.
     if section.microbatches is None:
         return batch if section.pipeline > 1 else 1
     if batch % section.microbatches:

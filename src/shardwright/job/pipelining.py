@@ -173,6 +173,7 @@ def _in_turn(
     With ``weights_wait`` backwards are split, and the first weight gradients come after so many
     further input gradients; what is left comes last.
     """
+    # Of fewer microbatches than that every forward is warm-up.
     warmup = min(warmup, sum(count for _, _, count in forwards))
     lanes = [_Lane("forward", forwards, -warmup)]
     if weights_wait is None:
@@ -180,6 +181,7 @@ def _in_turn(
     else:
         lanes.append(_Lane("input_backward", backwards, 0))
         lanes.append(_Lane("weight_backward", backwards, weights_wait))
+    # Between two of these turns every lane does the same over and over: that is one run.
     turns = sorted({turn for lane in lanes for turn in lane.turns})
     runs = []
     for begin, end in pairwise(turns):
@@ -223,6 +225,8 @@ class _PassWriter:
         for _ in range(times):
             passes = (self._pass(letter) for letter in letters.split())
             found = tuple(p for p in passes if p and p.microbatch < self.microbatches)
+            # Joined as they are written: V schedules are loops over letters, and most of them
+            # repeat.
             if self.runs and self.runs[-1].repeated(self.runs[-1].times) == found:
                 before = self.runs.pop()
                 self.runs.append(PassRun(before.passes, before.times + 1))
@@ -246,6 +250,7 @@ class _PassWriter:
 
     def _weights(self, chunk: str) -> Pass | None:
         """The oldest weight gradient that waits, of any chunk or of this one."""
+        # The oldest first, as torch has it: it holds the oldest activations.
         for k, slot in enumerate(self._waiting):
             if not chunk or slot[0] == int(chunk):
                 del self._waiting[k]

@@ -4,6 +4,12 @@ The block list is the truth; sharding types and placements label it. A plan embe
 numbers rest on (job, cluster, constants), so it can be explained and run anywhere.
 """
 
+# A plan has to say everything by itself: a worker reads it and imports no planner, `explain`
+# recomputes every number from it on another machine. So it embeds job, cluster, constants and
+# recording, and a fingerprint over all of them: ranks compare it before anything collective,
+# records and checkpoints name it, and a file that was edited by hand is refused. New fields are
+# UNSET by default and not written then, or plans of before would have another fingerprint.
+
 from __future__ import annotations
 
 import hashlib
@@ -35,6 +41,7 @@ T = TypeVar("T")
 SCHEMA = "shardwright.plan/4"
 
 
+# Runs, as options have them: a row-wise table on 2,048 ranks is two lines and not 2,048.
 class ShardPlan(msgspec.Struct, frozen=True, array_like=True):
     """The shards of ``run``: the first on ``rank``, each next one on the rank after it.
 
@@ -269,6 +276,8 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def budget(self) -> int:
         """Bytes that a rank may fill of the memory that weights live in."""
         on_cpu = self.cluster.compute_device == "cpu"
+        # On a CPU weights live in host memory and there is no HBM, so that is the tier that
+        # decides.
         return self.reserved.ddr_left if on_cpu else self.reserved.hbm_left
 
     @property
@@ -300,13 +309,19 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         paths = [(step.tables_of(t.fqn), traits(t.sharding_type).replicated) for t in self.tables]
         whole = {u.name for u in self.units if isinstance(u.parameter, Replicate)}
         replicated = {u.name for u in self.units if isinstance(u.optimizer_state, Replicate)}
+        # Whole parameters with cut states: ZeRO-1 and 2. After an update every rank has only its
+        # share, so they are gathered once a step although they stay.
         staying = whole - replicated
         frozen = {name for unit in self.model.units for name in unit.frozen}
+        # Nothing updates a unit that is frozen as a whole, so nothing ever has to be gathered
+        # again.
         still = {u.name for u in self.units if u.name in staying and frozen.issuperset(u.tensors)}
         routed = frozenset(path for path, is_replica in paths if not is_replica)
         overlap = overlap_of(self.job, self.world_size)
         early = early_tables(self.job, self.model) if overlap != "none" else ()
         return Modes(
+            # Replicas that compute in another dtype count as sharded: they are copied into a buffer
+            # of that dtype before they are used, which the flow has to order like a gather.
             sharded_units=frozenset(u.name for u in self.units) - (replicated - self._cast) - still,
             resharded_units=frozenset(u.name for u in self.units if u.reshard_after_forward),
             routed=routed,
@@ -340,9 +355,13 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def fingerprint(plan: Plan) -> str:
     """sha256 of what must be equal on every rank: all but how the plan was found."""
+    # How long the search took differs from run to run, and two plans that say the same must be
+    # equal.
     bare = msgspec.structs.replace(
         plan, fingerprint="", search=msgspec.structs.replace(plan.search, wall_seconds=0.0)
     )
+    # Of the canonical form and not of the file: indentation, or order of keys, may change on the
+    # way.
     return hashlib.sha256(msgspec.json.encode(bare, order="deterministic")).hexdigest()
 
 
@@ -360,6 +379,8 @@ def write_plan(plan: Plan, path: Path | str) -> None:
 def read_plan(path: Path | str, *, check: bool = False) -> Plan:
     """Read a plan and check its fingerprint; with ``check`` also that its blocks tile its model."""
     plan = read_document(path, Plan, SCHEMA, made_by="shardwright plan JOB.toml -o plan.json")
+    # Before anything is read off it: a plan that was edited would be run and explained by numbers
+    # that nobody has worked out.
     if plan.fingerprint != fingerprint(plan):
         raise MismatchError(
             expected(

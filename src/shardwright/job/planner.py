@@ -1,5 +1,9 @@
 """How a plan is to be searched: the ``[planner]`` section of a job."""
 
+# Defaults of this section are what a plan is made with when nobody says anything, so changing one
+# changes plans of every job. Keys that came later are UNSET where a job has none and are not
+# written then: a plan embeds its job.
+
 from __future__ import annotations
 
 from typing import Annotated, Literal
@@ -21,6 +25,7 @@ PipelineType = Literal["none", "train_base", "train_sparse_dist", "train_prefetc
 CommunicationDtype = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
 Communication = tuple[CommunicationDtype, CommunicationDtype]  # forward and backward
 IN_FULL: Communication = ("fp32", "fp32")
+# int8 and fp8 are priced, as TorchRec prices them, but no exchange of ours sends them.
 TRAINED_COMMUNICATION = ("fp32", "fp16", "bf16")
 
 

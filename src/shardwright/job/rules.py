@@ -56,9 +56,13 @@ def refuse_unread(job: Job, where: str, section: str = "") -> None:
         for key in rule.keys:
             if not key.startswith(section):
                 continue
+            # Once a job is decoded, a key that was given as its default and one that was left out
+            # are the same; nor does it harm to say what is so anyway.
             value, usual = _given(job, key)
             if value in (usual, rule.allowed):
                 continue
+            # Asked last: a rule may look into its own section, which is there only if one of its
+            # keys is given.
             if beside := rule.beside(job, key.rpartition(".")[2]):
                 said = rule.found
                 found = said.format(beside) if isinstance(said, str) else said(value)
@@ -72,6 +76,7 @@ def _given(job: Job, key: str) -> tuple[Any, Any]:
     section: Any = job
     for step in way:
         section = getattr(section, step)
+    # A section that is not there has no key that could be refused.
     if section is UNSET:
         return UNSET, UNSET
     return getattr(section, name), _usual(section.__class__, name)
@@ -80,12 +85,14 @@ def _given(job: Job, key: str) -> tuple[Any, Any]:
 @cache
 def _usual(section: Any, name: str) -> Any:
     field = next(f for f in msgspec.structs.fields(section) if f.name == name)
+    # msgspec keeps mutable defaults as factories, though the struct is frozen.
     made = field.default_factory
     return field.default if made is msgspec.NODEFAULT else made()
 
 
 def _of(section: str, keys: str | type[msgspec.Struct]) -> tuple[str, ...]:
     """Paths of a section's keys: those in a text, or all."""
+    # All keys of a section by its type, so that a key that is added to it has its row at once.
     names = keys.split() if isinstance(keys, str) else keys.__struct_fields__
     return tuple(f"{section}.{name}" for name in names)
 
@@ -304,6 +311,8 @@ def _of_steps() -> Iterator[Rule]:
     """Of ``[memory]``: how a step is run."""
     anyway = {"fp32_logits": False, "fsdp2": Fsdp2Section(), "checkpointing": PLANNED.policy}
     for name in MemorySection.__struct_fields__:
+        # What a planned step is run with may be said: a job that states it stays valid, and says
+        # the same.
         is_so = PLANNED.policy if name == "checkpointing" else getattr(PLANNED, name)
         wanted = f"{is_so!r}, as steps of kind '{{}}' are planned and run"
         allowed = anyway.get(name, is_so)
@@ -340,6 +349,8 @@ def _of_ranks() -> Iterator[Rule]:
     only = "Only a llama is divided by it."
     both = "A llama is divided by it, or a module of your own."
     share = f"{only} Give one rank's share of the sequence as batch.sequence."
+    # Before the general row: for a module of one's own there is another way out, and the first row
+    # that refuses is the one that is told.
     yield Rule(("parallel.context",), _undivided_function, only_one, share)
     yield Rule(("parallel.context",), _undivided, only_one, only)
     yield Rule(("parallel.sequence",), _undivided, NO_KEY)

@@ -1,5 +1,10 @@
 """A job's tables: the checks that types cannot make, and reading them from a file of their own."""
 
+# Bounds come before everything that grows with a size: what a mistyped number asks for would
+# otherwise cost memory and minutes before it is refused. Tables are checked as every kind that a
+# plan may choose for them: what fails for one of them alone would else fail in the middle of a
+# search.
+
 from __future__ import annotations
 
 import json
@@ -70,9 +75,11 @@ def read_tables(name: str, job_path: Path | None) -> list[Any]:
 
 def entry_of(table: TableSpec) -> dict[str, Any]:
     """The keys of a table that are not their defaults, as an entry of a job that reads as equal."""
+    # Without the fqn, which a job may not say: it follows from the name when the model is made.
     usual = {f.name: f.default for f in msgspec.structs.fields(TableSpec) if f.name != "fqn"}
     said = {key: getattr(table, key) for key in usual}
     found = {key: value for key, value in said.items() if value not in (usual[key], None)}
+    # Through JSON, so that tuples are lists and a cache is a mapping: the entry is written as TOML.
     entry: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(found))
     return entry
 
@@ -137,9 +144,12 @@ def with_kinds(
         spot, wanted = f"{where}: embeddings.temperature", "none without kind 'mixed_dim'"
         raise InputError(expected(spot, wanted, str(section.temperature)))
     free = free_tables(tables, section, kinds)
+    # Nothing is left to choose from, so the key would do nothing without a word.
     if kinds is not UNSET and not free and all(table.kind is UNSET for table in tables):
         wanted = f"tables of more than {section.above} rows, or a lower embeddings.above"
         raise InputError(expected(f"{where}: planner.kinds", wanted, "none"))
+    # Tables with their own kind first, and then every table that is free as each of the kinds in
+    # turn.
     given = settled(tables, section)
     everything = list(enumerate(given))
     for kind in () if kinds is UNSET else kinds:
@@ -147,6 +157,8 @@ def with_kinds(
         everything += enumerate(settled(tried, section))
     for index, table in everything:
         spot = f"{where}: tables[{index}] '{table.name}'"
+        # One that is free has no kind yet: it comes again as each of those that it may get, and is
+        # checked then.
         if table not in free:
             check_kind(table, spot)
             check_settled(table, spot)
@@ -202,6 +214,8 @@ def _check_choice(
 def _check_free(constraints: ConstraintsSection, free: tuple[TableSpec, ...], where: str) -> None:
     groups = (*constraints.together, *constraints.apart, tuple(constraints.ranks))
     named = {name for group in groups for name in group}
+    # Its parts have other names under each kind, so a constraint on its name would hold for some
+    # plans and mean nothing in others.
     for table in free:
         if table.name in named:
             wanted = "tables with a kind of their own beside planner.kinds"
@@ -296,6 +310,7 @@ def check_constraints(
             raise InputError(
                 expected(f"{spot}.ranks.{name}", "distinct ranks from 0", str(list(ranks)))
             )
+    # A table in two groups would join them without anybody having said so.
     joined: dict[str, int] = {}
     for index, group in enumerate(constraints.together):
         for name in group:
@@ -306,6 +321,8 @@ def check_constraints(
             _check_whole(f"{spot}.together[{index}]", by_name[name])
         _check_common_ranks(f"{spot}.together[{index}]", group, constraints)
     for index, group in enumerate(constraints.apart):
+        # Only contradictions that can be seen here are refused; whether ranks are enough is the
+        # search's to find out.
         homes = [joined.get(name) for name in group]
         for name, home in zip(group, homes, strict=True):
             if home is not None and homes.count(home) > 1:

@@ -127,6 +127,8 @@ def job_of(config: Mapping[str, Any], world_size: int | None) -> Imported:
 
 def _refuse_other_degrees(keys: Keys) -> None:
     """Degrees that nobody read, such as those that earlier versions have in other sections."""
+    # An unknown degree would divide the model in the run and not in the estimate: that one key is
+    # refused where others are told as unread.
     for section, key, value in keys.unread():
         if key.endswith("_degree") and value not in (1, -1):
             wanted = "1, for degrees are read from [parallelism] and this is none of them"
@@ -153,6 +155,7 @@ def _parallel(keys: Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
     }
     shard = keys.number("parallelism", "data_parallel_shard_degree", default=-1, least=-1)
     others = section["data_replicate"] * section["tensor"] * section["pipeline"]
+    # Expert ranks are left out of the product: they are ranks of the others, regrouped.
     others *= section["context"]
     if shard == -1 and world_size is None:
         raise InputError(
@@ -183,6 +186,7 @@ def _microbatches(keys: Keys, document: Document, ranks: int) -> None:
         if parallel["pipeline"] > 1:
             raise keys.refused("training", "global_batch_size", "one batch to a step in a pipeline")
         parallel["microbatches"] = in_all // (batch["size"] * data)
+        # Ours is what a rank sees in a step; TorchTitan's is what it sees in one backward.
         batch["size"] *= parallel["microbatches"]
     size = keys.number("parallelism", "pipeline_parallel_microbatch_size", default=1)
     schedule = keys.value("parallelism", "pipeline_parallel_schedule", "1F1B")
@@ -228,6 +232,7 @@ def _checkpointing(keys: Keys) -> str:
 
 
 def _compiled(keys: Keys) -> bool | str:
+    # Where earlier versions had it. Both are read, so that a file of either is.
     old = keys.value("training", "compile", False)
     parts = keys.value("compile", "components", ["model", "loss"])
     if not (keys.value("compile", "enable", False) or old) or "model" not in parts:

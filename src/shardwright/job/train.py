@@ -2,6 +2,10 @@
 ``[checkpoint]``, when and where it is saved.
 """
 
+# What a run reads stands in sections that a plan embeds, so a key that changes no plan still
+# changes its fingerprint, and a run of another learning rate is another plan. Keys that came later
+# are UNSET by default, for plans and checkpoints of before must stay valid.
+
 from __future__ import annotations
 
 import math
@@ -120,11 +124,15 @@ def rate_factor(train: TrainSection, step: int) -> float:
     if train.schedule is UNSET:
         return 1.0
     schedule = train.schedule
+    # From 1 and not from 0: a first step at rate 0 would update nothing, and count in every
+    # optimizer that corrects its bias by the number of steps.
     if step < schedule.warmup_steps:
         return step / schedule.warmup_steps
     if schedule.decay == "none":
         return 1.0
     start, steps = _decays(train, schedule)
+    # Clamped at both ends: between warm-up and decay the rate stays at 1, and a run that is resumed
+    # with more steps stays at the end.
     done = min(max(step - start, 0) / steps, 1.0)
     end = 0.0 if schedule.end_factor is UNSET else schedule.end_factor
     if schedule.decay == "cosine":
@@ -149,6 +157,7 @@ def check_schedule(train: TrainSection, where: str) -> None:
     if schedule.decay == "none":
         return
     start, steps = _decays(train, schedule)
+    # The warm-up has its value first, so a decay that begins within it would be a jump at its end.
     if start < schedule.warmup_steps:
         wanted = f"{schedule.warmup_steps} or more, the end of the warm-up"
         raise InputError(expected(f"{key}.decay_start", wanted, repr(start)))
@@ -171,6 +180,7 @@ class Every(NamedTuple):
 
 def every(text: str | int, where: str = "checkpoint.every") -> Every:
     """``20 steps``, or 20, ``30 s``, ``10 min`` or ``2 h``; InputError for anything else."""
+    # A bare number means steps: seconds have always to be said with their unit.
     if isinstance(text, int):
         return Every(text, None)
     found = _EVERY.fullmatch(text)

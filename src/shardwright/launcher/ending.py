@@ -66,6 +66,7 @@ def _with_an_error(running: Sequence[RankView]) -> list[RankView]:
     errors = [view for view in running if view.ended_as("failed") and not view.lost_its_peers]
     if not errors:
         return []
+    # By time and then by rank, so that the verdict is one whatever the order of looking.
     first = min(errors, key=lambda view: (view.spoke, view.rank))
     return [view for view in errors if view.message == first.message]
 
@@ -95,6 +96,7 @@ def _behind(running: Sequence[RankView]) -> list[RankView]:
     return [view for view in suspects if view.sequence == fewest] or suspects
 
 
+# Where every rank says that it lost its peers, all are looked at, for somebody has to be named.
 def _suspects(running: Sequence[RankView]) -> list[RankView]:
     """Ranks that did not merely lose their peers; all, if every one did."""
     return [view for view in running if not view.lost_its_peers] or list(running)
@@ -117,6 +119,8 @@ def exit_code(
     first = views[verdict.ranks[0]]
     if verdict.kind in ("error", "stopped") and first.status is not None:
         return first.status.code or EXIT_PREEMPTED
+    # A worker that never lived failed at importing or at its arguments: that is input or our bug,
+    # while memory that ran out is the run's fault and may be tried again.
     if verdict.kind == "lost" and first.beat is None and words and not words_of_memory(words):
         return _code_of_a_start_that_failed(exits.get(first.rank, EXIT_BUG))
     return EXIT_RUN_FAILED
@@ -278,6 +282,8 @@ def _verdict(end: End, exits: Mapping[int, int]) -> Blame | None:
     if end.torchrun is not None:
         # torchrun is gone, so every worker is gone or about to go: those never seen are lost too
         seen = any(view.status is not None for view in views)
+        # Killed by a signal before any rank had a word: nothing tells a rank that failed from those
+        # that went with torchrun.
         if end.torchrun < 0 and not seen:
             return None
         views = tuple(replace(v, process="gone") if v.process == "unknown" else v for v in views)
@@ -297,6 +303,7 @@ def _judged(
     views = {view.rank: view for view in end.views}
     first = verdict.ranks[0]
     output = watch.output(first)
+    # torchrun makes a worker's files before it starts it: without them none was started.
     if verdict.kind == "lost" and output is None:
         words = _last_words(log) or "no word in its log"
         return EXIT_RUN_FAILED, f"torchrun could not start the ranks: {words} {place}"

@@ -151,6 +151,8 @@ def check_inputs(folder: Path, inputs: Iterable[Path], plan: Path | None = None)
 def check_folder(folder: Path, plan: Path | None = None) -> None:
     """Raise InputError if no run ever was in ``folder``, and one would write over what is there."""
     written = _written(folder, plan)
+    # A lock means that a run was here before, whose files may be replaced; without one they are
+    # somebody else's.
     if written and not lock_file(folder).exists():
         wanted = "a new folder, or one of an earlier run"
         raise InputError(expected(str(folder), wanted, f"one with a {written[0].name}", REMEDY))

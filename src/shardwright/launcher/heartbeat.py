@@ -88,6 +88,7 @@ class Heartbeat:
         if step is not None:
             self._step = step
         beat = (self._step, self._sequence, self._index, time.monotonic())
+        # In place and without a lock: the reader looks twice instead, and the writer never waits.
         _BEAT.pack_into(self._memory, _HEAD.size, *beat)
 
     def reading(self) -> Beat:

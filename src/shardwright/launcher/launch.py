@@ -89,9 +89,12 @@ def torchrun_command(launch: Launch, mark: str = "shardwright") -> list[str]:
     return [
         sys.executable,
         "-m",
+        # As a module of this very interpreter: a torchrun on the PATH may be of another
+        # environment.
         "torch.distributed.run",
         "--nnodes=1",
         f"--nproc-per-node={1 if launch.in_one_process else launch.world_size}",
+        # Restarts are the session's: torchrun would start the same ranks again without --resume.
         "--max-restarts=0",
         "--monitor-interval=0.2",
         "--rdzv-backend=c10d",
@@ -100,6 +103,8 @@ def torchrun_command(launch: Launch, mark: str = "shardwright") -> list[str]:
         f"--rdzv-id={mark}",
         "--local-addr=127.0.0.1",
         f"--log-dir={folder / 'logs'}",
+        # Both streams into files: what a rank says last is read from there when it ended without a
+        # word.
         "--redirects=3",
         "-m",
         launch.module,
@@ -113,6 +118,8 @@ def loopback_environment(world_size: int) -> dict[str, str]:
     loopback = "lo" if sys.platform == "linux" else "lo0"
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    # torchrun would set 1 and say so at length; cores that this process may use, not all that there
+    # are.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // world_size))
     return {
         "GLOO_SOCKET_IFNAME": loopback,
@@ -121,6 +128,8 @@ def loopback_environment(world_size: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": threads,
+        # A file called random.py or queue.py in the folder would be imported in place of Python's
+        # own.
         "PYTHONSAFEPATH": "1",
     }
 
@@ -161,9 +170,12 @@ def _launched(
         torchrun = subprocess.Popen(
             command,
             env={**os.environ, **extra, MARK: mark},
+            # A worker that reads from the terminal would hang the run.
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            # Ctrl-C in a terminal goes to the whole group: torchrun and its workers would end
+            # before the launcher could ask them to save.
             start_new_session=True,
         )
     watch = RunWatch(
@@ -172,6 +184,7 @@ def _launched(
     try:
         end = _watched(request, watch, caught, writer_for(stream), is_there)
     except BaseException:
+        # Whatever happens here, no process may be left.
         end_run(torchrun, mark, watch.pids(), None, 0.0)
         raise
     seconds = time.monotonic() - started
@@ -204,6 +217,8 @@ def _watched(
         for entry in progress.new():
             display.update(entry)
         now = time.monotonic()
+        # Ranks are done but torchrun is not: it gets a while to end by itself, so that its log is
+        # whole.
         if all(view.finished for view in views):
             leave_by = min(leave_by, now + _LEAVE)
         elif in_trouble(views, request.timeout, request.setup_timeout):
@@ -245,10 +260,13 @@ def hold(folder: Path, mark: str) -> Iterator[Callable[[], bool]]:
     may be removed, emptied or moved meanwhile. InputError: it is in use or cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Not truncated: what is in it is the number of the run before.
         descriptor = os.open(lock_file(folder), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise _not_to_write_in(folder, error) from None
     try:
+        # flock and no file with a pid: the system gives it back however the launcher ends, and a
+        # pid may be another process's by then.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
@@ -267,6 +285,8 @@ def hold(folder: Path, mark: str) -> Iterator[Callable[[], bool]]:
 def _is_held(lock: Path, descriptor: int) -> bool:
     """Whether the file is there that was locked; one that cannot be looked at now may be."""
     try:
+        # By device and inode: a folder that was removed and made anew has another file under the
+        # same name.
         return os.path.samestat(lock.stat(), os.fstat(descriptor))
     except (FileNotFoundError, NotADirectoryError):
         return False
@@ -310,11 +330,13 @@ def _write_mark(descriptor: int, mark: bytes) -> None:
 def _signals() -> Iterator[list[int]]:
     """The SIGINT, SIGTERM and SIGHUP caught so far, in order (none outside the main thread)."""
     caught: list[int] = []
+    # Only the main thread may set handlers; elsewhere a run ends by its own means.
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
 
     def note(number: int, _frame: FrameType | None) -> None:
+        # Nothing but this: a handler runs between any two bytecodes, and the loop looks every tick.
         caught.append(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

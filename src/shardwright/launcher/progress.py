@@ -52,6 +52,7 @@ class ProgressLog:
             with self._path.open("ab") as file:
                 file.write(msgspec.json.encode(entry) + b"\n")
         except OSError as error:
+            # The launcher sees the same and ends the run in order, with what can still be saved.
             if MARK in os.environ and isinstance(error, FileNotFoundError | NotADirectoryError):
                 return
             found = f"'{error.strerror}'"
@@ -76,6 +77,7 @@ class ProgressReader:
                 data = file.read()
         except OSError:
             return []
+        # The rest is a line that is being written: it is read as a whole the next time.
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         entries = []

@@ -57,6 +57,8 @@ def worker_pids(torchrun: int, mark: str) -> dict[int, int]:
     workers = {}
     for pid in _pids():
         variables = _environment(pid)
+        # A worker's own children (data loaders) carry the mark and RANK, too: only torchrun's are
+        # ranks.
         if wanted not in variables or _stat(pid)[1] != torchrun:
             continue
         for variable in variables:
@@ -150,6 +152,8 @@ def _environment(pid: int) -> list[bytes]:
 def _stat(pid: int) -> tuple[str, int]:
     """The state letter and the parent's pid; ``("X", 0)`` for a process that is not there."""
     try:
+        # Behind the last bracket: a process's name stands in brackets and may have blanks and
+        # brackets itself.
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "X", 0
@@ -237,6 +241,7 @@ class RunWatch:
         now = time.monotonic()
         if len(self._pids) < self.world_size and now >= self._next_scan:
             self._next_scan = now + _SCAN
+            # Heartbeats win: they name their own pid.
             self._pids = worker_pids(self.torchrun.pid, self.mark) | self._pids
         return [self._view(rank, now) for rank in range(self.world_size)]
 

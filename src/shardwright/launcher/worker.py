@@ -62,6 +62,8 @@ def guard_parent(folder: Path, interval: float = 0.5) -> None:
     def watch() -> None:
         while os.getppid() == parent and not (mark and _launcher_gone(folder, mark)):
             time.sleep(interval)
+        # Not sys.exit, which would only end this thread; the main one may be inside of a collective
+        # for ever.
         os._exit(EXIT_RUN_FAILED)
 
     threading.Thread(target=watch, name="guard_parent", daemon=True).start()

@@ -6,6 +6,11 @@ a generator of their own, so that any rectangle can be made on the rank that kee
 the same under every plan.
 """
 
+# Modules are made on "meta" and emptied onto the device: nothing draws starting values only to have
+# them overwritten, and nothing of a table's size is ever there but the table. Any rectangle of a
+# table must start the same whoever makes it: 4,096 rows have one generator, so that a row shard
+# draws at most as many rows too many at each end, and a column shard draws all columns of its rows.
+
 from __future__ import annotations
 
 import itertools
@@ -46,6 +51,7 @@ class Tables(nn.Module):
             embedding = nn.Embedding(table.rows, table.dim, device="meta", dtype=dtype)
             *above, name = table.name.split(".")
             parent: nn.Module = self
+            # A part is called TABLE.PART, and a dot in a module's name would be a step of its path.
             for part in above:  # the parts of a table lie in a module of its name
                 if part not in parent._modules:
                     parent.add_module(part, nn.Module())
@@ -93,6 +99,8 @@ class Dot(nn.Module):
         rows, columns = torch.tril_indices(n, n, -1, device="cpu")
         places = torch.zeros(n, n, dtype=torch.int64, device="cpu")
         places[rows, columns] = places[columns, rows] = torch.arange(len(rows), device="cpu")
+        # Fixed places instead of a mask: index_select takes only what is wanted, in a buffer of
+        # that size.
         self.register_buffer("pairs", rows * n + columns, persistent=False)
         self.register_buffer("places", places.view(-1), persistent=False)
 
@@ -122,6 +130,8 @@ class _Pairs(torch.autograd.Function):
         stack, places = ctx.saved_tensors
         n = stack.shape[1]
         products = gradient.index_select(1, places).view(-1, n, n)
+        # `places` has a 0 on the diagonal, which is the first pair's gradient and not theirs:
+        # nobody asked for a product of a feature with itself.
         products.diagonal(dim1=1, dim2=2).zero_()
         return torch.bmm(products, stack), None, None
 
@@ -157,6 +167,8 @@ class Cross(Cat):
         """As without the cross network: [B, width]."""
         first = x = super().forward(dense, sparse)
         for narrow, wide in zip(self.narrow, self.wide, strict=True):
+            # One operation and one buffer for x + x0 * (...), which is kept for the backward layer
+            # by layer.
             x = torch.addcmul(x, first, wide(narrow(x)))
         return x
 
@@ -187,6 +199,7 @@ class DLRM(Started):
         self.interact = interaction(job, device)
         self.top = mlp((self.interact.width, *section.top), last_relu=False, device=device)
         self.starts = _starts(job)
+        # Before anything is sharded: afterwards a parameter has its local shape.
         self.shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
         if torch.device(device or "cpu").type != "meta":
             self.reset_parameters()

@@ -1,6 +1,11 @@
 """Embeddings of any kinds on one device, all tables of a width in one tensor, and full tables of
 their rows, for inference."""
 
+# All tables of a width are one parameter, so that a batch is one gather and not one call for each
+# of hundreds of tables. State dicts therefore have weights by width; `rows_of` gives a table its
+# rows. Starting values are drawn on the CPU, table by table, each from a generator of its own: they
+# depend neither on the device nor on the other tables.
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -63,6 +68,8 @@ class Embeddings(nn.Module):
             self.weights[key] = nn.Parameter(torch.empty(rows, int(key), device=device))
         alone = all(kind_of(table) == "full" for table in tables)
         self.is_plain = alone and len(self.weights) == 1  # one gather, of rows as they are asked
+        # Buffers that are not saved: they follow from the tables, and a state dict has parameters
+        # alone.
         limits = torch.tensor([table.rows for table in tables], device=device)
         first = torch.tensor(list(self.bases.values()), dtype=torch.int64, device=device)
         self.register_buffer("limits", limits, persistent=False)
@@ -80,6 +87,7 @@ class Embeddings(nn.Module):
                 random = generator_of(self.seed, member.name)
                 low, high = part.centre - part.bound, part.centre + part.bound
                 own = self.rows_of(member)
+                # In parts: a table of many rows would be there twice while it is drawn.
                 for some in own.split(AT_A_TIME):
                     rows = torch.empty(some.shape, dtype=own.dtype, device="cpu")
                     some.copy_(rows.uniform_(low, high, generator=random))
@@ -102,6 +110,8 @@ class Embeddings(nn.Module):
             places = ids.t().clone(memory_format=torch.contiguous_format)
             places += self.first.unsqueeze(1)
             return self._looked(places, self.kinds.members[0].dim).transpose(0, 1)
+        # One table after the other, so that the wide parts of one are gone before the next one's
+        # are made. A backward would keep them all in any case, and then one gather is faster.
         if self.is_widened and not torch.is_grad_enabled():
             return torch.stack([self.made(n, own) for n, own in enumerate(ids.unbind(1))], 1)
         asked = self.kinds.asked(ids)
@@ -125,6 +135,8 @@ class Embeddings(nn.Module):
     def _looked(self, ids: torch.Tensor, dim: int) -> torch.Tensor:
         """Rows of the weight of a width."""
         weight = self.weights[str(dim)]
+        # Where nothing is trained, bags of one id: embedding_bag fetches rows ahead on a CPU,
+        # embedding does not.
         if torch.is_grad_enabled() or ids.device.type != "cpu" or ids.numel() < BAGS_OF_ONE:
             return functional.embedding(ids, weight, sparse=self.sparse)
         flat = ids.reshape(-1)
@@ -135,6 +147,8 @@ class Embeddings(nn.Module):
         tables = self.kinds.tables
         if ids.dim() != 2 or ids.shape[1] != len(tables):
             raise InputError(expected("ids", f"shape [batch, {len(tables)}]", str([*ids.shape])))
+        # All at once where nothing is wrong; only then is the first bad one looked for. An id
+        # beyond its table would be a row of the next one, without an error: they lie in one weight.
         if not ids.numel() or (int(ids.min()) >= 0 and bool((ids.amax(0) < self.limits).all())):
             return
         sample, place = (int(x) for x in ((ids < 0) | (ids >= self.limits)).nonzero()[0])

@@ -64,6 +64,8 @@ def pooled_rows(
 
 def _mixed(ids: torch.Tensor, rows: torch.Tensor | int) -> torch.Tensor:
     """Ids below 2^31 -> rows, as the high bits of a product say."""
+    # Fibonacci hashing. int64 has an arithmetic shift, so the sign is masked away; 31 bits times at
+    # most 2^31 rows still fit, and the high bits give a row without a modulo.
     return (((ids * _ODD) >> 33) & 0x7FFFFFFF) * rows >> 31
 
 
@@ -91,6 +93,7 @@ class HashNetwork(nn.Module):
         hashes = table.hashes
         assert isinstance(hashes, int)
         draw = torch.randint(-(2**31), 2**31, (2, hashes), generator=random).int()
+        # Odd factors: only those give different ids different numbers modulo 2^32.
         self.register_buffer("factors", draw[0] | 1, persistent=False)
         self.register_buffer("shifts", draw[1], persistent=False)
         self.layers = nn.ModuleList()
@@ -106,12 +109,16 @@ class HashNetwork(nn.Module):
             self.factors.new_empty(len(ids), len(self.factors), dtype=torch.float32),
         )
         for part, out in zip(low.split(_CHUNK), found.split(_CHUNK), strict=True):
+            # int32 on purpose: it wraps around, on every device alike, which is the modulo of the
+            # hash.
             hashed = torch.addcmul(self.shifts, part.unsqueeze(1), self.factors)
             torch.mul(hashed, 2.0**-31, out=out)
         return found.to(self.layers[0].weight.dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the different ids, at the places of all."""
+        # Popular ids come often in a batch and the network is what costs. `distinct` can be
+        # replaced: under a trace shapes may not depend on values.
         ids, places = self.distinct(ids)
         rows = self.encoded(ids)
         trains = torch.is_grad_enabled()
@@ -129,7 +136,9 @@ def mish_(rows: torch.Tensor) -> torch.Tensor:
     kernel for all, is faster than asking for parts."""
     if rows.device.type != "cpu":
         return functional.mish(rows, inplace=True)
+    # In parts that stay in a cache, for every line below goes over all of them.
     for part in rows.split(_CHUNK // 4):
+        # Clamped, since e^(2x) overflows in fp32 from 44 on, and inf / inf is no number.
         power = part.clamp(max=_ALL_OF_IT).exp_()
         power.addcmul_(power, power, value=0.5)
         part.mul_(power.div_(power + 1))
@@ -157,6 +166,7 @@ class SharedArray(nn.Module):
         last = size - self.block
         blocks = self.weight.unfold(0, self.block, 1)  # all that there are, without a copy
         rows = blocks.index_select(0, starts.clamp(max=last).view(-1)).view(*starts.shape, -1)
+        # Blocks that reach beyond the end are few, and only these go number by number.
         over = starts > last
         if over.any():
             rows[over] = self._numbers(starts[over])
@@ -207,8 +217,12 @@ class Kinds(nn.Module):
         for table in tables:
             if make := MODULES.get(join_of(table)):
                 module = make(table, device)
+                # By the table's name, so that a parameter is kinds.NAME.weight wherever the table
+                # stands in the job.
                 self.add_module(table.name, module)
                 self.of_table[table.name] = module
+        # Neighbours that are joined alike are joined in one operation: a job has hundreds of tables
+        # of one kind, and each operation of its own costs more than its numbers.
         self.runs = [
             _JoinedAlike(key[0], run, key[1])
             for key, group in itertools.groupby(tables, _alike)
@@ -258,6 +272,8 @@ class Kinds(nn.Module):
     def _rows(self, ids: torch.Tensor, members: slice) -> torch.Tensor:
         """Ids [N, M] of the tables of ``members`` as rows of these. Quotients are exact: of
         integers below 2^53 no quotient in doubles is rounded up to an integer."""
+        # Division of doubles is several times faster than of int64, which has no vector
+        # instruction; the docstring says why it is exact.
         whole = ids.double().div_(self.divisors[members]).floor_()
         moduli = self.moduli[members]
         whole -= whole.div(moduli).floor_().mul_(moduli)
@@ -266,6 +282,8 @@ class Kinds(nn.Module):
         for place in self.mixes:
             if 0 <= place - first < rows.shape[1]:
                 rows[:, place - first] = _mixed(ids[:, place - first], self.moduli[place])
+        # An id that is none must not be folded into a row that exists: whoever looks it up refuses
+        # it.
         return torch.where((ids >= 0) & (ids < self.limits[members]), rows, ids)
 
     def forward(self, rows: Rows, ids: torch.Tensor | Mapping[str, Bag]) -> Rows:
@@ -326,6 +344,7 @@ def _trained(table: TableSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     first, second, third = parts
     count, rank = len(first), table.rank
     assert isinstance(rank, int)
+    # The core in the middle has fewest columns (cores_of), so this is the smaller intermediate.
     right = torch.bmm(second.reshape(count, rank * b, rank), third.reshape(count, rank, c))
     found = torch.bmm(first.reshape(count, a, rank), right.view(count, rank, b * c))
     return found.view(count, a * b * c)

@@ -1,5 +1,10 @@
 """What the built-in models share: every parameter starts alike whatever part of it a rank makes."""
 
+# A rank makes only what it keeps, so what a parameter starts with may depend on its name and the
+# seed and on nothing else: not on the plan, the number of ranks, or what was drawn before. That is
+# what makes losses of one job equal under every plan, and `apply` able to fill a shard without the
+# whole.
+
 from __future__ import annotations
 
 import hashlib
@@ -34,5 +39,7 @@ class Started(nn.Module):
 
 def generator_of(*names: object) -> torch.Generator:
     """A generator of its own for whatever the names say."""
+    # Not hash(): Python's differs from process to process, and so from rank to rank.
     digest = hashlib.sha256("/".join(map(str, names)).encode()).digest()
+    # Seven bytes: manual_seed takes what fits into a signed 64-bit number.
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -1,6 +1,9 @@
 """An encoder and a decoder in the manner of T5: biases of distances instead of positions, norms
 before sublayers, one embedding for both sides. A function for ``[model] python``."""
 
+# Attention is written out, since the bias of distances goes into the scores before the softmax: the
+# matrix of scores is kept for the backward, and an estimate has to see it.
+
 from __future__ import annotations
 
 import math
@@ -19,6 +22,7 @@ Masked = torch.Tensor | None
 def build(batch: int, sequence: int, **sizes: Any) -> tuple[nn.Module, Any, Any, torch.Tensor]:
     """A T5 of these sizes (``T5Shape``) and a batch for it, [batch, sequence] on either side."""
     shape = T5Shape(**sizes)
+    # Counted and not drawn, so that every run of the function gives the same batch.
     ids = torch.arange(batch * sequence).remainder(shape.vocab).view(batch, sequence)
     return T5(shape).to(DTYPES[shape.dtype]), (ids, ids.clone()), loss, ids.flip(-1)
 
@@ -74,6 +78,7 @@ class Stack(nn.Module):
         found = found.permute(2, 0, 1)[None]
         if not self.decodes:
             return found
+        # A finite minimum: -inf times 0 would be no number where nothing is masked.
         return found + (away > 0) * torch.finfo(found.dtype).min
 
 
@@ -134,6 +139,7 @@ class T5Attention(nn.Module):
         scores = q @ k.transpose(-1, -2)
         if bias is not None:
             scores = scores + bias
+        # In fp32 as in transformers, whatever the scores are computed in.
         shares = self.dropout(scores.float().softmax(-1).to(scores.dtype))
         return self.o((shares @ v).transpose(1, 2).flatten(2))
 

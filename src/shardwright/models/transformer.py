@@ -26,6 +26,7 @@ class Embed(nn.Module):
 
     def __init__(self, vocab: int, sequence: int, dim: int, device: Device) -> None:
         super().__init__()
+        # Without torch's own starting values, which would be drawn and then overwritten.
         self.token = skip_init(nn.Embedding, vocab, dim, device=device or "cpu")
         self.position = skip_init(nn.Embedding, sequence, dim, device=device or "cpu")
 

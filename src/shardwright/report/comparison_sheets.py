@@ -1,5 +1,10 @@
 """Predicted beside measured as sheets, and the verdict in one sentence."""
 
+# Bytes are a gate and seconds are not: what is allocated follows from the plan alone, while seconds
+# rest on constants that may be of another machine. So exact bytes must be equal to the byte, peaks
+# within the tolerance, and a verdict never calls something good that was only looked at in part: a
+# side that is missing is infinitely far off, and a rank without exact bytes is not as predicted.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
@@ -52,6 +57,7 @@ def verdict(comparison: Comparison) -> Judgement:
     """Exact bytes equal and peaks within tolerance, counted by rank; then any other failure."""
     unequal = {line.rank for line in comparison.exact if not _equal(line)}
     ranks = {line.rank for line in (*comparison.exact, *comparison.peaks)}
+    # A rank that has peaks and no exact bytes was not compared, which is not the same as equal.
     unequal |= ranks - {line.rank for line in comparison.exact} if comparison.exact else set()
     errors = [_distance(line) for line in comparison.peaks]
     worst = max(errors, default=0.0)
@@ -84,10 +90,14 @@ def time_verdict(comparison: Comparison) -> Judgement | None:
 
     Seconds are no gate, but a prediction that is off by more than a factor is never called held.
     """
+    # Phases that one side lacks are left out of both sums: a total with a hole would be compared
+    # with one without.
     known = [line for line in comparison.seconds if line.predicted and line.measured]
     totals = [_total(rank, lines) for rank, lines in _by_rank(known).items()]
     if not totals:
         return None
+    # The slowest as measured: a step takes as long as its slowest rank, and the plan may have been
+    # wrong about which that is.
     measured, predicted, rank = max((t.measured or 0, t.predicted or 0, t.rank) for t in totals)
     shared = {line.phase for line in known if line.rank == rank}
     others = [x.phase for x in comparison.seconds if x.rank == rank and x.phase not in shared]
@@ -130,6 +140,8 @@ def exact_sheet(comparison: Comparison) -> Sheet:
         by_rank.setdefault(line.rank, {}).setdefault(line.kind, []).append(line)
     alike: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for rank in sorted(by_rank):
+        # Compared as they are shown: ranks that read alike share their rows, whatever differs in no
+        # cell.
         rows = sheet_of("", by_rank[rank].items(), cells).rows
         alike.setdefault(rows, []).append(rank)
     return sheet_of(
@@ -301,6 +313,7 @@ def _equal(line: ComparedNumber) -> bool:
 
 def _distance(line: ComparedNumber) -> float:
     """How far a peak is off, as a share; infinite where a side is missing."""
+    # An error relative to nothing has no value; it must not pass as 0.
     if not _both(line) or (line.error is None and line.difference):
         return float("inf")
     return abs(line.error or 0.0)

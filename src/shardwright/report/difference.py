@@ -1,5 +1,9 @@
 """What changed between two plans, as values."""
 
+# Plans are compared as facts by key, and not as JSON: a reader asks what changed for a table or a
+# rank, and blocks and timelines differ wherever anything does. Values stay values (bytes, seconds)
+# until they are shown, so that what changed alike can be added up.
+
 from __future__ import annotations
 
 from collections import Counter
@@ -56,6 +60,8 @@ def together(a: Plan, b: Plan, found: Iterable[Difference]) -> list[tuple[int, D
     for each in found:
         of_table = each.group == "job" and each.key.startswith("tables.")
         key = f"tables.*.{each.key.rpartition('.')[2]}" if of_table else each.key
+        # Numbers of one key go together whatever they are, words only with those that changed the
+        # same way: a sum of bytes means something, a list of placements does not.
         counted = each.name and isinstance(each.before, int | float)
         values = () if counted and each.after is not None else (each.before, each.after)
         alike.setdefault((each.group, key), {}).setdefault(values, []).append(each)
@@ -71,6 +77,7 @@ def _commonest(ways: list[list[Difference]]) -> list[list[Difference]]:
     if len(ways) <= MOST_WAYS:
         return ways
     ranked = sorted(ways, key=len, reverse=True)
+    # A way is named by itself only if it is common; where each is rare one row says so of all.
     usual = [way for way in ranked[: MOST_WAYS - 1] if len(way) > len(ways) / MOST_WAYS]
     return [*usual, [each for way in ranked[len(usual) :] for each in way]]
 
@@ -87,6 +94,7 @@ def _merged(alike: Sequence[Difference], key: str, a: Plan, b: Plan) -> Differen
             names = {each.name for each in alike}
             words = _ranks_of(a, names), _ranks_of(b, names)
         return Difference(first.group, "", key, *words, first.unit)
+    # Peaks and seconds of ranks do not add: they are there at the same time, on different machines.
     of, word = (max, "largest") if first.group == "rank" else (sum, "together")
     before = of(each.before for each in alike if isinstance(each.before, int | float))
     after = of(each.after for each in alike if isinstance(each.after, int | float))
@@ -188,6 +196,7 @@ def _rank_facts(totals: RankTotals) -> Facts:
 
 def _job_facts(*jobs: Job) -> Iterator[Facts]:
     """Keys of each job; of tables, those that all jobs have."""
+    # A table that one job lacks is told once, as absent, and not by each of its keys.
     shared = set.intersection(*({table.name for table in job.tables} for job in jobs))
     for job in jobs:
         tree: dict[str, Any] = msgspec.to_builtins(job)

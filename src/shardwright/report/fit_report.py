@@ -32,6 +32,7 @@ FIRST_REMEDIES, FIRST_SKIPPED, FIRST_ASSUMED = 5, 2, 2  # lines of a first scree
 def fit_report(fit: Fit, *, full: bool = False) -> RenderableType:
     """The job as it is, a row per policy, the longest sequence, the fewest ranks, and ways out: of
     what is long the beginning unless ``full``."""
+    # "Largest 0" is how a search says that not even the smallest size fits.
     fits = fit.own.largest_batch.size > 0
     estimates = f"{counted(fit.estimates, 'estimate')} in {format_seconds(fit.seconds)}."
     one = "One of them in detail: shardwright memory JOB.toml."

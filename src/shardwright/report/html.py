@@ -1,5 +1,10 @@
 """The report as one HTML file: no scripts, no network, every name escaped."""
 
+# One file, no scripts, nothing fetched: it is opened years later, from a mail, behind a firewall.
+# Jinja escapes whatever is no Markup, and only our own charts and style are Markup, whose text was
+# escaped where it was made. Undefined names fail (StrictUndefined), or a renamed field would leave
+# a hole in the page that nobody sees.
+
 from __future__ import annotations
 
 import math
@@ -93,6 +98,7 @@ def templates() -> tuple[Environment, Markup]:
     """What reads the templates of this folder, and the style of their pages."""
     here = files("shardwright.report")
     environment = Environment(
+        # Through importlib.resources, for a package may lie in an archive where there are no paths.
         loader=FunctionLoader(lambda name: here.joinpath(name).read_text("utf-8")),
         autoescape=True,
         undefined=StrictUndefined,
@@ -111,6 +117,7 @@ def _page(
 ) -> Page:
     state, said = _verdict(measurement, comparison)
     so_far = measurement is None and curve is not None
+    # A run's own curve is complete; the other one was read while it was going on.
     if measurement:
         curve = measurement.curve
     return Page(
@@ -161,6 +168,8 @@ def _verdict(measurement: Measurement | None, comparison: Comparison | None) -> 
         verdict = comparison_sheets.verdict(comparison)
         times = comparison_sheets.time_verdict(comparison)
         said = f"{verdict.sentence} {times.sentence}" if times else verdict.sentence
+        # Memory as predicted is not called missed because of seconds, which are no gate without a
+        # calibrated cluster; nor is it called held while they are far off.
         if verdict.held and times and not times.held:
             return "open", said
         return "held" if verdict.held else "missed", said
@@ -179,6 +188,8 @@ def _warnings(
 ) -> tuple[str, ...]:
     """Failures of the comparison, and documents that belong to another plan."""
     found = list(comparison_sheets.failures(comparison)) if comparison else []
+    # Files of one folder may be of different runs, and the page would put them side by side without
+    # a word.
     for what, document in (("measurement", measurement), ("comparison", comparison)):
         if document is not None and document.plan_fingerprint != plan.fingerprint:
             other = printable(document.plan_fingerprint[:12]) or "(none)"
@@ -209,10 +220,14 @@ def _figures(plan: Plan, measurement: Measurement | None) -> tuple[HeadlineFigur
         remark = f"predicted {format_bytes(peak)}"
         found.append(HeadlineFigure("Peak of the fullest rank", format_bytes(highest), remark))
     seconds = step_seconds(measurement.timeline)
+    # The slowest as measured, beside what was predicted of the slowest as planned: a step is as
+    # long as that, whichever rank it is.
     rank = slowest(seconds)
     if rank is not None:
         took = sum(seconds[rank].values())
         predicted = step_seconds(plan.timeline).get(rank, {})
+        # A run may have phases that no plan predicts: beside a prediction their seconds would look
+        # like an error of it.
         compared = sum(each for phase, each in seconds[rank].items() if phase in predicted)
         part = f"{format_seconds(compared)} of it " if compared < took else ""
         remark = f"{part}predicted as {step}" if part else f"predicted {step}"
@@ -291,6 +306,7 @@ def quality_sheets(measurement: Measurement) -> tuple[Sheet, ...]:
 def _scores_sheet(scores: tuple[Scores, ...]) -> Sheet:
     """In order; of many every so many, and the last."""
     stride = -(-len(scores) // MOST_SCORES)
+    # From the end, so that the last line, which a reader looks for, is always among them.
     shown = scores[::-1][::stride][::-1]
     worst = max((each.auc_error or 0.0 for each in scores), default=0.0)
     left = f" {len(shown)} of {len(scores):,} are shown." if len(shown) < len(scores) else ""
@@ -322,6 +338,7 @@ def reached(quality: Quality) -> Iterator[tuple[str, float, float | None, str]]:
         yield "AUC", auc, quality.best_auc, _share_of_way(auc, 0.5, quality.best_auc)
     loss, best = quality.log_loss, quality.best_log_loss
     if (bits := quality.bits_per_byte) is not None:
+        # A byte is a token, so nats per token are bits per byte but for the logarithm.
         best_bits = None if best is None else best / math.log(2)
         yield "Nats per token", loss, best, _beyond(loss, best, "nats")
         yield "Bits per byte", bits, best_bits, _beyond(bits, best_bits, "bits")
@@ -337,6 +354,7 @@ def reached(quality: Quality) -> Iterator[tuple[str, float, float | None, str]]:
 
 
 def _share_of_way(reached: float, start: float, best: float | None) -> str:
+    # Where the best possible is no better than guessing there is no way to be a share of.
     if best is None or best <= start:
         return "-"
     return f"{percent((reached - start) / (best - start))} of the way from {start:.4g} to the best"

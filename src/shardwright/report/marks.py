@@ -4,6 +4,10 @@ Colours are CSS variables with a fallback, so a page may restate them for dark m
 a texture of its own as well: shades of grey and colour-blind eyes can distinguish them.
 """
 
+# A report is one file without scripts that anybody may be sent, so whatever stands in a plan (names
+# come from files) must not become markup: all text goes through `escaped` or `_value`. Ids of
+# textures carry the chart's name, since several charts share one page and an id is the page's.
+
 from __future__ import annotations
 
 import html
@@ -15,6 +19,8 @@ from shardwright.report.wording import NAME_LIMIT, TEXT_LIMIT, printable
 
 WIDTH = 720
 LINE = 18
+# Text cannot be measured here: nobody knows the reader's font. A guess a little too wide leaves
+# gaps, one too narrow lets words run into each other.
 _GLYPH = 6.6  # pixels an average character of 12 px text takes
 
 
@@ -50,6 +56,7 @@ def element(tag: str, attributes: dict[str, str | float], *children: str) -> str
     return f"<{tag}{written}>{''.join(children)}</{tag}>"
 
 
+# Two decimals: a hundredth of a pixel shows nowhere, and the page would be half digits otherwise.
 def _value(value: str | float) -> str:
     if isinstance(value, str):
         return html.escape(value, quote=True)
@@ -88,6 +95,7 @@ def box(
     shapes = [element("rect", {**area, "style": fills[fill].style})]
     if fills[fill].texture:
         shapes.append(element("rect", {**area, "fill": f"url(#{prefix}-{fill})"}))
+    # A title of the group is what browsers show as a tooltip; there are no scripts that could.
     said = [f"<title>{escaped(tooltip, TEXT_LIMIT)}</title>"] if tooltip else []
     return element("g", {}, *said, *shapes)
 
@@ -115,6 +123,7 @@ def legend(
     across, down = x, y
     for words, fill in items:
         width = 34 + text_width(words)
+        # The first of a line stays there, however long it is.
         if across > x and across + width > WIDTH:
             across, down = x, down + LINE + 2
         parts.append(box((across, down, 12, 12), fill, prefix, fills=fills))
@@ -174,9 +183,11 @@ def ticks(highest: float, binary: bool = False, most: int = 5, lowest: float = 0
     if not span > 0:
         return [lowest]
     base = 1.0
+    # Round in the unit that is written: 1,000 MiB on an axis of GiB would be 0.98.
     while binary and base * 1024 <= span:
         base *= 1024
     scale: float = base * 10.0 ** math.floor(math.log10(span / most / base))
     step = next(scale * m for m in (1, 2, 5, 10, 20, 50) if scale * m * most >= span)
+    # With a margin, for a tick at the very end must not be lost to rounding.
     first = math.ceil(lowest / step - 1e-9)
     return [k * step for k in range(first, math.floor(highest / step + 1e-9) + 1)]

@@ -222,6 +222,7 @@ def modules_sheet(rank: RankMemory) -> Sheet | None:
 
 def _without_lists(modules: Sequence[ModuleMemory]) -> list[ModuleMemory]:
     """Without lists that are nothing but their alike members, as ``layers`` of ``layers.*``."""
+    # A list has no weights but its members': beside them its row would say the same bytes twice.
     stars = {m.name.removesuffix(".*"): m for m in modules if m.name.endswith(".*")}
     return [
         module
@@ -244,6 +245,8 @@ def _tree(modules: Sequence[ModuleMemory]) -> list[str]:
             depth[""] = 0
             labels.append(printable(module.name) or "(model)")
             continue
+        # The nearest that is listed: modules without anything of their own are not, so a name may
+        # have lost its direct parent.
         parents = [name for name in depth if not name or module.name.startswith(f"{name}.")]
         parent = max(parents, key=len, default=None)
         depth[module.name] = 0 if parent is None else depth[parent] + 1
@@ -274,6 +277,7 @@ def device_sheet(footprint: Footprint, rank: RankMemory) -> Sheet:
     """From live bytes to what a rank needs of its device, as ranges."""
     rows = [("live tensors at the peak", format_bytes(rank.peak_bytes), "the tables above")]
     if rank.reserved_bytes:
+        # From 0, since what the allocator holds beyond live bytes it may also give back.
         around = range_text(0, max(rank.reserved_bytes - rank.peak_bytes, 0))
         replayed = "modelled: the step's allocations replayed"
         rows.append(("rounding, gaps and what is kept", around, replayed))

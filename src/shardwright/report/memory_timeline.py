@@ -1,5 +1,10 @@
 """Live bytes of a step from event to event as a picture, whose axis are moments, in order."""
 
+# The axis counts moments and not seconds, because an estimate has an order and no clock for every
+# allocation. Of a step with more moments than the picture has columns the fullest of each column is
+# drawn, so that the peak is never between two. It has to be readable without colour, in light and
+# in dark, and as a file of its own in viewers that know no variables.
+
 from __future__ import annotations
 
 import re
@@ -81,6 +86,7 @@ def timeline_chart(footprint: Footprint, rank: RankMemory | None = None) -> str:
     totals = [sum(sample.bytes) for sample in rank.timeline]
     top = max(totals)
     capacity = footprint.capacity or 0
+    # A capacity far above would press the picture into its lowest tenth.
     drawn = 0 < capacity <= FAR * top
     frame = _Axes(len(totals), max(top * 1.04, capacity * 1.02 if drawn else 0, 1))
     bands = _bands(frame, rank.timeline)
@@ -117,6 +123,8 @@ def standalone(picture: str) -> str:
     viewers that know no variables."""
     width, height = re.findall(r'viewBox="0 0 (\d+) (\d+)"', picture)[0]
     wide, high = int(width) + 2 * MARGIN, int(height) + 2 * MARGIN
+    # Inside of a page neither is needed; a file is no SVG without the namespace, and has no size of
+    # its own without the others.
     size = f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
     place: dict[str, str | float] = {"x": -MARGIN, "y": -MARGIN, "width": wide, "height": high}
     paper = element("rect", {**place, "class": "paper", "fill": "#fff"})
@@ -124,6 +132,7 @@ def standalone(picture: str) -> str:
     framed = picture.replace('viewBox="0 0 ', f'viewBox="{-MARGIN} {-MARGIN} ', 1)
     framed = framed.replace(f"{width} {height}", f"{wide} {high}", 1)
     opened, closed, rest = framed.replace("<svg ", size, 1).partition("</defs>")
+    # Browsers know var() with a fallback, many other viewers draw black instead.
     return _VARIABLE.sub(r"\1", f"{opened}{closed}{margin}{rest}") + "\n"
 
 
@@ -141,6 +150,7 @@ def _capacity(frame: _Axes, capacity: int, peak: float) -> str:
     """A line with its words on the side where the peak's line does not run through them."""
     y = frame.y(capacity)
     words = f"capacity {format_bytes(capacity)}"
+    # The peak's own line is drawn from top to bottom, through whatever is written there.
     clear = LEFT + 24 + text_width(words) < peak
     x, anchor = (LEFT + 4, "start") if clear else (WIDTH, "end")
     return line(LEFT, y, WIDTH, y, "6 3", 1.5) + label(x, y - 5, words, anchor, bold=True)
@@ -185,12 +195,15 @@ def _columns(timeline: Sequence[Sample]) -> list[tuple[int, Sample]]:
     for column in range(COLUMNS):
         begin = column * len(timeline) // COLUMNS
         end = (column + 1) * len(timeline) // COLUMNS
+        # The fullest moment as a whole and not the most of each kind: kinds peak at different
+        # moments, and their sum would be more than ever was alive.
         found.append((begin, max(timeline[begin:end], key=lambda sample: sum(sample.bytes))))
     return found
 
 
 def _steps(edges: Sequence[float], heights: Sequence[float]) -> str:
     """A line that is level from edge to edge; what does not change is not written again."""
+    # Steps and no slopes: bytes are there or not, and nothing lies between two moments.
     written = [f"{edges[0]:.1f},{heights[0]:.1f}"]
     for place in range(1, len(heights)):
         if heights[place] != heights[place - 1]:

@@ -3,6 +3,10 @@
 The sheets of its tables and kernels, what they are asked for and what that takes, are only here.
 """
 
+# A first screen answers what somebody asks who has just made a plan: does it fit, how fast, where
+# does everything lie. Everything else is behind --full, in the same sheets with more rows, so that
+# a figure that was seen on the first screen is found again under the same name.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -158,6 +158,8 @@ def table_seconds(table: TablePlan) -> float:
 
 def longest_seconds(tables: Iterable[TablePlan]) -> float:
     """Seconds per step on the rank where the tables together take longest."""
+    # Summed rank by rank and not table by table: tables that lie on different ranks take their time
+    # at once.
     by_rank: dict[int, float] = {}
     for shard in (shard for table in tables for shard in table.shards):
         seconds = shard.total_seconds
@@ -288,6 +290,8 @@ def _unit_rows(
 ) -> Iterator[tuple[str, ...]]:
     """Neighbours with equal ``facts`` once, by the first and the last name, the fastest together,
     of which the first ``words`` facts say nothing."""
+    # Alike as they are shown, and only neighbours: a row "a to c" must have everything between the
+    # two.
     grouped = groupby(units, lambda unit: tuple(fact(unit) for fact in facts))
     rows = [(own, tuple(alike)) for own, alike in grouped]
     slowest = sorted(rows, key=lambda row: -_seconds(row[1]))[:most]
@@ -400,6 +404,7 @@ def by_rank(
 ) -> tuple[Sheet, str]:
     """A row for every rank's subject, alike ones as one row, and at ``most`` so many, of which a
     second text says that they are not all."""
+    # By what the cells say: thousands of ranks differ in the last byte and read the same.
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, subject in subjects.items():
         alike.setdefault(tuple(cell(subject) for _, cell in cells), []).append(rank)
@@ -418,6 +423,7 @@ def worst(plan: Plan, groups: Groups, most: int) -> Groups:
     first = [(by_rank[ranks[0]], index) for index, (_, ranks) in enumerate(groups)]
     fullest = sorted(first, key=lambda g: (-g[0].peak_bytes, -g[0].seconds, g[1]))
     slowest = sorted(first, key=lambda g: (-g[0].seconds, -g[0].peak_bytes, g[1]))
+    # In turn from both lists, so that neither the fullest nor the slowest are crowded out.
     chosen: list[int] = []
     for pair in zip(fullest, slowest, strict=True):
         chosen += [index for _, index in pair if index not in chosen]

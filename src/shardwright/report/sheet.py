@@ -1,5 +1,10 @@
 """A table before anyone has decided how it looks: the terminal and the page both draw sheets."""
 
+# Cells are text before anybody knows where they are drawn, so a figure reads the same in a
+# terminal, in a notebook and on the page, and tests of a sheet need neither. What is left out where
+# there is no room (`spare`) is decided where the columns are made: whoever draws does not know what
+# matters.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +30,8 @@ class Sheet:
 
     title: str
     columns: tuple[Column, ...]
+    # Printable and not escaped: whoever makes markup of it escapes, and would do so twice
+    # otherwise.
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
 

@@ -90,6 +90,7 @@ def _letters(statistics: Statistics) -> str:
 
 def evenness_sheet(plan: Plan, statistics: Statistics) -> Sheet:
     """Least, medians, mean and most of seconds and bytes, and the measures of imbalance."""
+    # What one rank with everything comes to: without it nobody knows whether 0.4 is much.
     highest = (plan.world_size - 1) / plan.world_size
     return sheet_of(
         "How evenly it lies on the ranks",
@@ -116,6 +117,8 @@ def evenness_sheet(plan: Plan, statistics: Statistics) -> Sheet:
 
 
 def _quiet(share: float) -> float:
+    # The same doubles summed in another order differ in the last bits: ranks that are even would be
+    # shown as above or below.
     return share if abs(share) > NOISE else 0.0
 
 

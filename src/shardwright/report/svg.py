@@ -79,6 +79,8 @@ def predicted_peaks(plan: Plan) -> dict[int, Peak]:
     peaks: dict[int, Peak] = {}
     for totals in plan.ranks:
         parts = parts_of(totals.at_peak)
+        # The bar must be as long as the peak that is written beside it, whatever kinds a plan
+        # knows.
         parts[OTHER] += max(0, totals.peak_bytes - sum(parts.values()))
         peaks[totals.rank] = Peak(totals.rank, totals.peak_phase, parts)
     return peaks
@@ -128,6 +130,7 @@ def memory_chart(plan: Plan, measurement: Measurement | None = None) -> str:
         return ""
     budget = plan.budget
     highest = max(peak.nbytes for side in (predicted, measured) for peak in side.values())
+    # A budget far above the peak would press all bars against the left edge.
     shown_budget = 0 < budget <= 4 * max(highest, 1)
     scale = (WIDTH - _LEFT - _RIGHT) / max(highest, budget if shown_budget else 0, 1)
     top = 24.0
@@ -337,6 +340,8 @@ def _running_mean(losses: Sequence[float]) -> list[float]:
 
     The window is narrow at the beginning, where the loss falls fast, and one-sided at the end.
     """
+    # Half a window of a tenth. Sums from the start: each mean is two look-ups, however long the
+    # run.
     half = len(losses) // 20
     sums = list(accumulate(losses, initial=0.0))
     means = []
@@ -351,6 +356,7 @@ def _thinned(points: list[T]) -> list[T]:
     """At most ``MOST_POINTS`` of the points, first and last among them."""
     if len(points) <= MOST_POINTS:
         return points
+    # A stride that is no integer, so that the last point, which is written beside it, is drawn.
     stride = (len(points) - 1) / (MOST_POINTS - 1)
     return [points[round(k * stride)] for k in range(MOST_POINTS)]
 
@@ -414,6 +420,8 @@ def _parameter_runs(plan: Plan) -> dict[str, list[BlockRun]]:
     runs: dict[str, list[BlockRun]] = {}
     for run in plan.blocks:
         rectangle = len(run.offsets) == len(run.sizes) == 2
+        # A report also draws plans that check_tiling would refuse: what is no rectangle is left
+        # out.
         even = run.count == 1 or (len(run.step) == 2 and run.count <= plan.world_size)
         if run.role == "parameter" and rectangle and even:
             runs.setdefault(run.tensor, []).append(run)

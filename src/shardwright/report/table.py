@@ -4,6 +4,12 @@ Every cell is a ``Text``, so nothing in a name is read as markup, and every verd
 nothing is lost without colour. Tables adapt to the width.
 """
 
+# A figure that is cut is a wrong figure: rich would shorten a cell, or break "35.93 MiB" between
+# its two halves. So widths are worked out here. What a first screen can spare goes first, then text
+# is wrapped between words, then a table is continued below; only a column that alone is wider than
+# the terminal is broken. Cells are Text and never strings: rich reads markup in strings, and names
+# come from files.
+
 from __future__ import annotations
 
 import os
@@ -46,11 +52,15 @@ def text_of(renderable: RenderableType, *, color: bool = False) -> str:
     console = _console(color=color)
     with console.capture() as drawn:
         console.print(renderable)
+    # Trailing blanks are the padding of the last column. Split by newlines alone: splitlines would
+    # also split at characters that a name may have.
     return "\n".join(line.rstrip(" ") for line in drawn.get().split("\n"))
 
 
 def _console(*, color: bool = False) -> Console:
     console = Console(color_system="auto" if color else None)
+    # rich takes 80 columns where there is no terminal, and what is piped into a file would be
+    # folded for no reason.
     if not console.is_terminal and not os.environ.get("COLUMNS"):
         console.width = NO_TERMINAL
     return console
@@ -71,6 +81,8 @@ def _sides(line: str, width: int) -> list[str]:
     margin = len(line) - len(line.lstrip())
     hanging = min(len(first) + 1 if more else margin + 2, width // 2)
     folded = []
+    # A blank that does not break keeps each "=" beside its side: a line that ends in "=" reads as
+    # if something were missing.
     head = f"{first} ={NO_BREAK}{more[0]}" if more else first
     for place, side in enumerate([head, *(f"={NO_BREAK}{each}" for each in more[1:])]):
         lead = "" if place == 0 else " " * hanging
@@ -197,6 +209,7 @@ class Fitted:
         sheet, width = self.sheet, options.max_width
         if self._short:
             sheet = _without_spare(sheet, width)
+        # Two blanks between columns where the whole table has room for them, one where it has not.
         if _together([*map(max, _widths(sheet))], gap=1) <= width:
             yield _table(sheet, width, gap=1)
             return
@@ -221,8 +234,10 @@ def _parts(sheet: Sheet, width: int, wrapped: int) -> list[Sheet]:
     """Columns that fit beside the first one, in order; those that do not begin the next part.
     Text is wrapped, where that saves a part, to no less than ``wrapped``."""
     needs = [min(most, max(least, wrapped)) for least, most in _widths(sheet)]
+    # The first column names the row, so every part begins with it.
     parts = [[0]]
     for k in range(1, len(needs)):
+        # One column beside the name at least, or a wide one would never find a part.
         if len(parts[-1]) > 1 and _together([needs[i] for i in (*parts[-1], k)], gap=0) > width:
             parts.append([0])
         parts[-1].append(k)
@@ -240,6 +255,7 @@ def _widths(sheet: Sheet) -> list[tuple[int, int]]:
         ]
         most = max(map(cell_len, lines))
         words = (cell_len(word) for line in lines for word in line.split())
+        # Figures are never wrapped: their least width is all of it.
         found.append((most if column.numeric else max(words, default=0), most))
     return found
 
@@ -253,6 +269,7 @@ def _given(widths: Sequence[tuple[int, int]], width: int, gap: int) -> Sequence[
         widest = max(range(len(given)), key=slack.__getitem__)
         if not slack[widest]:
             return [None] * len(given)
+        # Half of what it can spare at a time, so that several wide columns share the loss.
         given[widest] -= min(over, max(slack[widest] // 2, 1))
     return given
 
@@ -268,6 +285,8 @@ class _Prose:
         self._text, self._style = text, style
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # A blank that textwrap does not break at, put back after wrapping: what is copied has plain
+        # blanks.
         bound = _UNIT.sub(_BOUND, self._text)
         for line in bound.split("\n"):
             for part in textwrap.wrap(line, options.max_width) or [""]:

@@ -49,6 +49,7 @@ def _row(row: int, side: str, timeline: Sequence[EventRun], kind: Kind) -> Itera
         if event.kind != kind or event.duration <= 0 or event.rank >= MOST_RANKS:
             continue
         start, length = event.start * _MICROSECONDS, event.duration * _MICROSECONDS
+        # A trace with an infinity is no JSON, and a viewer opens none of it.
         if not math.isfinite(start + length):
             continue
         place = {"pid": event.rank, "tid": row}
@@ -100,6 +101,8 @@ def _counters(rank: RankMemory) -> Iterator[dict[str, Any]]:
     for moment, sample in enumerate(rank.timeline):
         values = {category(kind): sample.bytes[column] for kind, column in columns.items()}
         for name, nbytes in ({"all": sum(sample.bytes)} | values).items():
+            # Counters hold their value until the next event: most moments change one or two of
+            # them.
             if known.get(name, 0) != nbytes:
                 known[name] = nbytes
                 yield {

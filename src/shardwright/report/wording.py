@@ -4,6 +4,11 @@ what a footprint says.
 Names come from files that anyone may have written, so :func:`printable` stands before every one.
 """
 
+# Names and messages come from files that anybody may have written, and end in a terminal, where
+# control characters move the cursor, and direction marks make text read as something else. So
+# `printable` stands before each of them, and only there is it decided what a character may be.
+# Verdicts are worded here for every command, so that two never say the same in two ways.
+
 from __future__ import annotations
 
 import unicodedata
@@ -29,6 +34,7 @@ def printable(text: str, limit: int = NAME_LIMIT) -> str:
     """
     if len(text) <= limit:
         return _cleaned(text)
+    # Cut before it is cleaned: a text of a megabyte costs no more than its ends.
     half = limit // 2 - 1
     return f"{_cleaned(text[:half])}…{_cleaned(text[-half:])}"
 
@@ -45,6 +51,7 @@ def _cleaned(text: str) -> str:
 def _printable(character: str) -> str:
     if character.isspace():
         return " "
+    # All of category C: control, format (direction marks are), surrogates, private and unassigned.
     return "\ufffd" if unicodedata.category(character).startswith("C") else character
 
 
@@ -135,6 +142,8 @@ def error_text(predicted: float | None, measured: float | None) -> str:
     if not measured:
         return "-"
     ratio = predicted / measured
+    # Percent of what is far too small all look alike (-89 %, -99 %), while a ratio says how far off
+    # it is on both sides.
     return percent(ratio - 1, signed=True) if 0.5 <= ratio <= 2 else f"{ratio:.2g}x"
 
 
@@ -184,6 +193,7 @@ def range_text(low: int, high: int) -> str:
     first, last = format_bytes(low), format_bytes(high)
     if first == last:
         return first
+    # The unit once where both have the same one.
     shared = first.split(" ")[1] == last.split(" ")[1]
     return f"{first.split(' ')[0] if shared else first} to {last}"
 
@@ -238,6 +248,8 @@ def verdict_sentence(footprint: Footprint) -> str:
             "No capacity is known, so nothing is said about fitting: name cluster.preset or "
             "cluster.hbm_cap."
         )
+    # By the most that a rank may need: whether it fits hangs on that. Where it does not, live bytes
+    # alone are too much, so the class with the highest peak is told.
     fullest = max(footprint.ranks, key=lambda rank: footprint.needs(rank)[1])
     rank = footprint.worst if verdict == "does not fit" else fullest
     where = f"{class_text(footprint, rank)}, most in {peak_text(rank)}"

@@ -65,6 +65,8 @@ def total_of(parts: Parts) -> float:
     return parts[0] + parts[1] + parts[2] + parts[3] + parts[4]
 
 
+# Python 3.12 adds floats in `sum` with compensation and 3.11 does not: the same proposal would be
+# rated differently by the two, and by TorchRec, which adds one by one.
 def in_turn(times: Iterable[float]) -> float:
     """The sum of ``times``, rounded after each of them; ``sum`` may round only once."""
     return reduce(add, times, 0.0)
@@ -74,6 +76,8 @@ def add_often(start: float, value: float, count: int) -> float:
     """``start`` and ``count`` times ``value``, rounded after each addition."""
     if count < MANY:
         return in_turn([start, *[value] * count])
+    # cumsum rounds after every addition as a loop does; np.sum adds in pairs and would round
+    # otherwise.
     terms = np.full(count + 1, value)
     terms[0] = start
     return float(np.cumsum(terms)[-1])
@@ -82,6 +86,7 @@ def add_often(start: float, value: float, count: int) -> float:
 def load(cost: Cost) -> Load:
     """A cost as a load."""
     seconds = cost.seconds
+    # Back to milliseconds, in which TorchRec compares: a sum of seconds ties elsewhere.
     a, b, c, d = [seconds.get(part, 0.0) * MS_PER_SECOND for part in PARTS]
     rest = in_turn(spent for part, spent in seconds.items() if part not in PARTS)
     parts = a, b, c, d, rest * MS_PER_SECOND
@@ -168,6 +173,7 @@ def module_of(table: TableSpec) -> str:
 
 def walk_order(tables: Iterable[TableSpec]) -> list[TableSpec]:
     """Tables as TorchRec's planner meets them: its walk takes the last module first."""
+    # A stable sort: inside of a module the order is the model's.
     return sorted(tables, key=lambda table: table.pooled)
 
 
@@ -181,6 +187,7 @@ def _merged(choice: Choice) -> tuple[tuple[int, Load], ...]:
     runs: list[tuple[int, Load]] = []
     for run, cost in zip(choice.option.runs, choice.costs, strict=True):
         shard = load(cost)
+        # Merged by what they put on a rank, so that placing 2,048 like shards is one step.
         if runs and runs[-1][1] == shard:
             runs[-1] = runs[-1][0] + run.count, shard
         else:

@@ -3,6 +3,9 @@
 Its bandwidths are bytes per millisecond: 1 GiB/s is 2^30 / 1000 of them.
 """
 
+# Numbers as they stand in TorchRec's source, to the digit, with their place: a better figure here
+# would be a worse replica. Machines of a job override bandwidths and multipliers, nothing else.
+
 from __future__ import annotations
 
 from shardwright.core.cluster import Constant

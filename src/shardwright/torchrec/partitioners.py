@@ -110,6 +110,7 @@ def fill_uniformly(budgets: RankBudgets, candidates: Sequence[Candidate]) -> Non
     if not candidates:
         return
     size = budgets.world_size
+    # Bytes may be added in any order, for they are ints; milliseconds below may not.
     tiers = (budgets.hbm, budgets.ddr, budgets.ssd)
     taken = [[0] * (size + 1) for _ in tiers]  # what changes from rank to rank
     for candidate in candidates:
@@ -227,6 +228,8 @@ def put_in_order(budgets: RankBudgets, candidate: Candidate, ranks: Sequence[int
 
     False, and nothing placed, if one does not fit.
     """
+    # What has no room is left as it was, to the last bit: adding and taking away again would not
+    # give the same doubles.
     saved = budgets.save(ranks)
     for load, rank in zip(candidate.loads, ranks, strict=True):
         if not budgets.fits(load, rank):
@@ -286,6 +289,7 @@ def _greedy(
         candidate = proposal[index]
         if candidate.partition != "device":
             placed[index] = hosts.put(candidate)
+            # Hosts change what ranks have taken behind the heap's back.
             heap = None
         elif _needs_different_ranks(candidate):
             placed[index] = put_on_different_ranks(budgets, candidate, cluster.local_world_size)
@@ -301,6 +305,7 @@ def _order(section: PartitionerSection, proposal: Sequence[Candidate]) -> list[i
     the order of the proposal. With ``balance_modules`` tables of small modules go before."""
     rest = [i for i, candidate in enumerate(proposal) if candidate.partition != "uniform"]
     if section.sort_by == "storage":
+        # Stable with reverse=True, too: equals stay in the proposal's order.
         rest.sort(key=lambda i: proposal[i].storage, reverse=True)
     else:
         rest.sort(key=lambda i: proposal[i].sum_ms, reverse=True)
@@ -389,6 +394,7 @@ def _memory_balanced(
     limit = max(rank_ms(proposal, best, len(capacities))) * (1 + section.tolerance)
     used = _hbm_by_rank(proposal, best, len(capacities))
     largest = max(candidate.size_key[0] for candidate in proposal)
+    # No limit below the largest single shard, which has to lie somewhere, nor below the mean.
     low, high = max(int(sum(used) / len(used)), largest), max(used)
     for _ in range(section.max_search_count):
         if low + CLOSE_ENOUGH >= high:

@@ -46,8 +46,12 @@ def price(context: PricingContext, cases: Sequence[tuple[TableSpec, Option]]) ->
     ranks, c = _ranks(context.cluster, bare), context.values
 
     def costs_of(scheme: ShardScheme, exact: list[Any]) -> list[Cost]:
+        # Seconds from doubles, as TorchRec has them, and bytes from the exact columns: one set of
+        # arrays could serve only one of the two to the last digit.
         fast = Shards(*(np.asarray(values, dtype=np.float64) for values in exact))
         seconds = times.shard_seconds(scheme, fast, ranks, c)
+        # Shown and in no total, as in TorchRec: a plan that counted it would rank options
+        # otherwise.
         hidden = {"input_dist": seconds.pop("input_dist")}
         kept = storage.shard_bytes(scheme, Shards(*exact), ranks, c)
         return costs(seconds, kept, len(exact[0]), hidden)
@@ -132,6 +136,8 @@ def _sizes(option: Option, run_index: int, q: Shards, ranks: MeshSizes) -> tuple
     if run.columns != columns.value:
         source = f"{option.sharding_type}: a width that divides dim"
         columns = leaf(run.columns, "columns_of_shard", "columns", source)
+    # An explanation works sizes out again from the table's: it must come to the shard that was
+    # priced.
     assert (rows.value, columns.value) == (run.rows, run.columns)
     return rows, columns
 
@@ -147,6 +153,7 @@ def _ranks(cluster: Cluster, lift: Lift) -> MeshSizes:
 def _flags(context: PricingContext, table: TableSpec) -> tuple[bool, bool, bool, bool]:
     """What a table adds to a scheme: pooled, weighted, prefetched, counted."""
     cache = table.cache
+    # Where TorchRec looks: at the module of a pooled table, at the constraint of another one.
     weighted = table.module_weighted if table.pooled else table.constraint_weighted
     if cache is None:
         return table.pooled, weighted, bool(context.estimator.prefetch_pipeline), False
@@ -258,6 +265,7 @@ def _cache(context: PricingContext, table: TableSpec, c: Any, lift: Lift) -> tup
     lookups, _, misses = cache.stats or (0.0, 0.0, 0.0)
     return (
         asked,
+        # Bytes take 0 for "not given", times take it as it is: so in TorchRec.
         asked if share else default,
         lift(shared, "key_value_share", "", origin) if shared else c["kv_cache_load_factor"],
         lift((table.kv_l1_mb or 0) * MIB, "l1_cache_bytes", "B", f"{where}.kv_l1_mb"),

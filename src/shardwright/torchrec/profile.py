@@ -1,5 +1,9 @@
 """The door: all that the planner asks of TorchRec's world, under the names it asks by."""
 
+# The planner knows this file by name only, so that TorchRec's world can be left out or replaced
+# whole and no other file asks which profile it is in. Order counts below: options are tried, and
+# ties decided, in the order in which TorchRec's enumerator yields them.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -93,6 +97,7 @@ def _types(table: TableSpec, device: Device) -> tuple[ShardingType, ...]:
     else:
         possible = _BAG_TYPES_ON_CPU if device == "cpu" else _BAG_TYPES
     named = table.sharding_types
+    # TorchRec has grid sharding, and tables on SSD, only where a constraint names them.
     return tuple(t for t in possible if (t in named if named else t not in _TYPES_ON_REQUEST))
 
 

@@ -36,6 +36,8 @@ def _grid(section: ProposerSection, offer: Offer) -> Proposals:
     if count > most:
         number = f"{count:,}" if count < 10**9 else f"about 10^{math.log10(count):.0f}"
         return f"{number} combinations, more than max_proposals = {most:,}"
+    # Counted before it is begun: a product of many tables has no end, and TorchRec gives up there
+    # too.
     for proposal in itertools.product(*offer.by_score(use_depth=True)):  # noqa: UP028
         yield proposal  # not "yield from": a product takes no ratings
     return None
@@ -51,11 +53,14 @@ def _greedy(section: ProposerSection, offer: Offer) -> Proposals:
     ways = offer.by_score(section.use_depth)
     current = [candidates[0] for candidates in ways]
     places = [0] * len(ways)
+    # TorchRec looks for the largest table in all of them at every step; a heap whose ties go to the
+    # lower index finds the same one.
     heap = [entry for index in range(len(ways)) if (entry := _entry(ways[index], 0, index))]
     heapq.heapify(heap)
     best, inferior = math.inf, 0
     while True:
         rating = yield tuple(current)
+        # A proposal that does not fit has no rating and does not count as inferior.
         if section.threshold and rating:
             inferior = 0 if rating < best else inferior + 1
             best = min(best, rating)
@@ -106,6 +111,7 @@ def _dynamic_programming(section: ProposerSection, offer: Offer) -> Proposals:
     Fast is the sum over all shards, not the busiest rank. Proposals come from the most HBM to the
     least; there are ``bins_per_device`` bins for each rank.
     """
+    # TorchRec goes through all options by HBM, and so meets tables by their smallest one.
     tables = _by_hbm(offer)
     yield tuple(ways[0] for ways in tables)
     bins = section.bins_per_device * len(offer.capacities)
@@ -152,6 +158,7 @@ def _solve(tables: list[list[Candidate]], bins: int, size: float, watch: Watch) 
         layer = _Layer(np.full(bins, -1, dtype=np.int16), np.full(bins, -1, dtype=np.int32))
         for number, candidate in enumerate(ways):
             filled = fill_at + candidate.storage[0] / size
+            # States are in order of their fill, so those that still fit are the first ones.
             usable = int(np.searchsorted(filled, bins))
             spent = time_at[:usable] + candidate.sum_ms
             target, winner = _faster(filled[:usable], spent, best)

@@ -4,6 +4,11 @@ The arithmetic is TorchRec's in kind and width: load factors and the model of th
 precision, amounts that are dealt out in double precision.
 """
 
+# TorchRec works with torch tensors, float32 by default, so a load factor that is rounded otherwise
+# is another cache, another price, and another rating: proposals would part after the first. So
+# widths follow it operation by operation, and random probes are the very numbers that its generator
+# draws.
+
 from __future__ import annotations
 
 import math
@@ -59,7 +64,9 @@ def larger_caches(section: ProposerSection, offer: Offer) -> Proposals:
     proposal = tuple(start)
     while True:
         if rating is None:
+            # What did not fit bounds the search from above: nothing beyond it is probed again.
             search.shrink(_hbm(proposal) - used)
+        # A cost beyond any real one for what does not fit, since the search compares numbers.
         probe = search.next(rating or UNKNOWN_COST)
         if probe is None:
             return None
@@ -97,6 +104,7 @@ def _promoted(offer: Offer, start: list[Candidate]) -> list[Candidate]:
     whole = _priced(offer, [_case(start[i], None, WHOLE) for i in places])
     found = list(start)
     for i, candidate in zip(places, whole, strict=True):
+        # A small table's bookkeeping can be more than what its cache leaves out.
         if candidate.storage[0] < start[i].storage[0]:
             found[i] = candidate
     return found
@@ -167,6 +175,9 @@ class _Model:
             larger = np.minimum(cache + budget * (need / need.sum()), room)
             budget -= float((larger - cache).sum())
             cache = larger
+            # A cache that would take more than the whole table without one is set to all of its
+            # rows, which is later kept without a cache; what that leaves over goes to the others in
+            # the next pass.
             over = growing & (least + cache > self.whole)
             budget += float((least + cache - self.whole)[over].sum())
             cache[over] = room[over]
@@ -252,5 +263,6 @@ class LuusJaakola:
     def _uniform(self, low: float, high: float) -> float:
         """An even draw; the generator is MT19937, whose stream PyTorch has for the same seed."""
         bits = int(self._draws.randint(2**32, dtype=np.uint32)) & (2**DRAW_BITS - 1)
+        # As torch.rand makes a float32 of 32 random bits: the low 24 of them, over 2^24.
         share: float = bits / 2**DRAW_BITS
         return low + (high - low) * share

@@ -1,5 +1,10 @@
 """TorchRec's way to search: proposers and a partitioner, over the options that it looks at."""
 
+# Everything that TorchRec does is here behind one name, so that its search can be compared with
+# ours on the same options: same prices, same bound. It knows no constraints between tables; they
+# are refused rather than left out. Each proposer has a share of the time, or the first could leave
+# none to the others.
+
 from __future__ import annotations
 
 import math
@@ -82,6 +87,7 @@ def _draft(problem: Problem, found: Proposed) -> TablesDraft | None:
     """The best placement in the job's order of tables."""
     if not found.tables:
         return None
+    # TorchRec's walk has another order of tables than the job, and a plan has the job's.
     placed = {item.choice.table.name: item for item in found.tables}
     return TablesDraft(problem, tuple(placed[table.name] for table in problem.model.tables), ())
 
@@ -98,6 +104,9 @@ def bounded_tables(problem: Problem) -> Tables:
 def _enlarged(problem: Problem, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
     cached = [choice for choice in choices if choice.option.compute_kernel == CACHED]
     full, whole = [], []
+    # The bound must hold for every cache that a proposer may ask for, of which there are endlessly
+    # many: each part's seconds are least at one end, so the lesser of both ends is below all of
+    # them.
     for choice in cached:
         cache = msgspec.structs.replace(choice.table.cache or CacheSpec(), load_factor=1.0)
         full.append((msgspec.structs.replace(choice.table, cache=cache), choice.option))
@@ -215,6 +224,8 @@ class _Loop:
                 if key in self.ratings:
                     counts["repeats"] += 1
                 else:
+                    # Whoever proposed it: the answer is the same, and placing is what takes the
+                    # time.
                     self.ratings[key] = self._try(proposal, offer.watch)
                     counts["proposals"] += 1
                     counts["plans"] += self.ratings[key] is not None
@@ -244,5 +255,6 @@ class _Loop:
 
 def _key(proposal: Proposal) -> bytes:
     """A digest of what is proposed, whatever the order of the tables."""
+    # A digest and not the numbers: a million proposals of a thousand tables would be gigabytes.
     numbers = array("q", sorted([candidate.number for candidate in proposal]))
     return blake2b(numbers.tobytes(), digest_size=16).digest()

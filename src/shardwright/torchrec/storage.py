@@ -7,6 +7,12 @@ exact, the estimator's rounding included: sizes are products of doubles rounded 
 table are true divisions of whole numbers. They need Python ints, Amounts of them, or object arrays.
 """
 
+# Bytes are compared with TorchRec's estimator one by one, so its roundings are part of the
+# formulas: ceil of a product of doubles here, `//` of whole numbers there, never the other way
+# round. That is why bytes want Python ints or object arrays: int64 overflows for tables that
+# TorchRec plans, and float64 misses by a byte. A term that TorchRec leaves out is left out, too,
+# however real it is.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -105,6 +111,8 @@ def batch_outputs(lengths: Sequence[Any], poolings: Sequence[Any], sizes: Sequen
 def state_share(optimizer: str, dim: Any, c: Any) -> Any:
     """Optimizer state by weight; row-wise Adagrad's is spread over the columns of the table."""
     match optimizer:
+        # By class as TorchRec goes: of an optimizer that it does not know it assumes one state as
+        # large as the table, and so do we in this profile.
         case "none" | "sgd":
             return noted(0, "state_share", "", f"optimizer {optimizer} keeps nothing", like=dim)
         case "adam":
@@ -122,6 +130,7 @@ def served_lookups(scheme: ShardScheme, q: Shards, ranks: MeshSizes) -> Any:
     """
     if scheme.traits.replicated:
         return named("served_lookups", q.lookups, "ids")
+    # Shards cut by columns each see all ids of their table; shards cut by rows each get their part.
     ids = q.lookups
     if scheme.traits.cuts_rows:
         ids = ids / scheme.traits.row_parts(ranks.world, ranks.group)
@@ -135,6 +144,8 @@ def returned_rows(scheme: ShardScheme, q: Shards, ranks: MeshSizes) -> Any:
     """
     if scheme.traits.replicated:
         return named("returned_rows", q.outputs, "rows")
+    # Sums of a pooled table are partial: every shard hands out a row for every bag, whether or not
+    # it has any of the bag's ids.
     rows = q.outputs
     if scheme.traits.cuts_rows and not scheme.pooled:
         rows = rows / scheme.traits.row_parts(ranks.world, ranks.group)
@@ -166,6 +177,8 @@ def output_bytes(scheme: ShardScheme, q: Shards, ranks: MeshSizes) -> Any:
 
 
 def _unless_empty(scheme: ShardScheme, q: Shards, size: Any) -> Any:
+    # TorchRec gives empty row shards no inputs and no outputs, and other shards that are empty
+    # some.
     if not scheme.traits.cuts_rows:
         return size
     return where(q.rows * q.columns > 0, size, 0)
@@ -185,6 +198,8 @@ def weight_bytes(scheme: ShardScheme, q: Shards, base: Any, tier: Tier) -> Any:
     name = f"{tier}_weight_bytes"
     if scheme.traits.replicated:
         return named(name, base, "B")
+    # A true division of whole numbers, as in TorchRec: one that is floored first would round shards
+    # otherwise. A product comes before it, so that a shard of everything is everything.
     return named(name, ceil(base * (q.rows * q.columns) / (q.table_rows * q.dim)), "B")
 
 
@@ -220,6 +235,7 @@ def stored_bytes(scheme: ShardScheme, q: Shards, c: Any) -> dict[Tier, dict[str,
     tier = _home(scheme)
     kept = {tier: kept_bytes(scheme, q, base, tier)}
     if scheme.kernel in CACHES:
+        # The cache lies in HBM beside the whole table on the host, not instead of a part of it.
         cached = named("cached_bytes", rounded(base * q.cached_share), "B")
         in_cache = kept_bytes(scheme, q, cached, "hbm") | bookkeeping_bytes(scheme, q, c)
         return {"hbm": in_cache, **kept}
@@ -236,6 +252,7 @@ def held_input_bytes(scheme: ShardScheme, size: Any, passes: Any, c: Any) -> Any
     held = batches * size
     if scheme.pipeline == "train_prefetch_sparse_dist" and scheme.kernel in CACHED_KERNELS:
         inputs = c["prefetch_input_base"] + c["prefetch_input_burst"] / passes
+        # TorchRec truncates here and rounds up elsewhere.
         held = held + named("prefetch_bytes", ceil(inputs * size // 1), "B")
     return named(name, held, "B")
 
@@ -250,6 +267,7 @@ def transient_bytes(scheme: ShardScheme, q: Shards, ranks: MeshSizes, c: Any) ->
     size = input_bytes(scheme, q, ranks, c)
     kinds = {"input": held_input_bytes(scheme, size, q.passes, c)}
     pipelined = scheme.device != "cpu" and scheme.pipeline in PIPELINED_BATCHES
+    # In a pipeline the outputs are gone when the next inputs are there, in TorchRec's count.
     if scheme.ephemeral or not pipelined:
         kinds["output"] = output_bytes(scheme, q, ranks)
     return kinds

@@ -4,6 +4,11 @@ Bytes over bandwidth: no latencies, no overlap; what a rank sends to itself coun
 are bytes per millisecond and times are milliseconds until :func:`shard_seconds`.
 """
 
+# This is what TorchRec believes and not what a machine does: sharding plans made under this profile
+# are compared with those of its own planner, so that nobody has to trust another model of costs to
+# switch. Its peculiarities (a replica reduced over one network card, narrow rows that are
+# penalised, an input exchange that is shown and not counted) are kept, each where it is.
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -57,6 +62,7 @@ def memory_rate(scheme: ShardScheme, q: Shards, c: Any) -> Any:
             rate = hbm
         case "cuda", "fused_uvm" | "quant_uvm":
             rate = host / c["uvm_divisor"]
+        # Before the general case: rows that are prefetched are in HBM when the kernel reads them.
         case "cuda", "fused_uvm_caching" if scheme.prefetched:
             rate = hbm
         case "cuda", "fused_uvm_caching" | "quant_uvm_caching":
@@ -114,6 +120,8 @@ def compute_times(
     ids = id_bytes(served, c)
     if scheme.weighted:
         ids = ids * c["weighted_input_multiplier"]
+    # TorchRec widens narrow lookups and penalises narrow blocks for types that keep rows together,
+    # and for no other.
     whole_rows = not (scheme.traits.replicated or scheme.traits.cuts_rows)
     width = maximum(q.columns, c["lookup_columns"]) if whole_rows else q.columns
     rows = named("lookup_bytes", served * width * q.element_bytes, "B")
@@ -126,6 +134,8 @@ def compute_times(
     backward = forward * c["bwd_compute_multiplier"]
     if scheme.weighted:
         backward = backward * c["weighted_feature_bwd_compute_multiplier"]
+        # After the multipliers: the gradient of weights is a kernel of its own, and not a longer
+        # one.
         backward = backward + c["weighted_kernel_multiplier"] * forward
     return {"fwd_compute": forward, "bwd_compute": named("bwd_compute_ms", backward, "ms")}
 
@@ -138,6 +148,7 @@ def replica_times(q: Shards, ranks: MeshSizes, moved: MovedBytes, c: Any) -> dic
     """
     hosts = named("hosts", minimum(ranks.world / ranks.local, c["counted_hosts"]), "hosts")
     gradient = named("gradient_bytes", q.rows * q.columns * q.element_bytes, "B")
+    # In TorchRec's own grouping: (2h - 1) / h and not 2 (h - 1) / h, which a ring would take.
     sent = gradient * (RING_PASSES * hosts - 1) / hosts
     many = ranks.world > c["counted_hosts"] * ranks.local
     crowd = named("crowd_multiplier", where(many, c["many_hosts_multiplier"], 1))
@@ -156,7 +167,9 @@ def exchange_times(
     group first and then exchange sums between groups.
     """
     grouped = scheme.traits.rows_over == "host"
+    # Shards within a group first reduce inside of it; what goes between groups is added below.
     width = ranks.group if grouped else ranks.world
+    # A pod may be larger than a host, but its links count as a host's only up to the host.
     close = minimum(ranks.group, ranks.local) if grouped else ranks.local
     rate = link_rate("exchange_rate", width, close, c)
     there, back = moved.forward / rate, moved.backward / rate
@@ -200,6 +213,7 @@ def prefetch_time(scheme: ShardScheme, q: Shards, ranks: MeshSizes, c: Any) -> A
 
     Unknown, and counted as nothing, without a load factor and statistics.
     """
+    # Zero and not an estimate: TorchRec has no time for a prefetch whose statistics nobody gave it.
     fetching = scheme.kernel == "fused_uvm_caching" and scheme.counted
     if not fetching or scheme.traits.replicated:
         return _nothing("prefetch_ms", q.columns)

@@ -1,5 +1,9 @@
 """Predicted against measured: a join of two timelines, and what fails."""
 
+# What fails a run is decided here: exact bytes that differ by one, a peak beyond the tolerance, a
+# phase that only one side has. Seconds are shown and fail nothing. A side that is missing is told
+# and never taken for 0, except of exact bytes, where nothing allocated leaves no event.
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -26,6 +30,8 @@ def compare(plan: Plan, measurement: Measurement, tolerance: float = 0.1) -> Com
     """Join on (rank, phase, kind, name), peaks on (rank, phase), seconds on phase totals."""
     check_type(plan, Plan, "plan", "read_plan reads a file.")
     check_type(measurement, Measurement, "measurement", "read_measurement reads a file.")
+    # Two plans of one job may have the same keys, and the join would succeed with the wrong
+    # numbers.
     if plan.fingerprint != measurement.plan_fingerprint:
         raise MismatchError(
             expected(
@@ -133,6 +139,7 @@ def _exact_failures(lines: tuple[ComparedNumber, ...]) -> list[str]:
 
 def _phase_failures(lines: tuple[ComparedNumber, ...]) -> list[str]:
     """A phase that only one side knows was not carried out as planned."""
+    # A rank that measured nothing at all fails by its peak, not once more for every phase.
     measured = {line.rank for line in lines if line.measured is not None}
     return [
         f"rank {line.rank}: phase {line.phase} was "

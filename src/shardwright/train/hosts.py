@@ -85,12 +85,15 @@ class Hosts:
         """
         self._store = store
         self._patience = self.plan.job.train.timeout
+        # One key a rank and no collective: a rank that never started would hang a collective for
+        # its whole timeout, without a name.
         texts = self._exchange("facts", msgspec.json.encode(self._own).decode())
         self.facts = [decode_json(text, HostFacts) for text in texts]
         check_facts(self.facts, self.plan)
         self._compare_clocks()
         with ExitStack() as held:
             first = self._find_folders(held)
+            # Longer from here on: the first of a folder writes the data, which the others wait for.
             self._patience = START_SECONDS
             self._together("ready", prepare if first else None)
             yield
@@ -105,7 +108,10 @@ class Hosts:
         """Rank 0's folder gets what ranks without it left in theirs (collective)."""
         for file in (record_file, *(partial(scores_file, part=part) for part in HELD_OUT)):
             path = file(self.folder, self.rank)
+            # Only from folders that rank 0 does not see; all ranks take part, for a collective
+            # needs them.
             text = path.read_bytes() if path.exists() and not self.shared else b""
+            # frombuffer refuses an empty buffer.
             own = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)
             own = own.to(comm.mesh.device_type)
             sizes = own.new_empty(comm.size, dtype=torch.int64)
@@ -125,6 +131,7 @@ class Hosts:
 
     def _exchange(self, what: str, text: str) -> list[str]:
         """Every rank's text, by rank."""
+        # A key is written once in a run, so nobody reads what was meant for another question.
         self._store.set(f"{_KEY}/{what}/{self.rank}", text)
         return [self._heard(f"{what}/{rank}", rank) for rank in range(self.plan.world_size)]
 
@@ -166,6 +173,8 @@ class Hosts:
             self._store.set(f"{_KEY}/asked/{rank}", "")
             there = float(self._heard(f"clock/{rank}", rank))
             after = self.clock()
+            # As NTP does it: the answer was given somewhere between question and reply, half of
+            # that is how far off the comparison may be.
             apart = there - (before + after) / 2
             if abs(apart) > CLOCKS + (after - before) / 2:
                 how = "ahead of" if apart > 0 else "behind"
@@ -192,6 +201,7 @@ class Hosts:
                     _put(sign)
 
         self._together("held", begin)
+        # Rank 0's, which the others learn here; theirs are empty.
         mark = self._exchange("mark", mark)[0]
         self.shared = self.rank == 0 or (self.folder / f".{mark}").exists()
         alone = saves and self.rank > 0 and not (saved / f".{mark}").exists()
@@ -202,6 +212,8 @@ class Hosts:
             for sign in signs:
                 with contextlib.suppress(OSError):
                     sign.unlink()
+        # A checkpoint is complete when all ranks have written into one folder; two half ones cannot
+        # be read.
         if "alone" in lonely:
             host = self.facts[lonely.index("alone")].host
             wanted = "a folder that all hosts share"
@@ -279,6 +291,8 @@ def _span(ranks: Sequence[int]) -> str:
 def _put(sign: Path) -> None:
     try:
         sign.parent.mkdir(parents=True, exist_ok=True)
+        # Written through to the disk: a network file system shows other hosts only what has
+        # arrived.
         with sign.open("wb") as file:
             os.fsync(file.fileno())
     except OSError as error:

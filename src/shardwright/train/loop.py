@@ -101,7 +101,10 @@ class Measured:
     def gather(self) -> Measurement:
         """What all ranks measured (collective), the same on every rank."""
         mesh, text = self._comm.mesh, msgspec.json.encode(self.record())
+        # A record of every rank, and a group of shards has only those of one replica.
         comm = self._comm if mesh.ndim == 1 else Comm(flat(mesh))  # replicas, too
+        # Bytes in a tensor and no pickled object: nothing that came over a network is ever
+        # unpickled.
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(comm.mesh.device_type)
         sizes = own.new_empty(comm.size, dtype=torch.int64)
         comm.all_gather("sizes of records", sizes, sizes.new_tensor([len(text)]))
@@ -147,6 +150,7 @@ def measure(
 
 def metered(rank: int, heartbeat: Heartbeat | None, device_type: str) -> Meter:
     """A meter for a rank's loop, by which a ``heartbeat`` beats."""
+    # Kernels run behind the host: without waiting for them a phase would end when it was launched.
     meter = Meter(rank, None, None if device_type == "cpu" else torch.cuda.synchronize)
 
     def beat(phase: Phase | None) -> None:
@@ -213,6 +217,8 @@ class Run:
         if complete_steps(saved):
             self.resumed = load_checkpoint(saved, model, optimizer, random_state=True)
             self.meter.number = self.meter.first = self.resumed.step
+        # Taken over only when everything was entered: an error on the way closes what was opened
+        # before it.
         with ExitStack() as around:
             if self._rank == 0:
                 found = writers(self.folder, self._log, step=self.meter.first)
@@ -250,6 +256,8 @@ class Run:
         if loss is not None and self._progress.due(anyway=number >= self._count) is not None:
             entry = {"step": number, "steps": self._count, "loss": _plain(loss)}
             self._progress.write(entry)
+        # Agreeing and saving between two steps: it belongs to none, and the phases of a step stay
+        # comparable.
         with self.measured.between(loss):
             self._saves.after(number, self._saves.agreed(number))
 

@@ -1,5 +1,10 @@
 """How often the ids of a click log repeat, table by table: what plans are told of it."""
 
+# What plans want to know is how many different rows a global batch touches, so batches are formed
+# as a run of as many ranks forms them. One exponent stands for a whole distribution: the one that
+# gives the measured number, for bytes and seconds are worked out from that number and not from the
+# curve.
+
 from __future__ import annotations
 
 from collections import Counter
@@ -103,6 +108,7 @@ class _Seen:
 
     def __init__(self, table: TableSpec) -> None:
         self.table = table
+        # A byte a row: a set of Python's ints takes many times that for each that was seen.
         self._rows = np.zeros(table.rows, dtype=bool)
         self._ids = [0] * len(table.feature_names)
         self.samples = 0
@@ -115,6 +121,8 @@ class _Seen:
         self._rows[distinct] = True
         self._ids = [n + len(part) for n, part in zip(self._ids, parts, strict=True)]
         self.samples += samples
+        # The last batch may be short, and has fewer different rows than a step; alone it is all
+        # there is.
         if whole or not self._batches:
             self._batches.append((len(ids), len(distinct)))
 
@@ -136,6 +144,7 @@ def exponent(ids: int, rows: int, distinct: float) -> float:
     low, high = 0.0, STEEPEST
     if expected_distinct(ids, rows) <= distinct:
         return low
+    # Halving: the number of different rows only falls as the exponent grows.
     for _ in range(20):
         middle = (low + high) / 2
         steeper = expected_distinct(ids, rows, middle) > distinct

@@ -5,6 +5,11 @@ that of others inside them, and the collectives. A collective on a device is the
 is, which spins until the last rank's has come; one of the CPU when the host is.
 """
 
+# torch's trace has its own clock, in microseconds, and every rank another one. One mark that is put
+# into the trace and read from perf_counter at the same time ties the two, and an exchange of clocks
+# ties the ranks. Kernels of collectives are found by who launched them: their names say nothing of
+# which call they are.
+
 from __future__ import annotations
 
 from bisect import bisect_right
@@ -48,6 +53,8 @@ class Profiler:
     def after(self, step: int, last: int) -> None:
         """Begin or end with training ``step``, of which the run's ``last`` is one: from the step
         behind those whose memory is followed, or in a short run from its second."""
+        # Behind the steps whose memory is followed, which slows them: their profile would be of the
+        # meter.
         first = self._meter.first + MEMORY_STEPS[-1] + 1
         first = first if first <= last else self._meter.first + 2
         if self.is_on:
@@ -69,6 +76,8 @@ class Profiler:
         if self._mesh.device_type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._torch = profile(activities=activities, acc_events=True)
+        # Before the clocks are compared: starting takes long on some ranks, and an exchange that
+        # waits for one of them would measure its delay.
         self._torch.start()
         self._offset, self._error = clock_offset(self._mesh)
         with record_function(_CLOCK):
@@ -162,6 +171,7 @@ def kernels_of(events: Iterable[Event]) -> dict[str, list[float]]:
             operators[event["tid"]].append(event)
         elif event.get("cat") == _OWN[1]:
             collectives.append({**event, "name": event["args"]["kind"]})
+    # A device's kernels are all that there is to say; the CPU's operators beside them only launch.
     if found:
         return dict(found)
     # all of a CPU's collectives are waited for by the thread that calls most operators
@@ -176,12 +186,14 @@ def _add_alone(events: Sequence[Event], found: dict[str, list[float]]) -> None:
     """Add each operator of a thread without those that it calls."""
     around: list[tuple[float, int]] = []  # end and number of the operators that are on
     alone = [event["dur"] for event in events]
+    # Of events that begin together the longest first: it is the one around the others.
     order = sorted(range(len(events)), key=lambda n: (events[n]["ts"], -events[n]["dur"]))
     for number in order:
         event = events[number]
         while around and around[-1][0] <= event["ts"]:
             around.pop()
         if around:
+            # Only from the innermost: those further out have lost it with that one's own time.
             alone[around[-1][1]] -= event["dur"]
         around.append((event["ts"] + event["dur"], number))
     for event, micro in zip(events, alone, strict=True):
@@ -205,6 +217,7 @@ def on_device(meetings: Sequence[Meeting], events: Iterable[Event], zero: float)
     spans: Mapping[int, list[float]] = defaultdict(list)
     for kernel in kernels:
         launched = launches.get(kernel["args"].get("correlation"))
+        # The last collective that had begun when the kernel was launched.
         place = -1 if launched is None else bisect_right(arrivals, launched) - 1
         if place >= 0:
             start = kernel["ts"] / _MICRO + zero

@@ -51,6 +51,7 @@ def merge(
     """One measurement from every rank's record, in their order."""
     first = records[0]
     steps = max((*first.memory_steps, *first.time_steps), default=len(first.losses))
+    # A step of the run takes as long as on its slowest rank, so throughput follows from that one.
     slowest = max(record.seconds_per_step for record in records)
     samples = plan.job.batch.size * plan.world_size
     return Measurement(
@@ -83,6 +84,8 @@ def _straggler(records: Sequence[Record]) -> Straggler | UnsetType:
     if not others:
         return UNSET
     usual = statistics.median(others)
+    # By work and not by the length of a step: a rank that waits is as slow as the one that it waits
+    # for.
     if slowest.busy_seconds - usual < LATE * slowest.seconds_per_step:
         return UNSET
     return Straggler(slowest.rank, slowest.busy_seconds, usual)
@@ -102,6 +105,8 @@ def _saved(of_ranks: Sequence[Saved]) -> Saved | UnsetType:
 
 def _curve(losses: Sequence[Sequence[float]], steps: int) -> Curve:
     """The mean over ranks, in so many points; nothing where steps have no loss."""
+    # Ranks of a loop of one's own may have given no losses: a mean over some would be another
+    # curve.
     if any(len(own) != steps for own in losses):
         return Curve()
     means = [sum(values) / len(values) for values in zip(*losses, strict=True)]
@@ -119,6 +124,7 @@ def stages_of(ranks: Sequence[Sequence[RankProfile]]) -> tuple[ProfiledStage, ..
     for own in ranks:
         for profile in own:
             by_name[profile.stage].append(profile)
+    # A stage that one rank has not profiled has collectives whose last arrival nobody knows.
     return tuple(_stage(found) for found in by_name.values() if len(found) == len(ranks))
 
 
@@ -174,6 +180,8 @@ def waiting(
     found: list[tuple[int, Meeting, float, int]] = []
     unmatched = 0
     for (group, _), seen in places.items():
+        # One that not all saw began before the profile, or went on behind it; who came last cannot
+        # be told.
         if len(seen) != len(members[group]):
             unmatched += len(seen)
             continue

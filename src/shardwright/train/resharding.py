@@ -1,5 +1,10 @@
 """A checkpoint cut anew as another plan has it, in one process and piece by piece."""
 
+# What is written must be what the other ranks would have saved, so the same code writes it: only
+# where each part lies comes from the plan and not from a model. One rank after the other, into
+# mapped files, so that memory holds no tensor as a whole. Nothing is written before every byte that
+# is read has been checked, and the step gets its name when all is there.
+
 from __future__ import annotations
 
 import dataclasses
@@ -58,6 +63,7 @@ def reshard(checkpoint: Path, plan: Plan, out: Path) -> Resharded:
     stored = _opened(checkpoint)
     step, world_size = stored.manifest.step, plan.world_size
     cuts = _cuts(stored, plan)
+    # Of all ranks first: copying a damaged shard would give it a checksum that is right.
     stored.check_shards(range(stored.manifest.world_size))
     scalars = _scalars(stored, plan)
     facts = dict(stored.manifest.facts)
@@ -90,6 +96,7 @@ def _cuts(stored: Stored, plan: Plan) -> Cuts:
     plan does not know, buffers and numbers of the optimizer, is rank 0's."""
     planned: dict[tuple[str, Role], dict[Box, int]] = defaultdict(dict)
     for block in plan.expanded():
+        # Replicas have the same box on many ranks, of which one writes it.
         planned[block.tensor, block.role].setdefault(Box(block.offsets, block.sizes), block.rank)
     _check(stored, plan, {name for name, role in planned if role == "parameter"})
     cuts: Cuts = {}
@@ -99,6 +106,7 @@ def _cuts(stored: Stored, plan: Plan) -> Cuts:
             parameter = name.removeprefix(STATE).rpartition("/")[0]
         own = planned.get((parameter, "parameter"), {})
         if name != parameter:
+            # States are cut as their role says, which under ZeRO-1 and 2 is not how parameters lie.
             own = planned.get((parameter, "optimizer_state"), own)
         cuts[name] = list(_parts(tensor, stored.tensors.get(parameter, tensor), own))
     return cuts
@@ -152,6 +160,7 @@ def _scalars(stored: Stored, plan: Plan) -> list[dict[str, Any]]:
     found = []
     for rank, extra in enumerate(_extras(stored, plan)):
         scalars = {**before[rank % len(before)], "extra": extra}
+        # Generators belong to a rank of that number of ranks; a run on others draws anew.
         scalars.pop("random", None)
         if groups:
             scalars["optimizer"] = joined(groups)

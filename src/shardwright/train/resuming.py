@@ -79,6 +79,7 @@ class RunStart:
             DataPlace(
                 tuple((each.batch, each.taken) for each in before),
                 batch,
+                # Bad rows are taken too: the reader has passed them.
                 taken[rank] + steps * batch + bad_rows,
                 self.bad_rows + bad_rows,
                 base64.b64encode(np.array(losses, np.float64).tobytes()).decode(),
@@ -103,11 +104,14 @@ def start_after(found: Resumed, rank: int, world_size: int) -> RunStart:
     first = places[0]
     before = (DealtRows(batch, taken) for batch, taken in first.before)
     dealt = (*before, DealtRows(first.batch, tuple(place.taken for place in places)))
+    # Of other ranks no loss is anyone's own: each gets the mean, and so the mean over ranks, which
+    # is what the curve shows, stays what it was.
     same = len(places) == world_size
     return RunStart(
         found.step,
         tuple(each for each in dealt if any(each.taken)),
         tuple((losses[rank] if same else losses.mean(0)).tolist()),
+        # Each count to one of the new ranks, so that the sum over ranks stays.
         sum(place.bad_rows for place in places[rank::world_size]),
         (*first.resumed, found.step),
         first.scores,
@@ -119,6 +123,7 @@ def batches_after(task: Task, rank: int, world_size: int, start: RunStart) -> It
 
     A task whose ``batches`` does not take what was ``dealt`` gives them all again.
     """
+    # A task of the user's own need not know of it; then the same ranks skip what they had.
     if "dealt" in inspect.signature(task.batches).parameters:
         return task.batches(rank, world_size, start.dealt)  # type: ignore[call-arg]
     batches = task.batches(rank, world_size)
@@ -140,6 +145,7 @@ def skip(
     if len(dealt) > 1 or dealt[0].world_size != world_size:
         ranks = ", then ".join(str(each.world_size) for each in dealt)
         raise _other_ranks(where, ranks, world_size, parameter)
+    # Made and thrown away: only making a batch moves an iterator of somebody else's on.
     for _ in islice(batches, dealt[0].taken[rank] // dealt[0].batch):
         pass
 
@@ -161,6 +167,8 @@ def lasting(
         except Exception as error:
             if not saves.is_of_lost_worker(error):
                 raise
+            # Loading again draws what the lost worker had drawn: states go back, so that the model
+            # does not see other numbers than without the loss.
             states = random_states()
             batches = islice(again(), number, None)
             batch = next(batches)
@@ -192,6 +200,7 @@ def _data_of(job: Job) -> str:
     """What is dealt, and in which order."""
     data, file = job.data, data_files(job).train
     found = sorted(Path(file).iterdir()) if file and Path(file).is_dir() else [Path(file)]
+    # Sizes and not digests: a log of terabytes would be read once more before every start.
     sizes = [path.stat().st_size for path in found if file and path.is_file()]
     size = sum(sizes) if sizes else None
     python = data.python if isinstance(data.python, str) else ""
@@ -208,6 +217,7 @@ def changes(job: Job, found: Resumed, world_size: int) -> Iterator[str]:
     """What is not as it was where the checkpoint was saved, in words; MismatchError where rows
     would be lost or seen twice."""
     data, was = _data_of(job), found.facts.get("data", "")
+    # Refused and not told: which rows were dealt means nothing in other data.
     if data != was:
         remedy = "Restore the data, or begin in another folder."
         raise MismatchError(expected("data", f"those of step-{found.step}: {was}", data, remedy))
@@ -228,6 +238,7 @@ def check_resume(job: Job, folder: Path, world_size: int, *, resume: bool) -> No
         got = f"one with step-{found[-1]}"
         raise InputError(expected(where, "a folder without checkpoints", got, remedy))
     steps, is_over = job.train.steps, measurement_file(folder).exists()
+    # A run that was saved at its last step and never measured has still its evaluation to do.
     if found and (found[-1] > steps or (found[-1] == steps and is_over)):
         remedy = "Nothing is left to train: raise train.steps."
         wanted = f"a checkpoint before step {steps}"

@@ -37,6 +37,7 @@ def free_bytes(device: torch.device, ranks: int) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     shared = [_available(), *(_left(*names) for names in _GROUPS)]
+    # The host's ranks start together, and each will take its part.
     known = [room // ranks for room in shared if room is not None]
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and (own := _status("VmSize")) is not None:
@@ -58,6 +59,8 @@ def check_room(plan: Plan, rank: int, device: torch.device, copied: bool) -> Non
         needed += copy
         what += f", and {format_bytes(copy)} for the copy that a save writes"
     least, most = plan.needed
+    # What the allocator keeps is a range: between its ends a run may do well, so it is told, not
+    # refused.
     if free is not None and needed <= free < needed + most - least:
         if rank == 0:
             print(fitting(needed, needed + most - least, free, "rank 0"), file=sys.stderr)

@@ -91,7 +91,10 @@ def run(
     section = CheckpointSection() if plan.job.checkpoint is UNSET else plan.job.checkpoint
 
     def begin() -> None:
+        # Inside of begin, when the folder is this run's own: another run could be saving there
+        # until then.
         if checkpoint_folder(plan.job, folder).exists():
+            # Imported here: it brings torch, which a launcher without checkpoints does not need.
             from shardwright.train.resuming import check_resume
 
             check_resume(plan.job, folder, plan.world_size, resume=resume)
@@ -106,6 +109,7 @@ def run(
     arguments = ("run", str(plan_file(folder)), "--out", str(folder))
     if profile:
         arguments = (*arguments, "--profile", str(profile))
+    # Ranks that are threads have no store to meet in: they share the process.
     meeting = ("--threads",) if together else ("--store", str(store_file(folder)))
     request = Launch(
         module="shardwright",
@@ -122,11 +126,14 @@ def run(
         request = with_resume(request)
     outcome = launch(request, stream, begin)
     for again in range(1, section.restarts + 1):
+        # Without the plan the folder is no run's any more, and a restart would fail in another way.
         if outcome.code != EXIT_RUN_FAILED or not plan_file(folder).exists():
             break
         print(f"{outcome.reason}; restart {again} of {section.restarts}", file=stream, flush=True)
         outcome = launch(with_resume(request), stream)
     records = [record_file(folder, rank) for rank in range(plan.world_size)]
+    # A run that failed after training (a bad held-out row) has a record of every rank: what was
+    # trained is merged and compared although the run did not end well.
     if outcome.code != 0 and not all(record.exists() for record in records):
         return Session(folder, plan, outcome, None, None)
     measurement, comparison = collect(plan, folder, tolerance, scored=outcome.code == 0)
@@ -148,6 +155,7 @@ def prepare(plan: Plan, folder: Path, stream: TextIO, given: Path | None = None)
         path.unlink(missing_ok=True)
     if stale:
         print(f"replacing the results of an earlier run in {folder}", file=stream, flush=True)
+    # A run from the folder's own plan.json leaves it alone, to the byte: it is the input.
     if given is None or not same_file(given, plan_file(folder)):
         write_plan(plan, plan_file(folder))
 

@@ -110,17 +110,23 @@ class Steps:
         following, self.following = self.following, None
         # kept to the end of the step, as a plan counts it
         batch = self.of.tensors(next(batches)) if following is None else following.batch
+        # Nothing else may hold the batch: it has to go when the step is over, as a plan counts.
         del following
         loss = self.task.loss(self.model, batch)
+        # After the forward, so that ids travel during the backward. Not in the last step: a batch
+        # would be read that nobody trains on, and counted as dealt.
         if self.of.inputs_of is not None and not is_last:
             self.following = self._asked(batches, self.of.inputs_of)
         value = loss.item()
+        # Before the backward: a loss that is not finite is told as such, and not as a gradient of
+        # whatever layer has one first.
         self.guard.look([loss.detach()], ["loss"], lambda: [loss.detach()])
         loss.backward()
         # Tables are updated here, or nothing is.
         words = self.guard.settle(self.saves.words(self.meter.number) if self.saves else ())
         if self.guard.fault is None:
             self.optimizer.step()
+        # Powers of two, so that a run in which every step is left out does not fill its log.
         elif self.guard.skipped.bit_count() == 1:  # the 1st, 2nd, 4th, ... time
             self.of.progress.say(f"{self.guard.fault} Skipped {self.guard.skipped} steps so far.")
         self.optimizer.zero_grad()
@@ -144,6 +150,7 @@ class Steps:
             yield
             return
         now = random_states()
+        # Only for the time of saving: the run itself goes on with what making the batch has drawn.
         set_random_states(self.following.states)
         yield
         set_random_states(now)
@@ -152,6 +159,8 @@ class Steps:
         """The learning rates of a step are those of the job, whatever a checkpoint had."""
         train = self.job.train
         factor = rate_factor(train, step)
+        # In every step: a schedule changes them, and a checkpoint brings those of its own run,
+        # while a job that is resumed with another rate means it.
         for group in self.optimizer.param_groups:
             group["lr"] = train.learning_rate * factor
         for tables in self.tables:
@@ -162,6 +171,7 @@ class Steps:
         if not self.scoring:
             return None
         scored = getattr(self.task, "scored", None)
+        # A step that updated nothing counts in no score, as in no loss.
         if scored and not was_left_out:
             self.scoring.add(*scored)
         return self.scoring.after(step)
@@ -184,6 +194,8 @@ class Steps:
         of = self.of
 
         def extra() -> dict[str, Any]:
+            # Ids that travel ahead have been read already: what a checkpoint says must be from
+            # before, or the rows of that batch would be lost.
             read = self.following  # not trained on yet
             bad_rows = self.task.bad_rows if read is None else read.bad_rows
             scores = self.scoring.found if self.scoring else ()
@@ -237,6 +249,7 @@ class Scoring:
 
     def after(self, step: int) -> Scores | None:
         """The scores of all ranks since the last ones, where ``step`` has some."""
+        # By the number of the step, so that all ranks come to the collective together.
         if step % self._every:
             return None
         self._comm.all_reduce("scores", self._sums)
@@ -253,6 +266,7 @@ def scores_of(step: int, sums: Sequence[float]) -> Scores:
     others, clicked = sums[:BINS], sums[BINS : 2 * BINS]
     rows, clicks, loss, predicted, right = sums[2 * BINS :]
     share = clicks / rows
+    # AUC and normalized entropy are left out where all labels are alike: both would divide by 0.
     found = Scores(step, int(rows), loss / rows, right / rows, max(share, 1 - share))
     if not 0 < clicks < rows:
         return (

@@ -87,6 +87,7 @@ class Training:
         self.job, self.task = self.plan.job, task_of(self.plan.job)
         self.device = torch.device("cpu")
         if self.plan.cluster.compute_device == "cuda":
+            # Threads share one environment, so theirs is the rank itself.
             here = os.environ.get("LOCAL_RANK", "0") if thread_rank() is None else self.rank
             self.device = torch.device("cuda", int(here))
             torch.cuda.set_device(self.device)
@@ -110,8 +111,10 @@ class Training:
         mesh = self.mesh or init_device_mesh(self.device.type, (self.plan.world_size,))
         profiler = Profiler(self.meter, mesh, self.folder, self.profile) if self.profile else None
         self.guard = Guard(Comm(mesh, self.meter), skip=train.not_finite == "skip")
+        # Before the model is made, which is what would fail.
         together(self.guard.comm, "memory", self._check_room, partial(_unforeseen, "memory"))
         torch.manual_seed(train.seed)  # one model on all ranks
+        # Without numbers where that can be: only what this rank keeps is filled in by apply.
         empty = self.task.model(self.device)
         rows = table_folder(self.job, self.folder)
         model = apply(empty, self.plan, mesh, probe=self.meter, guard=self.guard, folder=rows)
@@ -172,9 +175,12 @@ class Training:
             others = ", ".join(changes(self.job, found, world_size))
             text = f"going on after {folder}/step-{found.step}" + (others and f": {others}")
             self.progress.say(text)
+            # A checkpoint of as many ranks has each one's generators; of others there is nothing to
+            # go on with.
             if found.random_state:
                 return start
         # What modules draw, as dropout does, is other numbers on every rank and after every start.
+        # By step as well: with the same seed after every restart, dropout would repeat its masks.
         torch.manual_seed(self.job.train.seed + world_size * start.step + rank)
         return start
 
@@ -199,6 +205,8 @@ class Training:
         parts = {"validation": getattr(self.task, "validation", None), "test": self.task.held_out}
         for part, held_out in parts.items():
             rows = list(self._scores(model, part, held_out, profiler)) if held_out else []
+            # The test part has a file of every rank, if without rows; only validation may be
+            # missing.
             if rows or part == "test":
                 whole = io.BytesIO()
                 np.save(whole, np.concatenate(rows or [np.empty((0, 3))]), allow_pickle=False)
@@ -241,6 +249,8 @@ def check_ranks(plan_path: Path) -> Plan:
             expected("RANK and WORLD_SIZE", "to be set by torchrun", "none", "Use torchrun.")
         )
     plan = read_plan(plan_path)
+    # Threads are started by our launcher alone: a torchrun of one's own would start a process for
+    # each.
     if plan.job.train.in_one_process:
         wanted = "'distributed' under a torchrun of your own"
         remedy = "Use shardwright train, or plan again without it."
@@ -275,6 +285,7 @@ def train_rank(
     backend = "gloo"
     if plan.cluster.compute_device == "cuda":  # shards in host memory travel from there
         on_host = any(unit.offloaded is True for unit in plan.units)
+        # One group with a backend for each device: NCCL moves nothing that lies in host memory.
         backend = "cpu:gloo,cuda:nccl" if on_host else "nccl"
     comm.start(backend, plan.job.train.timeout, rank, plan.world_size, store)
     try:

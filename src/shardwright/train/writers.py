@@ -4,6 +4,10 @@ All are a :class:`~shardwright.launcher.progress.Writer`; the last two need a pa
 which is imported where a job or a loop names it in ``log``.
 """
 
+# A writer's package is looked for before a run starts (check_log) and imported when it is made: a
+# name that cannot be imported must not end a run after its first step. Writers get entries and not
+# calls of their own API, so that a new one is a class with two methods.
+
 from __future__ import annotations
 
 import importlib

@@ -7,6 +7,11 @@ computes nothing. Of the steps of a ring the first two differ and the rest repea
 three are enough for the largest total; the rank is the last one, whose steps see all its queries.
 """
 
+# Written to keep, tensor by tensor, what TorchTitan's and torch's own attention keep: a trace of
+# this module is the estimate. So keys are repeated although the kernel could do without, latent
+# attention concatenates where TorchTitan does, and a divided sequence allocates the buffers of
+# torch's ring without sending anything.
+
 from __future__ import annotations
 
 import math
@@ -50,6 +55,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     The first half of a head is paired with the second, as Hugging Face lays weights out. It is
     computed in the wider dtype of the two; autograd keeps the cosines and sines, not ``x``.
     """
+    # Two real tables instead of a complex one: the same bytes, and operators that every backend
+    # has.
     cos, sin = cos[: x.shape[1], None], sin[: x.shape[1], None]
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -75,6 +82,8 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Context, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, degree: int
     ) -> torch.Tensor:
+        # Keys and values in one collective, as torch gathers them, so both are there until the last
+        # step.
         everyone = gathered(_joined(key.contiguous(), value.contiguous()), degree)
         merged, sums = _kernel(query, value)
         # Partial results are merged in fp32, which is what peaks: two results, their difference and
@@ -94,6 +103,8 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, _, _ = ctx.saved_tensors
+        # Gradients are added up over the steps of the ring in fp32, each as large as twice its
+        # tensor in bf16.
         sums = [torch.zeros_like(part, dtype=torch.float32) for part in (query, key, value)]
         everyone = gathered(_joined(key.contiguous(), value.contiguous()), ctx.degree)
         for _ in range(min(ctx.degree, DISTINCT_STEPS)):
@@ -188,12 +199,16 @@ class LatentAttention(nn.Module):
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """``x`` is this rank's part of the stream; so is what comes back."""
         shape, degree = self.shape, self.local.tensor
+        # Not `enter`: what makes the few numbers is whole on every rank, so their gradients are
+        # alike and must not be summed.
         x = gather_alike(x, TOKENS, self.local.stream_degree)
         size, length, _ = x.shape
         query = self._query(x).view(size, length, self.heads, shape.head_dim)
         fixed, turned = query.split((self.unturned, shape.qk_rope_head_dim), dim=-1)
         query = torch.cat((fixed, rotate(turned, cos, sin)), dim=-1)
         few, turned = self.wkv_a(x).split((shape.kv_lora_rank, shape.qk_rope_head_dim), dim=-1)
+        # One head of turned numbers for all heads: each rank uses it for its own, so gradients are
+        # summed.
         turned = rotate(copy_to_ranks(turned, degree)[:, :, None], cos, sin)
         pair = self.wkv_b(copy_to_ranks(self.kv_norm(few), degree))
         fixed, value = pair.view(size, length, self.heads, -1).split(

@@ -3,6 +3,11 @@
 One product serves many experts: rows are sorted by expert, each group times its own matrix.
 """
 
+# Grouped kernels need a device; what counts here is that a trace sees what they take: one result
+# for all experts and two factors kept, whatever the number of experts. So there is a loop where
+# there are numbers, which a test can compare, and one allocation where there are none. Rows are
+# sorted by expert, since a group has to be one stretch.
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -54,6 +59,7 @@ class _GroupedProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight, ends)
         result = x.new_empty(x.shape[0], weight.shape[1])
+        # Under a trace `ends` has no values, so no loop could be cut by them.
         if has_data(x):
             _multiply(x, weight, ends, result)
         return result
@@ -119,9 +125,13 @@ class MixtureOfExperts(nn.Module):
         stream = enter(x, self.local)
         tokens = stream.flatten(0, 1)
         share, chosen = self._route(tokens)
+        # Stable, so that the rows of an expert stay in the order of tokens and sums are the same
+        # every time.
         order = torch.argsort(chosen, stable=True)
         token_of = order // self.shape.experts_per_token
         found = self._compute(tokens[token_of], chosen)
+        # Shares are fp32, as the softmax that made them; the sum is taken in the dtype of the
+        # stream.
         weighted = (found.float() * share[order][:, None]).type_as(found)
         total = torch.zeros_like(tokens).index_add(0, token_of, weighted)
         if self.shared_experts is not None:
@@ -136,9 +146,11 @@ class MixtureOfExperts(nn.Module):
 
         Where experts are whole on tensor ranks that all have the same tokens, each takes a part.
         """
+        # In fp32: bf16 tells few of many small shares apart, and the choice would be one of ties.
         scores = torch.softmax(self.router(tokens).float(), dim=-1)
         share, chosen = torch.topk(scores, self.shape.experts_per_token, dim=-1)
         share = share / share.sum(-1, keepdim=True)
+        # Cut to a part by count alone: a stand-in has no need of the right tokens, only of as many.
         rows = self.local.routed_rows(self.shape, tokens.shape[0])
         return share.flatten()[:rows], chosen.flatten()[:rows]
 
@@ -164,6 +176,7 @@ def elsewhere(
     has ``here`` of the experts, which are given ``received`` rows and where those of each end."""
     arrived = all_to_all(rows, received, degree)
     order = torch.arange(received, device=rows.device)
+    # Even groups: which rows go to which expert changes no byte.
     ends = (torch.arange(here, device=rows.device) + 1) * (received // here)
     found = experts(arrived[order], ends)
     sorted_back = torch.empty_like(found).index_copy_(0, order, found)

@@ -108,6 +108,8 @@ class _RowsHere(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(tokens)
         ctx.vocab, ctx.here = vocab, weight.shape[0]
+        # As rank 0 sees it: which words are here changes no byte, and one trace stands for all
+        # ranks.
         foreign = tokens >= weight.shape[0]
         rows = nn.functional.embedding(tokens.masked_fill(foreign, 0), weight)
         return rows.masked_fill_(foreign[..., None], 0.0)
@@ -115,8 +117,10 @@ class _RowsHere(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
+        # A padded last rank may have more rows than there are words.
         size = max(ctx.vocab, ctx.here)
         whole = torch.ops.aten.embedding_dense_backward(grad, tokens, size, -1, False)
+        # A clone, so that the whole gradient can be freed: a view would keep it alive.
         return whole[: ctx.here].clone(), None, None
 
 

@@ -2,6 +2,11 @@
 its next token: of all words, of one rank's words, or by chunks of tokens.
 """
 
+# One class for the whole model and for what one rank of any mesh holds: a part that was written
+# again for the estimate would drift from the model that runs. Names of parameters are Meta's, so a
+# plan, a checkpoint and TorchTitan call a tensor alike. Modules that a rank does not have are not
+# made.
+
 from __future__ import annotations
 
 import math
@@ -95,6 +100,8 @@ class Llama(Started):
         self.shape, self.local, self.seed = shape, local, seed
         if local.first:
             self.tok_embeddings = Embedding(shape, local, device, dtype)
+        # By number and not as a list: a stage's first layer keeps the name that it has in the whole
+        # model.
         self.layers = nn.ModuleDict(
             {
                 str(layer): LlamaBlock(shape, local, layer, device, dtype)
@@ -109,6 +116,8 @@ class Llama(Started):
         self._tie()
         self.sequence = sequence
         self.set_positions(device)
+        # Not on the meta device and not under fake tensors, where a trace must not see anything
+        # drawn.
         if all(has_data(parameter) for parameter in self.parameters()):
             self.reset_parameters()
 
@@ -143,6 +152,7 @@ class Llama(Started):
         else:
             result = loss(found, targets)
         if self.local.fp32_logits:
+            # Held by the loss as a step's own name holds them: until the loss itself is gone.
             vars(result)["logits"] = found
         return result
 
@@ -150,6 +160,7 @@ class Llama(Started):
         """Starting values of parameters and positions, such as after ``to_empty``, which unties."""
         self._tie()
         super().reset_parameters()
+        # Buffers too: after to_empty they are as unset as parameters.
         cos, sin = self._rotations(self.cos.device)
         self.cos.copy_(cos)
         self.sin.copy_(sin)
@@ -157,6 +168,8 @@ class Llama(Started):
     def set_positions(self, device: Device) -> None:
         """Have the positions, which are buffers, on ``device``; parameters stay where they are."""
         cos, sin = self._rotations(device)
+        # Not saved: they follow from sequence and theta, and a checkpoint of another length would
+        # not load.
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -164,6 +177,8 @@ class Llama(Started):
         return rotations(self.sequence, self.shape.turned_dim, self.shape.rope_theta, device)
 
     def _tie(self) -> None:
+        # Between the first and the last stage of a pipeline nothing is tied: each has a copy of its
+        # own.
         if self.shape.tied_embeddings and self.local.first and self.local.last:
             self.output.weight = self.tok_embeddings.weight
 
@@ -237,6 +252,7 @@ class _ParallelLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         found, targets = ctx.saved_tensors
+        # A second tensor of the size of the logits, since torch's loss_parallel makes one.
         at_target = torch.zeros_like(found)
         at_target.scatter_(-1, _here(targets, found.shape[1]), -1.0)
         return (at_target + found.exp()) * (grad / len(targets)), None, None
@@ -263,9 +279,12 @@ class _ChunkedLoss(torch.autograd.Function):
             logits = capped((hidden[part] @ weight.T).float(), cap)
             steepness = 1 - (logits / cap).square_() if cap else None
             found = _log_probabilities(logits, degree)
+            # Gone before the slope is made, which takes the place of the log-probabilities.
             del logits
             columns = _here(targets[part], found.shape[1])
             total -= all_reduce(found.gather(-1, columns), degree).sum()
+            # In place, for nothing is kept of a chunk: the gradient of its logits is softmax minus
+            # one at the target.
             slope = found.exp_()
             slope.scatter_add_(-1, columns, torch.full_like(columns, -1, dtype=slope.dtype))
             if steepness is not None:

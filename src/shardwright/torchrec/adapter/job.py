@@ -1,5 +1,9 @@
 """A job out of a TorchRec model and what its planner would be given."""
 
+# A job is made and not a plan, so that what TorchRec was given can be written down, changed by hand
+# and planned again without TorchRec. Whatever a job cannot say is refused; capacities that differ
+# between ranks become the least of each kind, for a plan that fits there fits everywhere.
+
 from __future__ import annotations
 
 import json
@@ -115,6 +119,8 @@ def document(
         min(topology.intra_group_size, topology.world_size),
         least_storage(topology).ssd,
     )
+    # Limits are worked out here and written into the job: what TorchRec runs is known only where it
+    # is installed.
     entries = [entry_of(limited(table, ranks, lean=request.lean)) for table in tables]
     modules = (child for _, child, _ in sharded_modules(module, sharders))
     set_aside = partial(_set_aside, request, module, sharders)
@@ -149,6 +155,8 @@ def _set_aside(
     except PlannerError as error:
         found = " ".join(str(error).split())
         raise NoPlanError(expected("storage_reservation", "HBM left for tables", found)) from error
+    # A reservation that we do not know is asked what it would leave, and only the difference is
+    # kept.
     taken = least_storage(request.topology).hbm - least_storage(left).hbm
     if taken < 0:
         raise UnsupportedError(
@@ -159,12 +167,14 @@ def _set_aside(
 
 def _estimator(tables: Sequence[TorchRecTable]) -> dict[str, Any]:
     """What the sharders of the tables say about all of them."""
+    # By identity: sharders have no equality of their own, and one serves many tables.
     sharders = list({id(table.sharder): table.sharder for table in tables}.values())
     found: dict[str, Any] = {}
     dtypes = communication(sharders)
     if dtypes is not None:
         found["communication"] = list(dtypes)
     shares = [(getattr(s, "fused_params", None) or {}).get("cache_load_factor") for s in sharders]
+    # One key for all tables: where sharders differ it stays unsaid, and tables carry their own.
     if shares and shares[0] is not None and len(set(shares)) == 1:
         found["cache_load_factor"] = float(shares[0])
     return found
@@ -174,6 +184,7 @@ def _merged(document: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     merged = dict(document)
     for key, value in overrides.items():
         inner = merged.get(key)
+        # Key by key, so that an override of one key does not take a section's other keys away.
         if isinstance(inner, dict) and isinstance(value, Mapping):
             value = _merged(inner, value)
         merged[key] = value
@@ -235,6 +246,7 @@ def _check(topology: Topology) -> None:
     if topology.compute_device not in DEVICES:
         wanted = f"compute_device {' or '.join(DEVICES)}"
         raise UnsupportedError(expected(where, wanted, f"'{topology.compute_device}'"))
+    # By exact type: a subclass may answer by ranks, and two numbers cannot say what it does.
     if type(topology.comms_bandwidths) is not BasicCommsBandwidths:
         found = type(topology.comms_bandwidths).__name__
         remedy = "Give intra_host_bw and inter_host_bw."
@@ -294,9 +306,11 @@ def reservation_section(
 def _dense(model: nn.Module, sharded: Iterable[nn.Module], multiplier: float) -> dict[str, Any]:
     """Bytes of the dense part and how often they count; buffers count once."""
     parameters, buffers = _bytes(model)
+    # A set: a module that is reached by two paths has its bytes once.
     for module in set(sharded):
         own = _bytes(module)
         parameters, buffers = parameters - own[0], buffers - own[1]
+    # Buffers are not trained, so the multiplier (weights, gradients, states) is not theirs.
     if buffers:
         return {"dense_bytes": round(multiplier * parameters + buffers), "multiplier": 1.0}
     return {"dense_bytes": parameters, "multiplier": float(multiplier)}
@@ -340,6 +354,7 @@ def _codec_dtypes(registry: dict[str, Any]) -> tuple[str, str] | None:
 def _wire_dtype(codec: Any, reduced: Any) -> str:
     """A codec's dtype; bytes that are reduced as wider numbers are fp8, others int8."""
     dtype = codec.quantized_dtype
+    # Both travel as bytes, so they are told apart by what TorchRec reduces them in.
     narrow = "int8" if reduced.quantized_dtype.itemsize == dtype.itemsize else "fp8"
     name = NAMES.get(dtype)
     return name if name in WIRE_DTYPES else narrow

@@ -1,5 +1,10 @@
 """A planner for TorchRec's ``DistributedModelParallel``: our search, its sharding plan."""
 
+# It stands where TorchRec's EmbeddingShardingPlanner stood, so arguments keep its order, and what
+# would silently do nothing (a proposer, an enumerator) is refused. Rank 0 plans alone and sends
+# what it found: a search with a time limit may end at another plan on another rank, and ranks with
+# different plans hang. An error is sent too, since the others wait for an answer.
+
 from __future__ import annotations
 
 import logging
@@ -141,6 +146,7 @@ class ShardwrightPlanner(ShardingPlanner):
                 outcome = [(found, made, "")]
             except Exception as caught:  # the others wait for an answer
                 error, outcome = caught, [(None, b"", f"{type(caught).__name__}: {caught}")]
+        # Also where rank 0 failed: it raises only after the others have heard of it.
         if pg.size() > 1:
             dist.broadcast_object_list(outcome, group=pg, group_src=0)
         if error is not None:
@@ -154,6 +160,8 @@ class ShardwrightPlanner(ShardingPlanner):
     def _check_group(self, pg: dist.ProcessGroup) -> None:
         """TorchRec's runtime counts ranks by itself: refuse what it would place elsewhere."""
         ranks = self._request.topology.world_size
+        # A multiple is allowed: a topology may be of one of several groups that each hold
+        # everything (2D parallelism).
         if pg.size() % ranks:
             wanted = f"a divisor of the process group's {pg.size()} ranks"
             raise MismatchError(expected("topology.world_size", wanted, str(ranks)))

@@ -1,5 +1,10 @@
 """The tables of a TorchRec model, read without touching their data: a model on "meta" will do."""
 
+# TorchRec's own planner is handed the same model, sharders and constraints, so everything is read
+# where it would look: a constraint, then fused parameters, then defaults. What its runtime cannot
+# run is left out here, since its planner would not find out either: the process would die in a
+# kernel, or go on with wrong sums. Only shapes are read, for a model on "meta" has nothing else.
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -107,6 +112,8 @@ def sharded_modules(
 ) -> Iterator[tuple[str, nn.Module, ModuleSharder[nn.Module]]]:
     """Path, module and sharder of each outermost module that has a sharder."""
     known = {sharder.module_type: sharder for sharder in sharders or get_default_sharders()}
+    # Depth first in the order of declaration, and not into a module that has a sharder: tables
+    # inside of it are the sharder's.
     waiting = [("", module)]
     while waiting:
         path, child = waiting.pop()
@@ -120,6 +127,7 @@ def sharded_modules(
 
 def _collection(module: nn.Module) -> tuple[nn.Module, str]:
     """The collection of tables in a module that is sharded, and its path there."""
+    # The only module that holds its tables one step further down; the sharder takes it as a whole.
     if isinstance(module, FeatureProcessedEmbeddingBagCollection):
         return module._embedding_bag_collection, "._embedding_bag_collection"
     return module, ""
@@ -191,6 +199,7 @@ def _pooling_factors(constraint: ParameterConstraints | None, features: int) -> 
     if constraint is None:
         return (1.0,) * features
     given = tuple(float(factor) for factor in constraint.pooling_factors)
+    # A constraint that limits sharding types has this default too: it says nothing of the features.
     silent = given == (1.0,) and not constraint.num_poolings and not constraint.batch_sizes
     return (1.0,) * features if silent else given
 
@@ -199,6 +208,8 @@ def _optimizer(
     where: str, module: nn.Module, parameter: nn.Parameter, fused: Mapping[str, Any]
 ) -> TableOptimizer | None:
     """What updates the table: that of a fused module, the parameter's own, else the kernel's."""
+    # From the nearest to the farthest: a fused module is updated by its own optimizer whatever the
+    # sharder says.
     if isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection):
         return OPTIMIZER_CLASSES.get(module.optimizer_type(), ONE_STATE)
     classes = [c for c in getattr(parameter, "_optimizer_classes", ()) if c is not None]
@@ -220,6 +231,8 @@ def _cache(given: CacheParams | None, fused: Mapping[str, Any]) -> CacheSpec | N
     stats = None
     if cache.stats is not None:
         share = load_factor or 0.0
+        # Statistics give the rate at one size of cache; formulas want that of an empty one, from
+        # which it falls in a line.
         misses = cache.stats.expected_miss_rate(share) / (1 - share) if share < 1 else 0.0
         stats = (cache.stats.expected_lookups, cache.stats.cacheability, misses)
     found = CacheSpec(
@@ -238,6 +251,8 @@ def _l1_megabytes(constraint: ParameterConstraints) -> int | None:
 
 def _named_apart(tables: Sequence[TorchRecTable]) -> tuple[TorchRecTable, ...]:
     """Tables of one name in several modules get their module's path in front."""
+    # TorchRec's plan is by module, ours by name of table: only names that clash are changed, so
+    # that others are found as the model has them.
     names = [table.spec.name for table in tables]
     return tuple(
         table
@@ -284,10 +299,15 @@ def limited(table: TorchRecTable, hardware: Hardware, *, lean: bool) -> TableSpe
     types = [t for t in TYPES if t in (named or offered) and t in offered]
     types = [t for t in types if named or t not in GUARDED_TYPES]
     types = [t for t in types if _runs(t, spec, hardware)]
+    # Row shards give sums, which have to be divided by lengths afterwards. TorchRec does that for
+    # all tables of a module or for none, so averaged tables are not cut by rows unless somebody
+    # asks for it.
     if table.is_averaged and not named:
         types = [t for t in types if not traits(t).cuts_rows]
     if lean and spec.min_partition is None:
         spec = msgspec.structs.replace(spec, min_partition=NARROWEST)
+    # Fewer options and the same best plan: a type that another one covers at the same cost makes
+    # the search longer and nothing better.
     if lean and not named:
         types = [t for t in types if not _covered(t, types, spec, hardware)]
     kernels = _kernels(table, types, hardware)
@@ -322,6 +342,7 @@ def check_averages(plan: Plan, tables: Sequence[TorchRecTable]) -> None:
 def _runs(sharding_type: ShardingType, spec: TableSpec, hardware: Hardware) -> bool:
     if traits(sharding_type).replicated:
         return spec.pooled or hardware.device != "cpu"
+    # The fused kernels take vectors of four numbers, and fail on others when they run.
     if spec.dim % COLUMNS:
         return False
     if traits(sharding_type).cuts_rows and hardware.device == "cpu":

@@ -2,6 +2,11 @@
 each constant by a formula over seconds.
 """
 
+# A constant is a formula over seconds of cases, so that its spread is found by the same formula
+# round by round, and the cluster file can say what was timed. What was not timed is carried over
+# and named as such. Ranks measure together, for a machine whose ranks all work is slower than one
+# at rest.
+
 from __future__ import annotations
 
 import itertools
@@ -118,11 +123,15 @@ def fit(
     """
     points = list(zip(crossing, seconds, strict=True))
     small = [k for k, nbytes in enumerate(buffers) if nbytes <= SMALL]
+    # Latency from small buffers and rate from all of them need each other, so they are found in
+    # turns.
     slope, least = 0.0, min(seconds)
     for _ in range(_TURNS):
         near = statistics.median(points[k][1] - slope * points[k][0] for k in small)
         latency = min(max(near, 0.0), least)
         slopes = [((t - latency) / x, x / t) for x, t in points]
+        # Weighted by bytes per second, which makes it the least sum of relative errors: least
+        # squares would fit the largest buffer alone.
         slope = max(_weighted_median(slopes), _LEAST_SLOPE)
     misfit = max(abs(latency + slope * x - t) / t for x, t in points)
     return FittedLine(latency, 1 / slope, misfit)
@@ -252,6 +261,7 @@ def _rows(times: Times) -> Iterator[tuple[str, Formula]]:
     rate = _rate(times, MEMORY)
 
     def latency(seconds: Seconds) -> float:
+        # What a row costs beyond its bytes: a wide row and a narrow one miss a cache equally often.
         excess = [seconds[c] / times.amounts[c] - b / rate(seconds) for c, b in READS.items()]
         return max(sum(excess) / len(excess), 0.0)
 

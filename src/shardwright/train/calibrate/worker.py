@@ -1,5 +1,9 @@
 """``torchrun ... -m shardwright.train.calibrate.worker``: one rank of a calibration."""
 
+# What is timed is what a run does, by the same classes (Comm, Store, GroupRouting): another way to
+# do it would have other constants. Sections come one after the other on all ranks, and those that
+# need one rank alone are timed while all work at them.
+
 from __future__ import annotations
 
 import argparse

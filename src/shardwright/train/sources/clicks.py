@@ -1,5 +1,9 @@
 """A DLRM on click logs: a Criteo file, one of named columns, or rows from a known click model."""
 
+# The same rows have to come out whoever reads them and from where: text or cache, any number of
+# ranks, a run that goes on. So what a cache is named by is everything that its rows depend on,
+# held-out parts are cut by counted rows, and what is left out follows from the seed.
+
 from __future__ import annotations
 
 import hashlib
@@ -84,6 +88,7 @@ class Clicks:
         if is_folder(job) and job.data.test_path:
             wanted = "none beside a folder of days, of which the last is held out"
             raise InputError(expected("data.test_path", wanted, f"'{job.data.test_path}'"))
+        # One row of each: whether the file is such a log at all, without reading it.
         for path in (*files_of(job), *filter(None, (job.data.test_path,))):
             log_of(job, str(path)).check()
 
@@ -99,6 +104,7 @@ class Clicks:
             if folder is None or folder.exists() or (log := rows_of(job, part)) is None:
                 continue
             say(f"writing the rows of {part} into {folder}")
+            # Ids in four bytes where they fit, which is half of a cache.
             narrow = all(table.rows <= 2**31 for table in job.tables)
             skip = job.data.skip_bad_rows
             found = write_cache(log, folder, narrow=narrow, skip_bad_rows=skip, say=say)
@@ -127,6 +133,8 @@ class Clicks:
         from shardwright.models.dlrm import DLRM
 
         model = DLRM(self.job, device="meta")
+        # Buffers are not in the plan, so nobody else moves them from the meta device; parameters
+        # stay there until apply makes what this rank keeps.
         for part in model.modules():
             for name, buffer in list(part.named_buffers(recurse=False)):
                 setattr(part, name, buffer.to(device))
@@ -141,6 +149,7 @@ class Clicks:
             return map(_arrays, numbered_batches(CachedRows(folder).at, *place, dealt=dealt))
         log, skip = rows_of(self.job, "train"), self.job.data.skip_bad_rows
         assert log is not None
+        # Kept, for it counts the bad rows that a checkpoint and the record tell of.
         self._reader = ClickReader(log, *place, skip_bad_rows=skip, dealt=dealt)
         return map(_arrays, self._reader)
 
@@ -172,6 +181,7 @@ class Clicks:
     ) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
         rows = self.job.data.test_batch
         if rows is UNSET:
+            # A small training batch would make evaluation a matter of calls.
             rows = max(self.job.batch.size, TEST_BATCH)
         place = (rows, rank, world_size)
         folder = cache_of(self.job, part)
@@ -308,12 +318,16 @@ def _identity(path: Path) -> tuple[Any, ...]:
     """What a file is told by: made-up rows by their digest, others by place, size and date."""
     if digest := read_facts(path).get(DIGEST):
         return (digest,)
+    # Place, size and date and not a digest: a log of a terabyte would be read once more only to be
+    # told.
     found = path.stat()
     return str(path.resolve()), found.st_size, found.st_mtime_ns
 
 
 def _make_up(job: Job, say: Callable[[str], None]) -> None:
     model, files, data = model_of_clicks(job), data_files(job), job.data
+    # Days are one file, of which the last is held out: train and test rows come from one stream,
+    # and the law drifts across both.
     if data.days is not UNSET:
         make_up(Path(files.train), partial(_write_days, model, data.rows, data.days))
     for path, count, start in (
@@ -376,6 +390,7 @@ def quality_of(scores: NDArray[np.float64], best: dict[str, Any]) -> Quality | N
     if not len(labels):
         return None
     clicks = 1.0 / (1.0 + np.exp(-logits))
+    # AUC and normalized entropy have no value where all labels are alike.
     is_mixed = 0 < labels.sum() < len(labels)
     return Quality(
         rows=len(labels),

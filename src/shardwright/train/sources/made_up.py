@@ -4,6 +4,11 @@ The file beside them also has their digest. So it is known of rows whether a run
 nothing else is ever replaced.
 """
 
+# A run must never write over rows that somebody else put there under the same name. What tells them
+# apart is a digest that is kept with the facts: rows are replaced only if they are those of which
+# these facts are. Facts are renamed into place before the rows, so a run that is killed in between
+# leaves facts without rows, which the next one makes again, and never rows under wrong facts.
+
 from __future__ import annotations
 
 import contextlib
@@ -30,6 +35,8 @@ def make_up(rows: Path, write: Callable[[Path], Any]) -> None:
     """
     facts = facts_file(rows)
     _refuse_foreign(rows, facts)
+    # Always written anew, though they may be there already: only so is it known that they are the
+    # same.
     part = rows.with_name(f".{rows.name}.part")
     try:
         rows.parent.mkdir(parents=True, exist_ok=True)

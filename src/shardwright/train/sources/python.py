@@ -90,6 +90,8 @@ class OwnModule:
             function = python_function(call.name, call.where)
         try:
             return OwnTask(job, later(call, function, job.train.seed))
+        # Any error, for the user's code runs on tensors without numbers here and may ask for one;
+        # run really, it either works or says itself what is wrong.
         except (Exception, SystemExit) as error:  # the function itself will say what is wrong
             reason = first_line(error)
         made = really(call, function, job.train.seed)
@@ -140,8 +142,11 @@ class OwnTask:
         the same ranks leave out what they have had.
         """
         name, seed = self.job.data.python, self.job.data.seed + rank
+        # Inputs are drawn once and then dropped with what they were noted in.
         noted, self.later = self.later, None  # which may be large
         if noted is not None:
+            # Seeded by rank: a module's own inputs would otherwise be the same batch on all ranks,
+            # and data parallelism one rank's training several times.
             drawn = noted.drawn(seed)
         elif not isinstance(name, str):
             drawn = self._built_again(seed)
@@ -290,6 +295,7 @@ def later(call: FunctionCall, function: Callable[..., Any], seed: int) -> Later:
             made = make(call, function)
     if not isinstance(made, Built):
         raise NotDeferredError("a task of its own")
+    # A loss often has its targets in a closure: they are inputs too, and are drawn with the others.
     cells = tuple(c for c in getattr(made.loss, "__closure__", None) or () if c != CellType())
     contents = [cell.cell_contents for cell in cells]
     given = tree_map(

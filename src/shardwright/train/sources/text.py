@@ -97,6 +97,7 @@ class Language:
         llama = Llama(
             job.model.shape, sequence=job.batch.sequence, device="meta", seed=job.train.seed
         )
+        # Positions are buffers: computed here, since apply fills parameters alone.
         llama.set_positions(device)
         return llama
 
