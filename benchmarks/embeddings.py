@@ -49,8 +49,6 @@ KINDS: dict[str, dict[str, object]] = {
     "mixed_dim": {"kind": "mixed_dim", "width": 4},
     "tt": {"kind": "tt"},
     "robe": {"kind": "robe", "collisions": 200},
-    "int8": {"kind": "int8"},
-    "int4": {"kind": "int4"},
 }
 OPTIMIZERS = ("sgd", "rowwise_adagrad")
 RATE = 0.05

@@ -231,7 +231,7 @@ def test_a_bad_value_is_named_with_what_was_expected(
         ),
         (
             {"num_poolings": [-1.0]},
-            "tables[0] 'a'.pooling_factors: expected a value from 0 to 1000000.0, got -1.0.",
+            "tables[0] 'a'.num_poolings: expected a value from 0 to 1000000.0, got -1.0.",
         ),
         (
             {"name": "a b"},

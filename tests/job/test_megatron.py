@@ -93,6 +93,19 @@ def test_what_changes_memory_is_followed(more: str, section: str, key: str, want
     parse_job(found)
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--attention-dropout $RATE", "--attention-dropout: expected a number, got '\\$RATE'"),
+        ("--hidden-dropout", "--hidden-dropout: expected a number, got True"),
+        ("--num-experts 8 --moe-layer-freq 0", "--moe-layer-freq: expected a number, or a list"),
+    ],
+)
+def test_what_is_no_number_is_refused_by_its_name(more: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        document(more)
+
+
 def test_latent_attention_has_its_widths() -> None:
     widths = "--kv-lora-rank 512 --q-lora-rank 1536 --qk-head-dim 96"
     shape = parse_job(document(f"--multi-latent-attention --qk-layernorm {widths}")).model.shape

@@ -245,7 +245,7 @@ class Tracked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.peak.bytes / self.device.active_peak
 
 
-SCHEMA = "shardwright.fit/1"
+FIT_SCHEMA = "shardwright.fit/1"
 
 
 class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -311,7 +311,7 @@ class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     estimates: int = 0
     seconds: float = 0.0
     dtype: str = ""
-    schema: str = SCHEMA
+    schema: str = FIT_SCHEMA
 
     @property
     def own(self) -> PolicyFit:

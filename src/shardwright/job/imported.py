@@ -52,6 +52,16 @@ class Keys:
             raise InputError(expected(_spot(section, name), wanted, f"{found!r}"))
         return found
 
+    def decimal(self, section: str, key: str, default: float) -> float:
+        """A number that need not be a whole one."""
+        found = self.value(section, key, default)
+        try:
+            if isinstance(found, bool):
+                raise TypeError
+            return float(found)
+        except (TypeError, ValueError):
+            raise InputError(expected(_spot(section, key), "a number", f"{found!r}")) from None
+
     def one_of(self, section: str, key: str, known: Mapping[str, str], default: str) -> str:
         found = self.value(section, key, default)
         if not isinstance(found, str) or found not in known:

@@ -68,8 +68,8 @@ ManyRanks = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 MAX_TABLES = 100_000
 Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 Multiplier = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-# Filled in here, never by a file.
 A_JOB = "read_job reads a file, parse_job a mapping."  # what to do without one
+# Filled in here, never by a file.
 HIDDEN = ("TableSpec.fqn", "ClusterSection.measured", "ModelSection.shape")
 
 

@@ -149,7 +149,7 @@ def _model(keys: Keys, tensor: int) -> dict[str, Any]:
     if not turned:
         keys.one_of(ALL, "position-embedding-type", {"rope": ""}, "learned_absolute")
     for name in ("attention-dropout", "hidden-dropout"):
-        if float(keys.value(ALL, name, 0.1)):
+        if keys.decimal(ALL, name, 0.1):
             raise keys.refused(ALL, name, "0", "0.1, its default")
     grouped = keys.value(ALL, "group-query-attention", False)
     groups = keys.number(ALL, "num-query-groups", default=1) if grouped else heads
@@ -203,7 +203,7 @@ def _experts(keys: Keys, wide: int) -> dict[str, Any]:
         name = "moe-shared-expert-intermediate-size"
         found["shared_ffn_dim"] = keys.number(ALL, name, default=1)
     layers, pattern = _needed(keys, "num-layers"), keys.value(ALL, "moe-layer-freq", 1)
-    if isinstance(pattern, int):
+    if isinstance(pattern, int) and pattern > 0:
         kinds = [index % pattern == 0 for index in range(layers)]
     else:
         parts = re.findall(r"\[([01])\]\*(\d+)|\[([01](?:,[01])*)\]", str(pattern).replace(" ", ""))
@@ -245,9 +245,9 @@ def _parallel(keys: Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
     chunks = _chunks(keys, pipeline)
     if chunks > 1:
         section |= {"schedule": "interleaved_1f1b", "chunks": chunks}
-    capacity = keys.value(ALL, "moe-expert-capacity-factor", None)
-    if capacity is not None and section["expert"] > 1:
-        section |= {"routing": "capacity", "capacity_factor": float(capacity)}
+    capacity = keys.decimal(ALL, "moe-expert-capacity-factor", 0.0)
+    if capacity and section["expert"] > 1:
+        section |= {"routing": "capacity", "capacity_factor": capacity}
     return section, ranks
 
 

@@ -270,8 +270,9 @@ def _check_table(spot: str, table: TableSpec) -> None:
         raise InputError(expected(f"{spot}.features", wanted, str(len(table.feature_names))))
     if not features:
         raise InputError(expected(f"{spot}.pooling_factors", "one value per feature", "none"))
-    for factor in (*table.pooling_factors, *table.poolings):
-        _check_range(f"{spot}.pooling_factors", factor, 0, 1e6)
+    for key in ("pooling_factors", "num_poolings"):
+        for factor in getattr(table, key) or ():
+            _check_range(f"{spot}.{key}", factor, 0, 1e6)
     for size in table.batch_sizes or ():
         _check_range(f"{spot}.batch_sizes", size, 1, 2**31 - 1)
     _check_cache(spot, table)

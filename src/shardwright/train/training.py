@@ -137,9 +137,8 @@ class Training:
                 steps.run(batches, profiler)
         if saves:
             saves.finish(train.steps)
-        # all are there before held-out rows are read, of which one may be bad Written twice: a bad
-        # held-out row must not cost the record of what was trained, and profiles of the evaluation
-        # come only with it.
+        # Written twice: all of it is there before held-out rows are read, of which a bad one must
+        # not cost the record of what was trained; profiles of the evaluation come only with it.
         leave = partial(self._leave_record, steps, measured, profiler)
         together(self.guard.comm, "record", leave, partial(_unforeseen, "the record"))
         try:

@@ -5,11 +5,11 @@ which keeps every view of them valid, so a step only walks lists that exist alre
 """
 
 # Views must stay valid because others hold them: autograd has saved them in graphs, modules show
-# them. Freed by ``resize_(0)`` a storage keeps its address, so no view has to be made again, which
-# would cost more than many a collective. Two rules follow. A refill writes through ``alias``, which
-# has a version counter of its own, for autograd would refuse a backward whose saved weights were
-# "changed" by being gathered again. And nothing but the layout decides what is made here: ranks
-# that make other buffers would send each other bytes of other tensors.
+# them. Freed by ``resize_(0)`` a storage stays the same object, so no view has to be made again,
+# which would cost more than many a collective. Two rules follow. A refill writes through ``alias``,
+# which has a version counter of its own, for autograd would refuse a backward whose saved weights
+# were "changed" by being gathered again. And nothing but the layout decides what is made here:
+# ranks that make other buffers would send each other bytes of other tensors.
 
 from __future__ import annotations
 
