@@ -127,14 +127,7 @@ def shard_embeddings(
     MismatchError where plan and module do not fit, UnsupportedError for an embedding that no table
     can be.
     """
-    check_type(plan, Plan, "plan", "read_plan reads a file.")
-    check_type(module, nn.Module, "module")
-    check_mesh(mesh)
-    # Before the first collective, and alike on every rank that has this plan.
-    check_kernels(plan.tables, mesh)
-    if mesh.size() != plan.world_size:
-        wanted = f"{plan.world_size} ranks, as the plan"
-        raise MismatchError(expected("mesh", wanted, str(mesh.size())))
+    _check_given(module, plan, mesh)
     # Rows go to any rank, so replicas of a mesh of two dimensions are ranks like the others.
     mesh = flat(mesh)
     comm = Comm(mesh)
@@ -181,6 +174,17 @@ def shard_embeddings(
     if overlap:
         look_ahead(module)
     return module
+
+
+def _check_given(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Before the first collective, and alike on every rank that has this plan."""
+    check_type(plan, Plan, "plan", "read_plan reads a file.")
+    check_type(module, nn.Module, "module")
+    check_mesh(mesh)
+    check_kernels(plan.tables, mesh)
+    if mesh.size() != plan.world_size:
+        wanted = f"{plan.world_size} ranks, as the plan"
+        raise MismatchError(expected("mesh", wanted, str(mesh.size())))
 
 
 def _parts_of(module: nn.Module, plan: Plan) -> dict[str, list[tuple[_Found, TablePlan]]]:
