@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from combinations import slow
 from study.found import Study, read_study
 
 from shardwright.launcher.heartbeat import read_heartbeat
@@ -88,7 +87,8 @@ def wait_for_a_step(run: Path, process: subprocess.Popen[str]) -> None:
     raise AssertionError(f"{run} never came to a step")
 
 
-@pytest.mark.parametrize("ranks", [slow(1), pytest.param(2, marks=pytest.mark.product)])
+@pytest.mark.product  # minutes, of a benchmark
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_study_that_was_stopped_goes_on_and_keeps_what_it_found(
     tmp_path: Path, ranks: int
 ) -> None:
