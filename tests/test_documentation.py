@@ -10,6 +10,7 @@ import typing
 from pathlib import Path
 
 import pytest
+from study.section import StudySection
 
 from shardwright.cli.main import COMMANDS
 from shardwright.core.model import TableSpec
@@ -70,6 +71,21 @@ def test_relative_links_lead_somewhere(document: Path) -> None:
     assert [t for t in local if not (document.parent / t).exists()] == []
 
 
+def _anchors(document: Path) -> set[str]:
+    """Of headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", document.read_text(), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
+def test_links_lead_to_headings_that_there_are(document: Path) -> None:
+    targets = [(a or b).partition("#") for a, b in _LINK.findall(document.read_text())]
+    for path, _, anchor in targets:
+        if anchor and path.endswith((".md", "")) and ":" not in path:
+            there = document.parent / path if path else document
+            assert anchor in _anchors(there), f"{path}#{anchor}"
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_no_level_of_headers_is_left_out(document: Path) -> None:
     """The site is not built otherwise."""
@@ -121,5 +137,7 @@ def test_every_key_of_a_job_is_in_its_reference() -> None:
     fields = typing.get_type_hints(Job)
     kinds = [typing.get_args(kind) or (kind,) for name, kind in fields.items() if name != "tables"]
     sections = [kind for several in kinds for kind in several if hasattr(kind, "__struct_fields__")]
-    keys = {field for kind in (TableSpec, *sections) for field in kind.__struct_fields__}
+    keys = {
+        field for kind in (TableSpec, StudySection, *sections) for field in kind.__struct_fields__
+    }
     assert {key for key in keys - {"fqn"} if f"`{key}`" not in text} == set()
