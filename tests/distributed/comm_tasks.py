@@ -239,7 +239,8 @@ def two_dimensions(mesh: DeviceMesh, shape: tuple[int, int], wait: bool) -> Any:
     assert top.tolist() == [3.0, 0.0]
     comm.agree("two dimensions", {"shape": repr(shape)})
     differs = error_of(lambda: comm.agree("two dimensions", {"rank": str(me == 2)}))
-    facts = (comm.rank, comm.size, comm.total, dist.get_world_size(comm.replicas))
+    replicas = comm.twins.group if comm.twins is not None and comm.sums_in_two else None
+    facts = (comm.rank, comm.size, comm.total, dist.get_world_size(replicas))
     return facts, gathered, (shard.double(), own), (everyone.item(), inside.item()), differs
 
 

@@ -48,7 +48,7 @@ def kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tenso
     found = [DStorage(storage).byte_storage for storage in units_in(model)]
     for module in model.modules():
         if isinstance(module, ShardedTables):
-            for store in (*module.stores, *module.replicas.stores):
+            for store in module.every_store:
                 found += [store.weight, *store.states.values()]
     for state in optimizer.state.values():
         found += [value for value in state.values() if torch.is_tensor(value)]

@@ -157,7 +157,6 @@ class Wide(nn.Module):
         return x * self.few.sum(0)
 
 
-_MIXED = (Shard(1), BlockShard(4), Owned(0), Shard(0), Replicate())
 MATRICES: dict[str, Callable[[str, nn.Parameter], Placement | None]] = {
     "flat": lambda fqn, p: None,
     "rows": lambda fqn, p: Shard(0),

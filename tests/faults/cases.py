@@ -25,7 +25,6 @@ class Case(NamedTuple):
     fault: str = ""
 
 
-_SAVERS = "tests/faults/test_savers.py::"
 _READ = "tests/runtime/checkpoint/test_refusals.py::"
 _RESUMED = "tests/faults/test_resumed_runs.py::"
 _SAVES = "tests/runtime/test_saves.py::"

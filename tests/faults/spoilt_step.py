@@ -25,7 +25,7 @@ def install(rank: int, what: str, folder: Path) -> None:
         found = [DStorage(unit).byte_storage for unit in units_in(model)]
         for module in model.modules():
             if isinstance(module, ShardedTables):
-                for store in (*module.stores, *module.replicas.stores):
+                for store in module.every_store:
                     found += [store.weight, *store.states.values()]
         return [tensor.detach().clone() for tensor in found]
 

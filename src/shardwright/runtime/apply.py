@@ -49,6 +49,7 @@ from shardwright.runtime.fully_shard import (
     make_unit,
 )
 from shardwright.runtime.guard import Guard
+from shardwright.runtime.model_parts import tables_in
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.sharded_module import move_buffers
 from shardwright.runtime.units import replicas
@@ -256,9 +257,9 @@ def _agree_on_replicas(comm: Comm, model: nn.Module) -> None:
         if unit.is_replicated:
             absorb(unit)
             facts[f"start of unit '{unit.name}'"] = fingerprint_of(unit.buffers.shard)
-    for module in model.modules():
-        for store in module.replicas.stores if isinstance(module, ShardedTables) else ():
-            name = f"start of replicas in {module.path}"
+    for tables in tables_in(model):
+        for store in tables.replicas.stores:
+            name = f"start of replicas in {tables.path}"
             facts[f"{name} of {store.held[0].block.tensor}"] = fingerprint_of(store.weight)
     if facts:
         comm.agree("apply", facts)

@@ -59,7 +59,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, part in model.named_modules():
         if not isinstance(part, ShardedTables):
             continue
-        for number, store in enumerate((*part.stores, *part.replicas.stores)):
+        for number, store in enumerate(part.every_store):
             if isinstance(store, DiskStore):
                 wanted = "tables in memory, for an average of all their rows"
                 raise UnsupportedError(expected(f"tables '{path}'", wanted, "some on disk"))

@@ -2,7 +2,7 @@
 
 # Ranks that disagree on what a unit is would exchange bytes of other tensors, or wait for ever. So
 # everything is checked before anything moves, the arguments by each rank and that all have the same
-# ones by one exchange (``_agree``), and an error is one on every rank.
+# ones by one exchange (``_agree``), and a difference between ranks is an error on every rank.
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def fully_shard_flat(
     prefetch, precision = _depth(prefetch, mesh), as_precision(precision)
     members = unit_members(modules, names, unit, ignored_params)
     chosen = _placements(members, placements, shard_strategy, shard_placement_fn, comm.size, zero)
-    # All that is wrong with the call comes before ``_agree``: found after it, one rank would leave
-    # the others in a collective.
+    # What may be wrong on one rank alone comes before ``_agree``: found after it, that rank would
+    # leave the others in a collective.
     check_offload(comm, cpu_offload)
     _check_sizes(bucket_size, block_size, chosen, zero, register_hooks)
     cut = (chosen, reshard_after_forward, zero, comm.kept, bucket_size, cpu_offload, block_size)
@@ -138,8 +138,6 @@ def _agree(
         (m.fqn, tuple(m.shape), str(m.dtype), m.parameter.requires_grad, m.parameter.is_meta)
         for m in members
     ]
-    # Ranks that cut differently would exchange buffers of other sizes: gloo ends a process by that,
-    # and NCCL waits for ever.
     facts = {"module": repr(shapes), "options": repr(options)}
     cut = {m.fqn: m.parameter for m in members if not isinstance(placements[m.fqn], Replicate)}
     replicas.agree("fully_shard_flat", comm, facts, cut)

@@ -25,6 +25,7 @@ from shardwright.core.timeline import PEAK, Event, Kind, Phase
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.flat_tensors import FlatPart
+from shardwright.runtime.model_parts import tables_in
 from shardwright.runtime.optimizer_state import per_block
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.torch_private import following_backwards
@@ -42,6 +43,7 @@ STEADY = 1  # the step number of events that hold for every steady step
 _TRAVELS: dict[str, tuple[str, Phase]] = {
     "exchange counts": ("ids", "exchange_ids"),
     "exchange ids": ("ids", "exchange_ids"),
+    "exchange more ids": ("ids", "exchange_ids"),
     "exchange rows": ("rows", "exchange_rows"),
     "exchange row gradients": ("row_gradients", "reduce"),
 }
@@ -93,9 +95,8 @@ class Meter(Probe):
         self.exact: list[Event] = []  # of the first step whose memory was followed
         self.tracker: MemoryTracker | None = None
         self._around_tracker = ExitStack()
-        self.watcher: Watcher | None = (
-            None  # of steps that are profiled, whose seconds do not count
-        )
+        # Of steps that are profiled, whose seconds do not count.
+        self.watcher: Watcher | None = None
         self._inputs: list[weakref.ref[torch.Tensor]] = []
         self._stack: list[Phase] = []
         self._since = 0.0
@@ -346,8 +347,7 @@ class Meter(Probe):
 def comm_of(model: nn.Module) -> Comm:
     """The collectives of a sharded model."""
     found = next((unit.comm for unit in units_in(model)), None)
-    tables = (module.comm for module in model.modules() if isinstance(module, ShardedTables))
-    found = found or next(tables, None)
+    found = found or next((tables.comm for tables in tables_in(model)), None)
     if found is None:
         remedy = "Measure what apply returned."
         raise InputError(expected("model", "one that runs a plan", type(model).__name__, remedy))
@@ -358,12 +358,11 @@ def _lasting(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[torch.Tensor, Kind]]:
     """What is there before a step, and what it is for."""
-    for module in model.modules():
-        if isinstance(module, ShardedTables):
-            for store in (*module.stores, *module.replicas.stores):
-                yield from store.lasting()
-            for lookup in module.ahead:
-                yield from ((tensor, "communication") for tensor in lookup.under_way())
+    for tables in tables_in(model):
+        for store in tables.every_store:
+            yield from store.lasting()
+        for lookup in tables.ahead:
+            yield from ((tensor, "communication") for tensor in lookup.under_way())
     for unit in units_in(model):
         yield from unit.lasting()
     for buffer in model.buffers():
@@ -380,9 +379,8 @@ def exact_events(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) 
     Call between a backward and the optimizer's step, when there are gradients to be counted.
     """
     events: list[Event] = []
-    for module in model.modules():
-        if isinstance(module, ShardedTables):
-            events.extend(_table_events(rank, module))
+    for tables in tables_in(model):
+        events.extend(_table_events(rank, tables))
     for unit in units_in(model):
         events.extend(_unit_events(rank, unit, optimizer))
     return events
@@ -425,14 +423,10 @@ def _state_bytes(part: FlatPart, optimizer: torch.optim.Optimizer) -> tuple[int,
     blocks = per_block(optimizer)
     for name, value in optimizer.state.get(part.flat.parameter, {}).items():
         if not torch.is_tensor(value) or not value.dim():
-            found += _bytes(value) if torch.is_tensor(value) else 0
+            found += value.nbytes if torch.is_tensor(value) else 0
             continue
         block, item = blocks.get(name, 1), value.element_size()
         kept = ceil_div(part.length, block)
         own = sum(ceil_div(home.sizes.numel(), block) for home in part.homes)
         found, extra = found + kept * item, extra + (kept - own) * item
     return found, extra
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -60,14 +60,7 @@ def settle(model: nn.Module) -> list[Unit]:
         unit.free()
         absorb(unit)
         if unit.buffers.shard.is_meta:
-            raise InputError(
-                expected(
-                    f"{unit.members[0].fqn} of unit '{unit.name}'",
-                    "a real tensor",
-                    "one on the meta device",
-                    "Call to_empty(device=...) on the model first.",
-                )
-            )
+            raise unit.on_meta()
     return units
 
 
@@ -83,7 +76,7 @@ def comm_of(model: nn.Module, mesh: DeviceMesh | None = None) -> Comm | None:
     for joint in (joint for unit in units for joint in unit.joints.values()):
         return joint.grid.comm
     found = [unit.comm for unit in units]
-    found += [module.comm for module in model.modules() if isinstance(module, ShardedTables)]
+    found += [tables.comm for tables in tables_in(model)]
     if len({tuple(comm.mesh.mesh.flatten().tolist()) for comm in found}) == 1:
         found = [comm for comm in found if comm.mesh.ndim == 1] or found  # some on a grid of them
     if any(comm.mesh != found[0].mesh for comm in found):
@@ -136,9 +129,8 @@ def holdings(model: nn.Module, parts: list[ModelPart], *, leads: bool) -> list[T
     rank that ``leads``: that one's is saved. To load it every rank asks for it.
     """
     held = [part.held for part in parts if leads or part.unit is not None]
-    for module in model.modules():
-        if isinstance(module, ShardedTables):
-            held.extend(_of_tables(module))
+    for tables in tables_in(model):
+        held.extend(_of_tables(tables))
     if leads:
         held.extend(whole(name, buffer) for name, buffer in _buffers(model))
     return held
@@ -148,28 +140,31 @@ def table_states(model: nn.Module) -> set[str]:
     """Names of the optimizer state that belongs to tables, and so to the model."""
     return {
         f"{STATE}{table.fqn}/{name}"
-        for module in model.modules()
-        if isinstance(module, ShardedTables)
-        for table in module.tables
+        for tables in tables_in(model)
+        for table in tables.tables
         for name in (*RULES[table.optimizer].states, STEP)
     }
 
 
+def tables_in(model: nn.Module) -> Iterator[ShardedTables]:
+    """The modules of sharded tables of ``model``, in module order."""
+    return (module for module in model.modules() if isinstance(module, ShardedTables))
+
+
 def on_disk(model: nn.Module) -> bool:
     """Whether this rank has rows of a table on disk, which change as training goes on."""
-    tables = (module for module in model.modules() if isinstance(module, ShardedTables))
-    return any(isinstance(store, DiskStore) for each in tables for store in each.stores)
+    return any(isinstance(store, DiskStore) for each in tables_in(model) for store in each.stores)
 
 
 def tables_filled(model: nn.Module) -> None:
     """Rows whose columns this rank has in several blocks were filled with states in the first."""
-    for module in model.modules():
-        for strip in module.column_sums.own if isinstance(module, ShardedTables) else ():
+    for tables in tables_in(model):
+        for strip in tables.column_sums.own:
             (group, source), *others = strip.places
             for other, target in others:
-                for name in module.stores[group].rule.rows:
-                    states = module.stores[group].states[name][source]
-                    module.stores[other].states[name][target] = states
+                for name in tables.stores[group].rule.rows:
+                    states = tables.stores[group].states[name][source]
+                    tables.stores[other].states[name][target] = states
 
 
 def _of_tables(tables: ShardedTables) -> Iterator[TensorPart]:

@@ -14,8 +14,8 @@ from torch.optim.sgd import sgd
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.optimizers import MADE, Implementation, OptimizerName, optimizer_named
-from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.flat_tensors import FlatHome, FlatPart, FlatTensor
+from shardwright.runtime.model_parts import tables_in
 from shardwright.runtime.torch_private import storage_of
 from shardwright.runtime.units.dstorage import units_in
 from shardwright.runtime.units.host_memory import shard_room
@@ -66,7 +66,7 @@ def optimizer_parameters(
     same tensors.
     """
     units = list(units_in(model))
-    if not units and any(isinstance(module, ShardedTables) for module in model.modules()):
+    if not units and any(True for _ in tables_in(model)):
         return [{"params": []}]  # no optimizer takes a list without any
     if not units:
         raise InputError(
@@ -383,7 +383,7 @@ def make_optimizer(
     """
     row = optimizer_named(name, implementation, among=MADE)
     # A group is a mapping and has no such attribute.
-    trained = [part for part in parameters if getattr(part, "requires_grad", True)]  # or a group
+    trained = [part for part in parameters if getattr(part, "requires_grad", True)]
     how = implementation or row.runs
     fused_sgd = not implementation and how == "fused" and row.make == "torch.optim:SGD"
     # Tried and not looked up by version: a torch in which it is mended is used as it is.

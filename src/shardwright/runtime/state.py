@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwright.core.errors import check_type
 from shardwright.runtime.embeddings.tables import ShardedTables
+from shardwright.runtime.model_parts import tables_in
 from shardwright.runtime.units.dstorage import DStorage, units_in
 from shardwright.runtime.units.parameter import DTYPES, plain_name
 from shardwright.runtime.units.rebind import absorb
@@ -28,10 +29,9 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     check_type(model, nn.Module, "model")
     found: dict[str, torch.Tensor] = {}
-    for module in model.modules():
-        if isinstance(module, ShardedTables):
-            with module.comm.asked_of_all("sw.full_state_dict"):
-                found.update(_whole_tables(module))
+    for tables in tables_in(model):
+        with tables.comm.asked_of_all("sw.full_state_dict"):
+            found.update(_whole_tables(tables))
     for unit in units_in(model):
         with unit.comm.asked_of_all("sw.full_state_dict"):
             gathered = DStorage(unit).all_gather()

@@ -24,9 +24,8 @@ from shardwright.tracker.private import Wrapped, in_backward
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 no_torch_function = torch._C._disabled_torch_function_impl
-C_DATA: Any = (
-    torch._C.TensorBase.data
-)  # what torch itself reads and writes, whatever a subclass says
+# What torch itself reads and writes, whatever a subclass says.
+C_DATA: Any = torch._C.TensorBase.data
 C_GRAD: Any = torch._C.TensorBase.grad
 _backward = Wrapped(torch.autograd, "backward")
 _OFFSET_BITS = 60  # more than any offset within a storage has

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -38,7 +37,7 @@ def rank_and_size(comm: Comm | None) -> tuple[int, int]:
     rank = 0
     for at, count in zip(coordinate, comm.mesh.shape, strict=True):
         rank = rank * count + at
-    return rank, math.prod(comm.mesh.shape)
+    return rank, comm.total
 
 
 def global_rank(comm: Comm | None, rank: int) -> int:

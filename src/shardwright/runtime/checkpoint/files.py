@@ -7,11 +7,9 @@ A tensor file is safetensors' format (a length, a JSON header, the bytes), writt
 its digest and read as a memory map.
 """
 
-# Digests make a chain: a rank's list has that of its tensors, the manifest those of the lists, and
-# its own. So one changed byte is found before anything is filled. safetensors' own writer wants
-# every tensor in host memory at once and a second pass for the digest; its format is simple and
-# written here in chunks. Its own reader maps privately, which a limit on a process's data counts
-# as a copy.
+# So one changed byte is found before anything is filled. safetensors' own writer wants every tensor
+# in host memory at once and a second pass for the digest; its format is simple and written here in
+# chunks. Its own reader maps privately, which a limit on a process's data counts as a copy.
 
 from __future__ import annotations
 
@@ -239,7 +237,7 @@ def _chunks(ordered: Sequence[TensorPart]) -> Iterator[bytes | memoryview]:
     end = 0
     for part in ordered:
         piece, start = piece_of(part), end
-        end += part.tensor.numel() * part.tensor.element_size()
+        end += part.tensor.nbytes
         header[piece.key] = {
             "dtype": CODES[piece.dtype],
             "shape": list(piece.sizes),

@@ -203,9 +203,8 @@ def give_name(temporary: Path, final: Path) -> None:
 
     The system refuses to rename a folder over a file, and over a folder with anything in it.
     """
-    # The system refuses to rename over a folder with anything in it, which is what makes this safe
-    # against a save of the same step that was a moment earlier; the look before gives the better
-    # words.
+    # That refusal makes this safe against a save of the same step that was a moment earlier; the
+    # look before gives the better words.
     refuse_existing(final)
     try:
         temporary.rename(final)

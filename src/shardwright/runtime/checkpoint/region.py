@@ -6,10 +6,9 @@ that every question about two regions is one about rectangles.
 """
 
 # A checkpoint is read under any cut, so every question is about two regions of one tensor, and
-# those may be rectangles (rows, columns) or ranges of elements (flat cuts). Ranges become at most
-# 2N - 1 rectangles, so only rectangles are ever compared. A list in a checkpoint is input like any
-# other: one made to be slow, with thousands of tiny parts, must not be, so coverage is counted by
-# corners and no two parts are compared.
+# those may be rectangles (rows, columns) or ranges of elements (flat cuts). A list in a checkpoint
+# is input like any other: one made to be slow, with thousands of tiny parts, must not be, so
+# coverage is counted by corners and no two parts are compared.
 
 from __future__ import annotations
 

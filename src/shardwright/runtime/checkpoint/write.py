@@ -282,7 +282,7 @@ def claim(held: TensorPart) -> Claim:
     # to all ranks. Two parts with one hash would be one, at a chance of 2^-64 a pair.
     text = repr(piece_of(held)).encode()
     number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
-    return Claim(number, held.tensor.numel() * held.tensor.element_size())
+    return Claim(number, held.tensor.nbytes)
 
 
 def writers(claims: Sequence[Sequence[Claim]]) -> list[set[int]]:

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from shardwright.core.errors import MismatchError, PeerError, expected
-from shardwright.launcher.worker import from_a_peer
 from shardwright.runtime.comm.torch_groups import default_store
 
 SECONDS: Final = 2.0
@@ -218,11 +217,6 @@ def apart(
     )
 
 
-def is_lost(error: BaseException) -> bool:
-    """Whether a collective failed because of another rank."""
-    return from_a_peer(error)
-
-
 def timed_out(error: BaseException) -> bool:
     """Whether this rank gave up waiting; otherwise it saw a connection close."""
     text = str(error).lower()
@@ -250,9 +244,9 @@ class _Waiting:
             default_store().set(f"{self.place}/{self.own}", "here")
         if self.stage == 1 and waited > SAID_SECONDS:
             self.stage = 2
-            missing = [r for r in self.others if not default_store().check([f"{self.place}/{r}"])]
-            if missing:
-                names = ", ".join(map(str, missing))
+            absent = [r for r in self.others if not default_store().check([f"{self.place}/{r}"])]
+            if absent:
+                names = ", ".join(map(str, absent))
                 text = f"waiting for {waited:.0f} s for rank {names}. {REMEDY}"
                 logging.getLogger("shardwright").warning("%s: %s", self.name, text)
 

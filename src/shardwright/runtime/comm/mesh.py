@@ -137,11 +137,10 @@ class Comm(Collectives):
             self.rank = self.rank * self.kept + self.twins.rank
             self.size *= self.kept
         self.total = mesh.size()
-        self.replicas = None if twice or self.twins is None else self.twins.group
         groups = (mesh.get_group(dim) for dim in range(mesh.ndim))
         ranks = repr([dist.get_process_group_ranks(group) for group in groups]).encode()
         # Cuts are alike only among the same ranks: of as many others each has other elements.
-        self.identity = (self.size, self.total, zlib.crc32(ranks))  # unlike that of other ranks
+        self.identity = (self.size, self.total, zlib.crc32(ranks))
         self.group, self.name, self.channel = shards.group, shards.name, shards.channel
         self.is_fake, self.config = shards.is_fake, shards.config
         self._every: Peers | None = None  # of all ranks, for exchanges of parts that are cut twice

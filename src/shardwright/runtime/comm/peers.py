@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.core.errors import InputError, expected
+from shardwright.launcher.worker import from_a_peer
 from shardwright.runtime.comm import desync
 from shardwright.runtime.comm.pending import Pending, Transfers
 from shardwright.runtime.comm.torch_groups import THREADS, Operations, limit_waits, sub_group
@@ -275,7 +276,7 @@ class Peers(Collectives):
         if whole.dtype is not _BYTES:
             whole = whole.view(_BYTES)
         part = shard if shard.dtype is _BYTES else shard.view(_BYTES)
-        steps = (self._forced or self.channel.paths or self._usual).all_gather
+        steps = self._ways().all_gather
         if steps and way_at(steps, nbytes) == POINT_TO_POINT:
             works = sends_and_receives(self._operations, whole, part, self.sequence)
             pending.starts((whole, part), Transfers, works, self.limit)
@@ -292,7 +293,7 @@ class Peers(Collectives):
         if self.size == 1:
             _copy(shard, full)
             return pending.returned(wait)
-        steps = (self._forced or self.channel.paths or self._usual).reduce_scatter
+        steps = self._ways().reduce_scatter
         if steps and way_at(steps, nbytes) == ALL_TO_ALL:
             parts = torch.empty_like(full)
             self.probe.holds(parts, "communication")
@@ -460,7 +461,7 @@ class Peers(Collectives):
 
         The first time for a group this asks who is missing, which takes seconds.
         """
-        if self.group is None or not desync.is_lost(error):
+        if self.group is None or not from_a_peer(error):
             return
         channel = self.channel
         ranks = self.ranks

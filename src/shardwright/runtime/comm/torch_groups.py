@@ -3,8 +3,6 @@ how long waits in them take, and groups of threads."""
 
 # Why so much of this is private: the public collectives wrap each call in checks, logging and a
 # look-up of the group, several times what the call itself takes where little is sent.
-# ``new_group`` is a collective of the whole job, and names groups by how many a rank is in, so that
-# ranks of different groups would wait for each other under different names.
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ class Operations:
     """One process group's collectives without the wrappers around them, names picked once.
 
     Each returns the Work (None where the backend needs no waiting); ``wait`` says whether the
-    caller waits at once, which spares NCCL a stream. torch 2.13 renamed two of them.
+    caller waits at once, which spares NCCL a stream.
     """
 
     __slots__ = (
@@ -113,8 +111,7 @@ def limit_waits(group: dist.ProcessGroup, limit: timedelta | None) -> timedelta 
     """
     present = wait_limit(group)
     if limit is None:
-        # A limit that somebody has set is kept; that of torch is half an hour, in which nobody
-        # learns that a rank is gone.
+        # With torch's own nobody learns for half an hour that a rank is gone.
         if present is None or present != c10d._get_default_timeout(dist.get_backend(group)):
             return present
         limit = wait_limit(c10d._get_default_group())
@@ -146,8 +143,7 @@ def sub_group(
 
     ``name`` must be the same on all members and new. (``new_group`` with local synchronisation
     makes its name from the number of groups a rank is in, so members that are in different numbers
-    of other groups would wait for each other under different names.) It is never split off a
-    communicator: a split is a collective of the whole world.
+    of other groups would wait for each other under different names.)
     """
     group: dist.ProcessGroup
     default = c10d._get_default_group()

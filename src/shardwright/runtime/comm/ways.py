@@ -139,7 +139,7 @@ def fastest_paths(operations: Operations) -> Paths:
         trials = _trials(operations, nbytes)
         # Without being timed: the first exchange between two ranks also connects them.
         if not spent:
-            _rounds(trials, 1)  # connections are made here
+            _rounds(trials, 1)
         began = time.perf_counter()
         times = _rounds(trials, ROUNDS)
         # What the slowest rank took is what a step waits for, and it is the same number on every

@@ -7,6 +7,7 @@ for long, which are written back. What finds no slot goes from the file and to i
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import shutil
@@ -291,7 +292,4 @@ def _slots(item: HeldBlock, row: int) -> int:
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    count = dtype.itemsize
-    for size in shape:
-        count *= size
-    return count
+    return dtype.itemsize * math.prod(shape)

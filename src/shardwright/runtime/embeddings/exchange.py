@@ -9,8 +9,8 @@ half the bytes. By rank there is one section after the other.
 # Two things must stay true. Every rank makes the same exchanges in the same order, whatever its ids
 # are: an error in its own must not be raised before all have heard of it, or the others would wait
 # for its rows. So a rank with bad ids sends -1 in place of counts, all of them then say why in one
-# gather, and nobody moves a row. And what is sent has no memory once it has arrived: gloo's thread
-# keeps a hold on it for a moment, so its storage is resized to nothing, which plans count on.
+# gather, and nobody moves a row. And what is sent has no memory once it has arrived
+# (``Travelling``): plans count on it.
 
 from __future__ import annotations
 
@@ -176,6 +176,21 @@ def regroup(values: torch.Tensor, counts: list[list[int]]) -> list[torch.Tensor]
     return [torch.cat(parts[group::groups]) for group in range(groups)]
 
 
+def send(
+    comm: Comm,
+    label: str,
+    values: torch.Tensor,
+    into: list[int],
+    out: list[int],
+    received: torch.Tensor | None = None,
+) -> Travelling:
+    """Begin the all-to-all of ``values`` that lie by rank, ``out`` to and ``into`` from each;
+    ``received`` is new memory unless it is given."""
+    received = values.new_empty(sum(into)) if received is None else received
+    pending = comm.shards.all_to_all(label, received, values, into, out, wait=False)
+    return Travelling(received, values, pending)
+
+
 class IdExchange:
     """The exchange of ids of one module of tables, whose route are ``routings``, one at least.
 
@@ -284,15 +299,7 @@ class SentIds:
             out = [exchange.head + room for room in exchange.out]
             pairs = zip(self._left, exchange.out, strict=True)
             self._left = [max(size - room, 0) for size, room in pairs]
-        self._travelling: Travelling | None = self._send(label, message, into, out)
-
-    def _send(
-        self, label: str, values: torch.Tensor, into: list[int], out: list[int]
-    ) -> Travelling:
-        received = values.new_empty(sum(into))
-        ranks = self.exchange.comm.shards
-        pending = ranks.all_to_all(label, received, values, into, out, wait=False)
-        return Travelling(received, values, pending)
+        self._travelling: Travelling | None = send(exchange.comm, label, message, into, out)
 
     def advance(self) -> None:
         """Let what has to wait for other ranks' counts be on its way."""
@@ -309,7 +316,7 @@ class SentIds:
         here = [*map(len, self._came)] or [0] * len(self._served)
         self._missing = [sum(row) - n for row, n in zip(self._served, here, strict=True)]
         label = "exchange more ids" if self.exchange.is_steady else "exchange ids"
-        self._travelling = self._send(label, rest, self._missing, self._left)
+        self._travelling = send(self.exchange.comm, label, rest, self._missing, self._left)
 
     def finish(self) -> tuple[Counts, Counts, torch.Tensor]:
         """Wait for everything; once. Counts sent to each rank, received from each, and the ids that

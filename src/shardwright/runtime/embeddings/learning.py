@@ -25,7 +25,7 @@ class Learning:
     ``frozen`` ones stay as they are, and the parameters that trained in ``part``, the smallest part
     around them that has some, when they were sharded."""
 
-    def __init__(self, tables: Sequence[Table] = ()) -> None:
+    def __init__(self, tables: Sequence[Table]) -> None:
         self.tables = frozenset(table.fqn for table in tables)
         self.said: bool | None = None
         self.frozen: set[str] = set()

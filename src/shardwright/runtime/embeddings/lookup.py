@@ -60,7 +60,7 @@ class TableLookup:
         return self.given is given and self.versions == versions_of(given)
 
     def under_way(self) -> Iterator[torch.Tensor]:
-        """What it has beside what it was given."""
+        """What it holds before its rows are looked up."""
         yield from _tensors_in((self.shares, self.asked, self.replicas, self.sent))
 
     def arrived(self) -> Mapping[int, OwnPooling]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,15 +61,7 @@ class RowRequest:
 
     def without_rows(self) -> RowRequest:
         """What is left to do once they are sent."""
-        return RowRequest(
-            self.rows.new_empty(0),
-            self.counts,
-            self.slots,
-            self.lengths,
-            self.segments,
-            None,
-            self.once,
-        )
+        return replace(self, rows=self.rows.new_empty(0), weights=None)
 
 
 @dataclass(slots=True)

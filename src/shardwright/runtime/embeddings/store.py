@@ -47,7 +47,7 @@ class Store:
         self.rule = update.RULES[self.optimizer]
         # Of the whole row, although only some of its columns are here: the mean is over all of
         # them.
-        self.dim = group.key.dim if self.optimizer in BY_ROW else 0  # of means over columns
+        self.dim = group.key.dim if self.optimizer in BY_ROW else 0
         self.device = device
         rows = sum(item.rows for item in self.held)
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.rule.elements, (rows, self.width))

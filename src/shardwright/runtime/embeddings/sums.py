@@ -8,7 +8,8 @@ the same rows have sums for them in the same order, and exchange these without a
 """
 
 # All ranks must come to the same bits, or what they keep whole drifts apart: sums are made in the
-# order of ranks on every one of them, never in that in which parts arrive.
+# order of ranks on every one of them, never in that in which parts arrive, or by one all-reduce,
+# whose result is the same everywhere.
 
 from __future__ import annotations
 
@@ -137,8 +138,8 @@ class ReplicatedStores:
     def _update_whole(
         self, dense: Sequence[torch.Tensor], scale: float, rate: float, number: int
     ) -> None:
-        first, *others = dense
         # In the order of backwards, which is the same on every rank.
+        first, *others = dense
         for other in others:
             first += other
         for place, part in zip(self.whole, first.split(self.sizes), strict=True):

@@ -99,6 +99,7 @@ class ShardedTables(LookupModule):
         self.ahead: list[TableLookup] = []  # of forwards to come
         self._waiting: weakref.ref[partial[None]] | None = None  # an update, which a guard keeps
         self._updated: list[int] | None = None  # versions of weights of units at the last update
+        self.adaptive = next((t.optimizer for t in tables if t.optimizer != "sgd"), "")
         self.updates = torch.zeros(())  # how many were made, for optimizers that use it
         dims = {table.dim for table in tables}
         self.dim = dims.pop() if len(dims) == 1 else None
@@ -117,9 +118,8 @@ class ShardedTables(LookupModule):
             and self.routings[0].is_steady
             and self.routings[0].width == self.dim
         )
-        self.open: weakref.WeakSet[TableLookup] = (
-            weakref.WeakSet()
-        )  # lookups that wait for backward
+        # Lookups that wait for backward.
+        self.open: weakref.WeakSet[TableLookup] = weakref.WeakSet()
         self.anchor = torch.empty(0, device=device, requires_grad=True)  # makes backward run
 
     @property
@@ -191,8 +191,12 @@ class ShardedTables(LookupModule):
 
     def holdings(self) -> list[tuple[Store, HeldBlock]]:
         """Every block this rank keeps, with the store it lies in."""
-        stores = (*self.stores, *self.replicas.stores)
-        return [(store, held) for store in stores for held in store.held]
+        return [(store, held) for store in self.every_store for held in store.held]
+
+    @property
+    def every_store(self) -> tuple[Store, ...]:
+        """Those whose ids travel, then those of tables that every rank has."""
+        return (*self.stores, *self.replicas.stores)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -298,9 +302,8 @@ class ShardedTables(LookupModule):
         self, out: Rows, back: torch.Tensor | None, found: list[torch.Tensor], lookup: TableLookup
     ) -> None:
         """Put everything found into ``out``, in feature order."""
-        for routing, rows, asked in zip(
-            self.replicas.routings, found, lookup.replicas, strict=True
-        ):
+        kept = zip(self.replicas.routings, found, lookup.replicas, strict=True)
+        for routing, rows, asked in kept:
             routing.put(out, rows, asked)
         if back is not None:
             groups = exchange.regroup(back, exchange.floats(self.widths, lookup.counts))
@@ -382,7 +385,7 @@ class ShardedTables(LookupModule):
             if lookup.travelling is not None:
                 with probe.phase("reduce"):
                     self._receive(lookup)
-        self.learning.hold((*self.stores, *self.replicas.stores))
+        self.learning.hold(self.every_store)
         self.updates += 1
         number = int(self.updates)
         with probe.phase("step"):
@@ -420,8 +423,7 @@ class ShardedTables(LookupModule):
         if self.guard is not None:
             return
         others = sum(other is not lookup for other in self.open)
-        optimizer = next((t.optimizer for t in self.tables if t.optimizer != "sgd"), "")
-        refuse_many_lookups(optimizer, others)
+        refuse_many_lookups(self.adaptive, others)
         if self.flow.holds_back or (lookup.adds and self._no_step_since_update()):
             refuse_accumulation(self.path)
 
@@ -492,6 +494,5 @@ class ShardedTables(LookupModule):
         """All-to-all of values that lie by rank, ``out`` and ``into`` [rank][section] of them; one
         rank gets what it sent, where it lies."""
         sizes = ([*map(sum, into)], [*map(sum, out)])
-        received = sent if self.comm.size == 1 else sent.new_empty(sum(sizes[0]))
-        pending = self.comm.shards.all_to_all(label, received, sent, *sizes, wait=False)
-        return Travelling(received, sent, pending)
+        own = sent if self.comm.size == 1 else None
+        return exchange.send(self.comm, label, sent, *sizes, own)

@@ -8,8 +8,8 @@ which keeps every view of them valid, so a step only walks lists that exist alre
 # them. Freed by ``resize_(0)`` a storage stays the same object, so no view has to be made again,
 # which would cost more than many a collective. Two rules follow. A refill writes through ``alias``,
 # which has a version counter of its own, for autograd would refuse a backward whose saved weights
-# were "changed" by being gathered again. And nothing but the layout decides what is made here:
-# ranks that make other buffers would send each other bytes of other tensors.
+# were "changed" by being gathered again. And nothing but what ranks have agreed on decides what is
+# made here: ranks that make other buffers would send each other bytes of other tensors.
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The schedule of a step, carried out on the units of a model."""
 
 # Every rank has to issue the same collectives in the same order, or all wait for ever (or, of equal
-# sizes, mix up weights, which ``note`` in gradients.py finds). Nothing here may therefore depend on
+# sizes, mix up weights, which ``Note`` in gradients.py finds). Nothing here may therefore depend on
 # what only this rank knows: which inputs need gradients, which of them arrived, how fast it was.
 # What to do next follows from the order in which passes enter units, which is the model's own and
 # the same everywhere, and is said by ``UnitFlow``, which the estimator of memory asks as well: that
@@ -245,7 +245,7 @@ class Flow(UnitFlow):
     def _do(self, actions: Iterable[Action], *, reports: bool = True) -> None:
         """Do what the schedule says, with those units that still live."""
         for action in actions:
-            verb, unit = action.verb, self._units[action.target]()
+            verb, unit = action.verb, self._unit(action.target)
             if unit is None:
                 continue
             if verb == "gather":

@@ -50,8 +50,6 @@ class Note:
         history = comm.remember(label)
         low, high = _BITS_OF[history & 255], _BITS_OF[history >> 8 & 255]
         not_low, not_high = _BITS_OF[~history & 255], _BITS_OF[~history >> 8 & 255]
-        # A bit alone would not do: where this rank has a 1, a sum above 0 says nothing of the
-        # others. Of a pair one bit is 0 here, and that one shows whoever differs.
         self.own = (*low, *high, *not_low, *not_high)
         self._kept: torch.Tensor | None = None
         self._arrived: torch.Event | None = None
@@ -187,10 +185,10 @@ class SegmentGradient:
     @property
     def is_here(self) -> bool:
         """Whether a gradient is here that no reduce has taken."""
-        get = C_GRAD.__get__
+        get = C_GRAD.__get__  # asked of every tensor in every step, so past the property
         with no_subclass_functions():
             for held, whole in zip(self.held, self.wholes, strict=True):
-                if held is not None or get(whole) is not None:  # of every tensor and step
+                if held is not None or get(whole) is not None:
                     return True
         return False
 
@@ -243,7 +241,7 @@ class SegmentGradient:
         label = f"{unit} reduce"
         note = Note(comm, label, [gradient is not None for gradient in gradients])
         self.send.take()
-        comm.probe.holds(self.send.tensor, "reduce_scatter")  # however it travels
+        comm.probe.holds(self.send.tensor, "reduce_scatter")  # or is all-reduced
         rows = self.apart.rows
         self.apart(gradients, note.rows(*self.apart.rest.shape, rows))
         # Before the sum: after it one rank's NaN is in the gradients of all, and nobody can say

@@ -417,8 +417,7 @@ class _Mark(torch.autograd.Function):
     @classmethod
     def apply(cls, *arguments: Any) -> Any:
         """Without the look at the signature of ``forward`` that torch takes every time."""
-        # torch.autograd.Function.apply binds its arguments to the signature of forward in every
-        # call as soon as there is a setup_context. Only torch.func needs the rest of what it does.
+        # Only torch.func needs the rest of what it does.
         if in_transform():
             return super().apply(*arguments)
         return super(torch.autograd.Function, cls).apply(*arguments)

@@ -4,7 +4,7 @@
 # optimizer may have it a third time, as a part of a flat tensor. Users read, clear and clip the
 # gradient of whichever they hold, so ``grad`` is a property here that leads to the one place where
 # the gradient is. Autograd knows nothing of properties: it reads and writes the field beneath,
-# which is reached by ``C_GRAD`` and must be empty when a backward ends, or gradients count twice.
+# which is reached by ``C_GRAD`` and must be empty once its gradient was summed, or it counts twice.
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.runtime.torch_private import address_of, local_of
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import part_of
-from shardwright.runtime.units.cutting import MixedPrecision
+from shardwright.runtime.units.cutting import FULL_PRECISION
 from shardwright.runtime.units.parameter import Member
 from shardwright.runtime.units.shard_tensor import OPERATORS, ShardTensor
 from shardwright.runtime.units.unit import UNSHARDED, Unit
@@ -200,7 +200,7 @@ def _gathered(
     """Every whole parameter in its new dtype, by way of the old layout (collective)."""
     near, offloaded = unit.near(device), unit.offloaded
     # Without the unit's precision: a gather in the dtype of computing would round what is kept.
-    old = Buffers(unit.layout, unit.comm, near, MixedPrecision(), offloaded=offloaded)
+    old = Buffers(unit.layout, unit.comm, near, FULL_PRECISION, offloaded=offloaded)
     for local, value in zip(old.locals, values, strict=True):
         local.copy_(value)
     old.finish_gather(old.start_gather(f"{unit.name} cast"))

@@ -42,7 +42,7 @@ def _sum(local: torch.Tensor, cut: Cut, bound: Bound) -> torch.Tensor:
     usual = local.dtype if local.is_floating_point() or local.is_complex() else torch.int64
     dtype = bound.get("dtype") or usual
     # In bf16 a rank's sum would be rounded to 8 bits before others are added. These are added in
-    # fp64, so that the number of ranks does not show.
+    # fp64, so that adding ranks rounds nothing more.
     wide = local.sum(dtype=torch.float32) if local.dtype in _HALVES else local.sum()
     total = wide.to(_exact(dtype))
     _over_ranks(total, cut.comm, f"sum of {cut.fqn}")

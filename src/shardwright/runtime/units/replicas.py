@@ -86,7 +86,7 @@ def _sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _shares(buffers: Buffers, comm: Comm, everywhere: bool) -> list[torch.Tensor]:
     """What every rank has alike, or what only replicas of the mesh have."""
-    several = comm.total > 1 if everywhere else comm.replicas is not None
+    several = comm.total > 1 if everywhere else comm.sums_in_two
     return [
         views.share
         for views in buffers.segments

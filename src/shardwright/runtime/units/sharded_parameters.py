@@ -26,8 +26,6 @@ from shardwright.runtime.units.shard_tensor import ShardTensor, as_parameter
 from shardwright.runtime.units.tensor_parallel import Joint
 from shardwright.tracker.private import any_accumulated_hooks, any_gradient_hooks
 
-_NO_JOINTS: Mapping[str, Joint] = {}
-
 
 class ShardedParameters:
     """The parameters of a unit in SHARDED state, in layout order.
@@ -36,9 +34,7 @@ class ShardedParameters:
     is None.
     """
 
-    def __init__(
-        self, buffers: Buffers, comm: Comm, joints: Mapping[str, Joint] = _NO_JOINTS
-    ) -> None:
+    def __init__(self, buffers: Buffers, comm: Comm, joints: Mapping[str, Joint]) -> None:
         self.buffers = buffers
         segments = [views.segment for views in buffers.segments]
         self.cuts: list[Cut | None] = [

@@ -417,7 +417,7 @@ class Unit:
         changed = self.is_present and self.writes.is_changed
         if failed or changed or (self.reshard_after_backward and not coming):
             self.free()
-        self._narrow = None
+        self._narrow = None  # also where nothing was freed
         self.gradients.check()
 
     def settle(self) -> None:
