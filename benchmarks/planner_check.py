@@ -10,7 +10,7 @@ from planner_problems import BATCH, CAPACITY, HOST
 
 from shardwright.job.plan import Plan, TablePlan
 
-INDEX_BYTES = ELEMENT_BYTES = STATE_BYTES = 4
+INDEX_BYTES = ELEMENT_BYTES = 4
 ID_BYTES = 8
 Shard = tuple[int, int, int, int, int]  # row, column, rows, columns, rank
 

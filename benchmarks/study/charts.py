@@ -196,8 +196,8 @@ def _meets(
 
 
 def log_ticks(lowest: float, highest: float, most: int = 7) -> list[float]:
-    """Powers of ten between two positive numbers; twice and five times as much too, where that are
-    not more than ``most``."""
+    """Powers of ten between two positive numbers; 3 times these too, or 2 and 5 times, where that
+    are not more than ``most``."""
     first, last = math.floor(math.log10(lowest)), math.ceil(math.log10(highest))
     found: list[float] = []
     for factors in ((1,), (1, 3), (1, 2, 5)):

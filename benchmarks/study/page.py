@@ -8,9 +8,9 @@ from pathlib import Path
 from markupsafe import Markup
 from msgspec import UNSET
 
-from shardwright.report.html import HeadlineFigure, templates
-from shardwright.report.sheet import Column, Sheet
-from shardwright.report.wording import TEXT_LIMIT, counted, printable
+from shardwright.report.html import Frame, HeadlineFigure, templates, versions_sheet
+from shardwright.report.sheet import Sheet
+from shardwright.report.wording import counted, printable
 from study.charts import PARAMETERS, SECONDS, scatter
 from study.found import PARTS, Part, Study, any_quality
 from study.sheets import (
@@ -43,16 +43,9 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class StudyPage:
+class StudyPage(Frame):
     """What the template shows."""
 
-    title: str
-    subtitle: str
-    state: str
-    verdict: str
-    outcome: str
-    warnings: tuple[str, ...]
-    figures: tuple[HeadlineFigure, ...]
     sections: tuple[Section, ...]
 
 
@@ -107,7 +100,10 @@ def _sections(study: Study) -> tuple[Section, ...]:
         ends = (part for part in PARTS if part != "all")
         pictures = [p for part in ends for p in _pictures(study, part, (AUC, LOG_LOSS))]
         found.insert(1, Section("Ids seen often and rarely", tuple(pictures), sheets[1:2]))
-    return (*found, Section("What this rests on", (), (_versions(study),)))
+    return (
+        *found,
+        Section("What this rests on", (), (versions_sheet(study.versions, study.machine),)),
+    )
 
 
 def _pictures(study: Study, part: Part, figures: tuple[Quantity, ...]) -> tuple[Picture, ...]:
@@ -127,12 +123,3 @@ def _latency(study: Study) -> tuple[Picture, ...]:
     size = f"tables of {study.rows:,} rows" if study.rows is not UNSET else "the tables"
     caption = f"Quality as trained; lookups of {counted(study.batch, 'sample')} in {size}."
     return (Picture(Markup(markup), caption),) if markup else ()
-
-
-def _versions(study: Study) -> Sheet:
-    rows = [
-        (printable(key), printable(value, TEXT_LIMIT))
-        for facts in (study.versions, study.machine)
-        for key, value in facts.items()
-    ]
-    return Sheet("Versions and machine", (Column("what"), Column("which")), tuple(rows))

@@ -37,7 +37,7 @@ BUDGETS: dict[str, float] = {
     "cost": 130,
     "report": 130,
     "published": 125,
-    "benchmarks": 700,  # what runs on a GPU, small; a study and a fit went for it
+    "benchmarks": 700,  # a GPU's stages with small rows, a study
     "data": 100,
     "tracker": 70,
     "conformance": 70,

@@ -20,7 +20,7 @@ def test_ranks_of_a_host_share_what_is_left_of_its_limit(
     limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
     limit.write_text(f"{3 * 2**20}\n")
     used.write_text(f"{2 * 2**20}\n")
-    monkeypatch.setattr(room, "_GROUPS", ((str(limit), str(used)),))
+    monkeypatch.setattr(room, "GROUPS", ((str(limit), str(used)),))
     found = [room.free_bytes(torch.device("cpu"), ranks) for ranks in (1, 4)]
     assert found == [2**20, 2**18]
 

@@ -116,14 +116,15 @@ def _run(given: Sequence[str]) -> int:
     version = f"shardwright {__version__}"
     parser.add_argument("-V", "--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    # The other commands get a parser without options: enough for the list of --help.
     wanted = next((word for word in given if not word.startswith("-")), "")
     if wanted in MOVED:
         remedy = f"In a checkout of the repository: {MOVED[wanted]}"
         raise InputError(expected(f"'{wanted}'", "a command of the package", "none", remedy))
+    # Only the command that runs is imported. The others get a parser without options, which is
+    # enough for the list of --help.
     for name, text in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text.capitalize() + ".")
-        if name == wanted:  # only the command that runs is imported
+        if name == wanted:
             importlib.import_module(f"shardwright.cli.{name}").add_arguments(sub)
     # Not parse_args, whose message names the words and neither the command nor the option that was
     # meant.

@@ -115,7 +115,7 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def parameter_count(self) -> int:
         """Elements of all parameters; tied weights count once."""
-        return sum(_elements(shape) for _, shape in self.tensors)
+        return sum(math.prod(shape) for _, shape in self.tensors)
 
 
 def check_shape(shape: LlamaShape, where: str = "model") -> None:
@@ -251,14 +251,8 @@ def _swiglu(name: str, dim: int, wide: int, bias: bool) -> list[NamedShape]:
     return found
 
 
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-Degree = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+MAX_WORLD = 2**20  # ranks in a job whose memory is estimated
+Degree = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 LossKind = Literal["gathered", "parallel", "chunked"]
 
 

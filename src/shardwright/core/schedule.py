@@ -57,8 +57,6 @@ class Action(msgspec.Struct, frozen=True, array_like=True):
 RIDE_BYTES = 2**20
 
 
-# Asked by the runtime, the heap and the clock alike: if one of them decided by its own rule, ranks
-# would send what the plan never counted.
 # Asked by the runtime and by what plans count of exchanges alike: if one of them had a rule of its
 # own, ranks would send what the plan never counted.
 def replicas_ride(routed: bool, world_size: int, replica_bytes: int) -> bool:

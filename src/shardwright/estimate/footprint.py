@@ -64,13 +64,7 @@ def footprint(
 
 
 def _planned(
-    job: Job,
-    *,
-    details: bool = False,
-    rank: str = "",
-    hear: Hear | None = None,
-    record: Recorded | None = None,
-    ways: bool = True,
+    job: Job, *, details: bool, rank: str, hear: Hear | None, record: Recorded | None, ways: bool
 ) -> Footprint:
     """The memory of the plan of ``job``; where none fits, of the draft that asks least of its
     fullest rank. NoPlanError where tables alone do not fit; arguments are those of ``footprint``.

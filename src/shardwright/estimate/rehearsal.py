@@ -69,14 +69,14 @@ JOB, TIMEOUT = "job.json", 300.0  # what the ranks read, and the seconds they wa
 def among(job: Job, ranks: int) -> Job:
     """The job as ``ranks`` CPU ranks of this machine that share its parameters."""
     asked = memory_of(job)
-    for where, value, known in (
-        ("--real: model.kind", job.model.kind, [k for k in KINDS if KINDS[k].is_estimated]),
-        ("--real: memory.runtime", asked.runtime, ("fsdp2", "shardwright")),
-    ):
-        if value not in known:
-            remedy = "What is planned is measured by 'shardwright train'."
-            names = " or ".join(map(repr, known))
-            raise UnsupportedError(expected(where, names, repr(value), remedy))
+    remedy = "What is planned is measured by 'shardwright train'."
+    if not job.model.traits.is_estimated:
+        names = " or ".join(repr(kind) for kind, of in KINDS.items() if of.is_estimated)
+        found = repr(job.model.kind)
+        raise UnsupportedError(expected("--real: model.kind", names, found, remedy))
+    if asked.runtime not in ("fsdp2", "shardwright"):
+        names, found = "'fsdp2' or 'shardwright'", repr(asked.runtime)
+        raise UnsupportedError(expected("--real: memory.runtime", names, found, remedy))
     for name in NOT_RUN:
         value, usual = getattr(asked, name), getattr(MemorySection(), name)
         if value != usual:

@@ -116,8 +116,7 @@ def _with_events(
     kinds, samples = timeline(tape.changes)
     parameters, counts = each.step.parameters(setting.sharding)
     for path, nbytes in each.tables.items():
-        parts = path.split(".")
-        for above in (".".join(parts[:length]) for length in range(len(parts) + 1)):
+        for above in _around(path):
             parameters[above] = parameters.get(above, 0) + nbytes
     return msgspec.structs.replace(
         memory,

@@ -25,6 +25,7 @@ from shardwright.core.cluster import (
 from shardwright.core.document import convert, parse_toml, read_bytes
 from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.kinds import EmbeddingsSection, members_of
+from shardwright.core.llama import MAX_WORLD
 from shardwright.core.model import TableSpec
 from shardwright.core.quantities import LEAST_BARE, check_unit, parse_bytes
 from shardwright.job.memory import (
@@ -43,7 +44,6 @@ from shardwright.job.model import (
     with_kind,
 )
 from shardwright.job.parallel import (
-    MAX_WORLD,
     Degrees,
     ParallelSection,
     check_divides,

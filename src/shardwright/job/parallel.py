@@ -17,15 +17,20 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.llama import LlamaShape, LocalShape, LossKind, check_local
+from shardwright.core.llama import (
+    MAX_WORLD,
+    Degree,
+    LlamaShape,
+    LocalShape,
+    LossKind,
+    check_local,
+)
 from shardwright.job.model import ModelTraits
 from shardwright.job.pipelining import chunk_count
 
-MAX_WORLD = 2**20  # ranks in a job whose memory is estimated
 DEFAULT_CAPACITY = 1.25
 DEFAULT_SKEW = 0.3
 
-Degree = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 Rest = Annotated[int, msgspec.Meta(ge=-1, le=MAX_WORLD)]
 Quantile = Literal["p50", "p99"]
 # How a layer of a user's module is cut over tensor ranks: outputs of a Linear or columns of an
@@ -306,7 +311,7 @@ def _product(section: ParallelSection) -> str:
 
 def _check_expert(section: ParallelSection, shard: int, where: str) -> None:
     group = shard * section.context * section.tensor
-    if group % section.expert or section.expert % math.gcd(section.tensor, section.expert):
+    if group % section.expert:
         raise InputError(
             expected(
                 f"{where}: parallel.expert",

@@ -459,7 +459,7 @@ def _states(runs: Sequence[PassRun], chunks: int) -> dict[tuple[str, int], set[S
             # between need not be walked, which is what keeps the cost apart from the number of
             # microbatches.
             grows, falls = min(change) >= 0, max(change) <= 0
-            if left > 0 and done > 1 and (grows or falls):  # those between lie between
+            if left > 0 and done > 1 and (grows or falls):
                 for place, each in enumerate(change):
                     now[place] += left * each
                 done += left
@@ -469,7 +469,7 @@ def _states(runs: Sequence[PassRun], chunks: int) -> dict[tuple[str, int], set[S
 def _repeat(
     passes: Sequence[Pass], now: list[int], chunks: int, found: dict[tuple[str, int], set[State]]
 ) -> None:
-    for kind, chunk, _ in ((p.kind, p.chunk, p.microbatch) for p in passes):
+    for kind, chunk in ((each.kind, each.chunk) for each in passes):
         found.setdefault((kind, chunk), set()).add(tuple(now))
         if kind == "forward":
             now[chunk] += 1

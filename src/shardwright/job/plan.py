@@ -305,24 +305,25 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def modes(self) -> Modes:
         """What the plan decides about the order of a step."""
-        step = self.model.step
+        model = self.model  # which is put together anew each time
+        step, cast = model.step, self._cast(model)
         paths = [(step.tables_of(t.fqn), traits(t.sharding_type).replicated) for t in self.tables]
         whole = {u.name for u in self.units if isinstance(u.parameter, Replicate)}
         replicated = {u.name for u in self.units if isinstance(u.optimizer_state, Replicate)}
         # Whole parameters with cut states: ZeRO-1 and 2. After an update every rank has only its
         # share, so they are gathered once a step although they stay.
         staying = whole - replicated
-        frozen = {name for unit in self.model.units for name in unit.frozen}
+        frozen = {name for unit in model.units for name in unit.frozen}
         # Nothing updates a unit that is frozen as a whole, so nothing ever has to be gathered
         # again.
         still = {u.name for u in self.units if u.name in staying and frozen.issuperset(u.tensors)}
         routed = frozenset(path for path, is_replica in paths if not is_replica)
         overlap = overlap_of(self.job, self.world_size)
-        early = early_tables(self.job, self.model) if overlap != "none" else ()
+        early = early_tables(self.job, model) if overlap != "none" else ()
         return Modes(
             # Replicas that compute in another dtype count as sharded: they are copied into a buffer
             # of that dtype before they are used, which the flow has to order like a gather.
-            sharded_units=frozenset(u.name for u in self.units) - (replicated - self._cast) - still,
+            sharded_units=frozenset(u.name for u in self.units) - (replicated - cast) - still,
             resharded_units=frozenset(u.name for u in self.units if u.reshard_after_forward),
             routed=routed,
             replicated_tables=frozenset(path for path, is_replica in paths if is_replica),
@@ -339,13 +340,12 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         degrees, twice = degrees_of(self.job, self.world_size), memory_of(self.job).twice
         return ReplicaGrid(degrees.data_replicate, degrees.data_shard, twice)
 
-    @property
-    def _cast(self) -> set[str]:
+    def _cast(self, model: ModelSpec) -> set[str]:
         """Units with tensors that compute in another dtype than they are kept in."""
         dtype = step_dtypes(self.job)[0]
         if not dtype or self.recording is None:
             return set()
-        cast = {t.fqn for u in self.model.units for t in u.tensors if t.dtype != dtype}
+        cast = {t.fqn for u in model.units for t in u.tensors if t.dtype != dtype}
         return {u.name for u in self.units if not cast.isdisjoint(u.tensors)}
 
     def expanded(self) -> list[Block]:
@@ -354,9 +354,8 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def fingerprint(plan: Plan) -> str:
-    """sha256 of what must be equal on every rank: all but how the plan was found."""
-    # How long the search took differs from run to run, and two plans that say the same must be
-    # equal.
+    """sha256 of what must be equal on every rank: all but how long the search took."""
+    # Two plans that say the same must be equal.
     bare = msgspec.structs.replace(
         plan, fingerprint="", search=msgspec.structs.replace(plan.search, wall_seconds=0.0)
     )

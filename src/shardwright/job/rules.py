@@ -311,8 +311,6 @@ def _of_steps() -> Iterator[Rule]:
     """Of ``[memory]``: how a step is run."""
     anyway = {"fp32_logits": False, "fsdp2": Fsdp2Section(), "checkpointing": PLANNED.policy}
     for name in MemorySection.__struct_fields__:
-        # What a planned step is run with may be said: a job that states it stays valid, and says
-        # the same.
         is_so = PLANNED.policy if name == "checkpointing" else getattr(PLANNED, name)
         wanted = f"{is_so!r}, as steps of kind '{{}}' are planned and run"
         allowed = anyway.get(name, is_so)

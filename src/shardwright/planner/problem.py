@@ -1,7 +1,7 @@
 """What is to be planned, with everything that does not depend on the choice worked out once."""
 
-# One problem is searched, bounded, explained and refused: whoever needs to know what a job allows
-# asks its problem, never the job, so that all of them see the same choices at the same prices.
+# One problem is searched, bounded, explained and refused, so that all of these see the same choices
+# at the same prices.
 
 from __future__ import annotations
 

@@ -138,10 +138,9 @@ def _largest(draft: Draft, rank: int) -> str:
     else:
         held = {}
         for placed in draft.tables:
-            for first, run, cost in placed.stretches():
-                if first <= rank < first + run.count:
-                    name = placed.choice.table.name
-                    held[name] = held.get(name, 0) + sum(cost.storage)
+            for _, _, cost in placed.on_rank(rank):
+                name = placed.choice.table.name
+                held[name] = held.get(name, 0) + sum(cost.storage)
     name = max(held, key=lambda n: held[n])
     return f"its largest part is {name} with {exact_bytes(held[name])}"
 

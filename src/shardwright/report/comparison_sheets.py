@@ -27,9 +27,8 @@ from shardwright.report.wording import (
     signed_bytes,
 )
 
-_Phase = tuple[
-    str, ComparedNumber | None, ComparedNumber | None
-]  # its name, its peak and its seconds
+# Its name, its peak and its seconds.
+_Phase = tuple[str, ComparedNumber | None, ComparedNumber | None]
 
 MOST_RANKS = 4
 MOST_DIFFERENCES = 20

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -47,8 +47,8 @@ class HeadlineFigure:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """What the template shows. Charts are markup; everything else is text, escaped there."""
+class Frame:
+    """What stands above every page's own sections."""
 
     title: str
     subtitle: str
@@ -57,6 +57,12 @@ class Page:
     outcome: str
     warnings: tuple[str, ...]
     figures: tuple[HeadlineFigure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Frame):
+    """What the template shows. Charts are markup; everything else is text, escaped there."""
+
     quality: tuple[Sheet, ...]
     memory: Markup
     memory_caption: str
@@ -283,11 +289,15 @@ def _compared(comparison: Comparison | None) -> tuple[Sheet, ...]:
 
 
 def _versions_sheet(plan: Plan, measurement: Measurement | None) -> Sheet:
-    rows = [("plan made by shardwright", printable(plan.version))]
-    rows.append(("cluster", printable(plan.cluster.name)))
-    if measurement is not None:
-        for facts in (measurement.versions, measurement.machine):
-            rows.extend((printable(k), printable(v, TEXT_LIMIT)) for k, v in facts.items())
+    made = {"plan made by shardwright": plan.version, "cluster": plan.cluster.name}
+    if measurement is None:
+        return versions_sheet(made)
+    return versions_sheet(made, measurement.versions, measurement.machine)
+
+
+def versions_sheet(*facts: Mapping[str, str]) -> Sheet:
+    """Versions and machine, row by row."""
+    rows = [(printable(k), printable(v, TEXT_LIMIT)) for each in facts for k, v in each.items()]
     return Sheet("Versions and machine", (Column("what"), Column("which")), tuple(rows))
 
 

@@ -1,4 +1,4 @@
-"""Live bytes of a step from event to event as a picture, whose axis are moments, in order."""
+"""Live bytes of a step from event to event as a picture, whose axis counts moments."""
 
 # The axis counts moments and not seconds, because an estimate has an order and no clock for every
 # allocation. Of a step with more moments than the picture has columns the fullest of each column is

@@ -248,8 +248,8 @@ def verdict_sentence(footprint: Footprint) -> str:
             "No capacity is known, so nothing is said about fitting: name cluster.preset or "
             "cluster.hbm_cap."
         )
-    # By the most that a rank may need: whether it fits hangs on that. Where it does not, live bytes
-    # alone are too much, so the class with the highest peak is told.
+    # By the most that a rank may need: whether it fits hangs on that. Where it does not, even the
+    # least is too much, so the class with the highest peak is told.
     fullest = max(footprint.ranks, key=lambda rank: footprint.needs(rank)[1])
     rank = footprint.worst if verdict == "does not fit" else fullest
     where = f"{class_text(footprint, rank)}, most in {peak_text(rank)}"

@@ -1,7 +1,7 @@
 """The door: all that the planner asks of TorchRec's world, under the names it asks by."""
 
 # The planner knows this file by name only, so that TorchRec's world can be left out or replaced
-# whole and no other file asks which profile it is in. Order counts below: options are tried, and
+# whole. Order counts below: options are tried, and
 # ties decided, in the order in which TorchRec's enumerator yields them.
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Measured:
         """What all ranks measured (collective), the same on every rank."""
         mesh, text = self._comm.mesh, msgspec.json.encode(self.record())
         # A record of every rank, and a group of shards has only those of one replica.
-        comm = self._comm if mesh.ndim == 1 else Comm(flat(mesh))  # replicas, too
+        comm = self._comm if mesh.ndim == 1 else Comm(flat(mesh))
         # Bytes in a tensor and no pickled object: nothing that came over a network is ever
         # unpickled.
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(comm.mesh.device_type)

@@ -23,7 +23,7 @@ from shardwright.report.wording import fitting
 from shardwright.runtime.meter import exact_events
 
 MOST_NAMED = 3
-_GROUPS = (  # limit, what counts against it
+GROUPS = (  # of control groups, by version: limit, what counts against it
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     (
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -36,7 +36,7 @@ def free_bytes(device: torch.device, ranks: int) -> int | None:
     """What this rank can still allocate, where ``ranks`` share a host; None where nobody says."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    shared = [_available(), *(_left(*names) for names in _GROUPS)]
+    shared = [_available(), *(_left(*names) for names in GROUPS)]
     # The host's ranks start together, and each will take its part.
     known = [room // ranks for room in shared if room is not None]
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)

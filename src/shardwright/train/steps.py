@@ -26,7 +26,7 @@ from shardwright.job.train import rate_factor
 from shardwright.launcher.exhausted import out_of_memory
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
-from shardwright.runtime.embeddings.tables import ShardedTables
+from shardwright.runtime.model_parts import tables_in
 from shardwright.runtime.random_state import random_states, set_random_states
 from shardwright.runtime.saves import Saves
 from shardwright.train.loop import Measured
@@ -61,7 +61,7 @@ class Steps:
         self.meter, self.guard = of.meter, of.guard
         self.model, self.optimizer = model, optimizer
         self.measured, self.start = measured, start
-        self.tables = [part for part in model.modules() if isinstance(part, ShardedTables)]
+        self.tables = list(tables_in(model))
         every = self.job.train.metrics_every
         self.scoring = Scoring(self.guard.comm, every, start.scores) if every else None
         self.following: Following | None = None  # the batch whose ids are under way

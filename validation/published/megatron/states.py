@@ -18,7 +18,6 @@ from published.megatron.weights import Weight
 from shardwright.core.footprint import Certainty
 from shardwright.core.timeline import Kind
 
-BUCKET_MULTIPLE = 128
 """Elements that a gradient buffer of the distributed optimizer is padded to for each rank, so that
 every shard starts at 256 bytes (``param_and_grad_buffer.py``)."""
 BYTES_FP32 = 4

@@ -18,6 +18,7 @@ from shardwright.core.cluster import MAX_PLANNED
 from shardwright.core.document import to_kind
 from shardwright.core.errors import NoPlanError
 from shardwright.core.footprint import Estimate, Footprint
+from shardwright.core.llama import MAX_WORLD
 from shardwright.core.recording import Recording
 from shardwright.estimate.fit.search import Limits, Point
 from shardwright.estimate.with_tables import Paths, Recorded
@@ -29,7 +30,6 @@ from shardwright.job.job import (
     parallel_of,
 )
 from shardwright.job.model_of_job import is_planned
-from shardwright.job.parallel import MAX_WORLD
 from shardwright.planner.variation import changed
 from shardwright.report.wording import counted
 
@@ -55,7 +55,7 @@ class Variants:
         self._known: dict[bytes, Estimate] = {}
         begun = time.perf_counter()
         self.first = footprints(job)
-        self._keep(job, estimate_of(self.first), begun)
+        self._keep(msgspec.msgpack.encode(job), job, estimate_of(self.first), begun)
 
     @property
     def count(self) -> int:
@@ -75,11 +75,11 @@ class Variants:
             except NoPlanError:
                 most = (self.first.capacity or 0) + 1
                 found = Estimate(most, "", "no plan fits", most, most, "does not fit", {})
-            self._keep(job, found, begun)
+            self._keep(key, job, found, begun)
         return self._known[key]
 
-    def _keep(self, job: Job, estimate: Estimate, begun: float) -> None:
-        self._known[msgspec.msgpack.encode(job)] = estimate
+    def _keep(self, key: bytes, job: Job, estimate: Estimate, begun: float) -> None:
+        self._known[key] = estimate
         ranks = job.cluster.world_size or self.first.world_size
         self._progress(
             f"{counted(self.count, 'estimate')}; {job.batch.size} x {job.batch.sequence} on "

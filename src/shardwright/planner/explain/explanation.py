@@ -96,7 +96,7 @@ def same(where: str, stored: Any, found: Any) -> None:
 
 
 def rank_groups(what: str, values: Mapping[int, float], unit: str) -> list[RankGroup]:
-    """RankGroup with equal values, rounding apart, each value an input of a derivation."""
+    """Ranks with equal values, rounding apart, each value an input of a derivation."""
     groups: dict[float, list[int]] = {}
     for rank, value in values.items():
         key = value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")

@@ -260,7 +260,7 @@ def explain_reservation(subject: Subject) -> Iterator[Explanation]:
     """What is left for the plan of every memory, and the ledger of its fullest rank."""
     for record in subject.statistics.ledgers:
         yield _left(subject, record.tier)
-        yield _ledger(subject, record)
+        yield _ledger(record)
 
 
 def _left(subject: Subject, tier: Tier) -> Explanation:
@@ -319,7 +319,7 @@ def _inputs(subject: Subject, kind: str) -> Any:
     )
 
 
-def _ledger(subject: Subject, record: MemoryLedger) -> Explanation:
+def _ledger(record: MemoryLedger) -> Explanation:
     capacity = leaf(record.capacity, "capacity", "B", f"cluster.{record.tier}_cap")
     sources = {
         SET_ASIDE: WHERE,

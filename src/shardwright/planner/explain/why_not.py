@@ -322,8 +322,9 @@ def _option(choice: Choice, before: Option | None = None) -> str:
     run = option.runs[0]
     shards = f"{option.count} x " if option.count > 1 else ""
     cut = f"{shards}{run.rows:,} x {run.columns}"
-    changed = before is not None and before.compute_kernel != option.compute_kernel
-    was = f"; its kernel was {before.compute_kernel}" if before and changed else ""
+    was = ""
+    if before and before.compute_kernel != option.compute_kernel:
+        was = f"; its kernel was {before.compute_kernel}"
     return f"{option.sharding_type}, {option.compute_kernel}, {cut}{was}"
 
 

@@ -107,7 +107,7 @@ def price(
         # formulas on Python's ints.
         fast = [values.astype(np.float64) for values in exact]
         seconds = _seconds(context, scheme, _arrays(scheme, fast, c), mesh, c)
-        output = exact[2:][TableFacts._fields.index("output")]
+        output = TableFacts(*exact[2:]).output
         kept = _arrays(scheme, exact, c)
         storage = _storage(context, scheme, kept, output, mesh, batches)
         return costs(seconds, storage, len(output))

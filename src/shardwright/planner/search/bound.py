@@ -8,10 +8,10 @@ is found by bisection. The bound is the smallest T that its own bound does not e
 """
 
 # The bound is of every plan, so nothing in it may depend on where a search looked: an option with
-# a shard above T is ruled out by size, bytes by a price, and sums are rounded so that the bound
-# never is. ``explain`` derives it with the same functions on Amounts. The choices that attain it
-# are what a search starts from (``starts``), bent in a few ways: finer cuts, which even ranks out,
-# and higher prices of bytes, which leave room.
+# a shard above T is ruled out by size, bytes by a price, and sums are rounded down, so that the
+# bound is never too high. ``explain`` derives it with the same functions on Amounts. The choices
+# that attain it are what a search starts from (``starts``), bent in a few ways: finer cuts, which
+# even ranks out, and higher prices of bytes, which leave room.
 
 from __future__ import annotations
 

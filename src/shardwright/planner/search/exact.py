@@ -149,6 +149,7 @@ def _build(space: Space, useful: list[list[int]], scale: float) -> tuple[_Progra
             # Blocks on all ranks need no counts: the choice stands for all of them at once, and
             # their seconds and bytes are those of so many blocks.
             times = len(option.widths) if option.widths[0] == space.ranks else 1
+            assert option.blocks[0] is option.blocks[-1]  # else the proof would be of other blocks
             # Blocks of an option are alike, so how many lie at a slot is all there is to know. With
             # a variable of its own for each block every plan would be there once for each order of
             # the blocks, and the solver would search all of them.

@@ -27,8 +27,8 @@ from shardwright.planner.search.space import (
 )
 from shardwright.planner.search.state import MAX_RATIO, NEAR_SLOTS, SearchState
 
+ROUNDED_UP = 1 + 1e-9  # times, that rounding may take
 MANY_SLOTS = 4  # times as many as are looked at, for these to be looked at first
-SAME = 1 + 1e-9  # times what is as good
 SPARE_ROWS = 2  # blocks of a slot that are looked at first, above twice an even share
 
 # What ranks cost at their seconds and bytes.
@@ -123,7 +123,6 @@ def _cheapest(added: Floats, counts: Ints) -> tuple[Bools, Floats]:
     return cheaper | (alike & (alike.cumsum(axis=1) <= left[:, None])), last
 
 
-ROUNDED_UP = 1 + 1e-9  # times, that rounding may take
 Fallen = tuple[float, tuple[tuple[int, ...], ...]]  # seconds of the worst rank, and slots
 
 
@@ -223,7 +222,7 @@ def _nearest(
     if least + shortest >= MAX_RATIO * state.target:
         return None, np.inf
     added = state.time_cost(least + shortest) - state.time_cost(least)
-    return near, block.width * float(added[0]) * SAME
+    return near, block.width * float(added[0]) * ROUNDED_UP
 
 
 def _place(

@@ -218,7 +218,7 @@ def _ways(demands: _Demands) -> Ints | None:
 
 
 def _undominated(rows: Floats) -> Bools:
-    """OptionRows that no other row is nowhere above; of equal ones the first."""
+    """Rows that no other row is nowhere above; of equal ones the first."""
     no_worse: Bools = np.logical_and.reduce(rows[:, None] <= rows, axis=2)
     number = np.arange(len(rows))
     better = no_worse & (~no_worse.T | (number[:, None] < number))
@@ -309,6 +309,6 @@ def _split(option: ItemOption) -> tuple[Part, list[Part]]:
 
 
 def _kinds(rows: Floats) -> list[tuple[list[float], int]]:
-    """OptionRows that differ, in order, and how many there are of each."""
+    """Rows that differ, in order, and how many there are of each."""
     counts = Counter(map(tuple, rows.tolist()))
     return [([*row], counts[row]) for row in sorted(counts)]

@@ -1,11 +1,11 @@
 """A plan rank by rank: how seconds and bytes lie on the ranks, how unevenly by TorchRec's measures
 (1.9.2), where a step's seconds go, and what ranks wait for."""
 
-# Every function here is called twice: by ``statistics`` with the plan's numbers, a group for every
-# rank, and by ``explain`` with Amounts, a group for all ranks that have the same. So a statistic is
-# coded once, and its derivation cannot say anything else. ``plain`` is asked where a branch needs a
-# number; what is added keeps its order, for TorchRec's measures are held to its own to the last
-# digits.
+# What takes groups of ranks is called twice: by ``statistics`` with the plan's numbers, a group for
+# every rank, and by ``explain`` with Amounts, a group for all ranks that have the same. So a
+# statistic is coded once, and its derivation cannot say anything else. ``plain`` is asked where a
+# branch needs a number; what is added keeps its order, for TorchRec's measures are held to its own
+# to the last digits.
 
 from __future__ import annotations
 

@@ -169,17 +169,17 @@ def load_factor(plan: Plan, chosen: TablePlan, spec: TableSpec) -> tuple[float, 
     if chosen.compute_kernel not in CACHED_KERNELS:
         return None
     shared = plan.job.planner.estimator.cache_load_factor
-    names = ("cache_load_factor",)
+    name = "cache_load_factor"
     own, origin = chosen.cache_load_factor, f"tables.{spec.name}.cache.load_factor"
     if spec.cache is not None and own != spec.cache.load_factor:
         origin = "the search"
     if plan.job.planner.constants == "torchrec-1.9" and chosen.compute_kernel == "key_value":
-        own, names = None, ("kv_cache_load_factor",)
+        own, name = None, "kv_cache_load_factor"
     if own is not None:
         return own, origin
     if shared is not None:
         return shared, "planner.estimator.cache_load_factor"
-    return plan.cluster.constants[names[0]].value, f"constant {names[0]}"
+    return plan.cluster.constants[name].value, f"constant {name}"
 
 
 def kernel_statistics(held: Holdings) -> tuple[KernelStatistics, ...]:

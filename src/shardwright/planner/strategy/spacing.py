@@ -2,7 +2,8 @@
 
 # Tables come in an order that no job's listing changes (`Problem.order`): a search takes the first
 # of what is as good, so that with the job's own order two listings of the same tables would have
-# two plans. What rules a table out of a rank is said here, once; the search itself knows no rules.
+# two plans. What rules a table out of a rank is said here, once; the search knows it only as ranks
+# that are allowed and items that lie apart.
 
 from __future__ import annotations
 

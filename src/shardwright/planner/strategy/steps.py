@@ -329,8 +329,9 @@ class _StepSearch:
         """Whether less does not fit: what a rank keeps, alone or beside the activations, or the
         same placement with less of it at once."""
         # All of this is known without running the step, which takes most of the time of a search.
-        # Within one placement a larger footprint never has a lower peak: once one did not fit, the
-        # larger ones are not run.
+        # Within one placement a larger footprint is taken to have no lower peak: once one did not
+        # fit, the larger ones are not run. Where that is wrong an arrangement that fits is passed
+        # over.
         capacity = self.problem.decisive_capacity
         if max(arrangement.kept, arrangement.at_rest + self.activations) > capacity:
             return True

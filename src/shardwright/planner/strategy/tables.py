@@ -14,6 +14,7 @@ from shardwright.planner.choices import offers_slow
 from shardwright.planner.draft import Found, TablesDraft
 from shardwright.planner.options import USUAL_MIN_PARTITION
 from shardwright.planner.problem import Problem, make_problem
+from shardwright.planner.search import exact
 from shardwright.planner.search.bound import Relaxed, lower_bound, relaxed, starts, table
 from shardwright.planner.search.polish import MAX_ITEMS
 from shardwright.planner.search.search import SearchOutcome, search
@@ -27,7 +28,7 @@ from shardwright.planner.strategy.spacing import (
     with_close_columns,
 )
 
-SAME_BOUND = 1e-12
+ROUNDING = 1e-12
 DEFAULT_SECONDS, LEAST_SECONDS = 60.0, 0.1  # of an exact search
 WIDE_GAP, WIDE_GAP_OF_MANY = 0.01, 0.02  # above the bound (of many tables), where a rank is
 NEARLY_FULL = 0.8  # of its HBM: other kernels may help though all ranks together have room
@@ -129,7 +130,7 @@ def _is_short(space: Space, known: Relaxed) -> bool:
     """
     options, bound = known
     roomy = lower_bound(space, options, roomy=True)
-    return bound.seconds > roomy.seconds * (1 + SAME_BOUND)
+    return bound.seconds > roomy.seconds * (1 + ROUNDING)
 
 
 def _again(before: Space, space: Space, options: Sequence[int]) -> tuple[int, ...]:
@@ -165,8 +166,6 @@ def _narrow(space: Space) -> Callable[[Item, ItemOption], bool]:
 def search_exactly(job: Job, model: ModelSpec, watch: Watch) -> Found:
     """The proven optimum, or the best of the time limit (60 s if none is given): the bounded search
     first, then HiGHS on top of it."""
-    from shardwright.planner.search import exact  # scipy, which no other search needs
-
     problem = make_problem(job, model, slow=True)
     space = space_of(problem, problem.tables, problem.capacity)
     # The solver alone may find nothing in its time. From a plan it has a ceiling, which cuts off

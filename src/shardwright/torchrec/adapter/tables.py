@@ -312,7 +312,7 @@ def limited(table: TorchRecTable, hardware: Hardware, *, lean: bool) -> TableSpe
         types = [t for t in types if not _covered(t, types, spec, hardware)]
     kernels = _kernels(table, types, hardware)
     if not types or not kernels:
-        raise InputError(_nothing_left(table, hardware, types, kernels))
+        raise InputError(_nothing_left(table, hardware))
     changed: dict[str, Any] = {"sharding_types": tuple(types)}
     if spec.compute_kernels or set(kernels) != set(KERNELS[hardware.device]):
         changed["compute_kernels"] = kernels
@@ -374,12 +374,7 @@ def _kernels(
     return tuple(k for k in known if k in offered and (k in named or not named))
 
 
-def _nothing_left(
-    table: TorchRecTable,
-    hardware: Hardware,
-    types: list[ShardingType],
-    kernels: tuple[ComputeKernel, ...],
-) -> str:
+def _nothing_left(table: TorchRecTable, hardware: Hardware) -> str:
     spec = table.spec
     kind = "pooled" if spec.pooled else "sequence"
     named = [*(spec.sharding_types or ("any type",)), *(spec.compute_kernels or ("any kernel",))]

@@ -1,8 +1,9 @@
-"""RMSNorm as CUDA's fused kernel does it: ``aten::_fused_rms_norm``, which the CPU takes apart.
+"""Functions as CUDA's kernels do them: fused RMSNorm, Liger's cross-entropy, and attention by the
+kernel that CUDA would choose."""
 
-torch registers that operator for accelerators only, so it is made again here under the same name in
-our namespace. It computes what it should, so that a trace and a real run agree in values too.
-"""
+# ``aten::_fused_rms_norm``, which the CPU takes apart, is registered by torch for accelerators
+# only, so it is made again here under the same name in our namespace. It computes what it should,
+# so that a trace and a real run agree in values too.
 
 from __future__ import annotations
 

@@ -212,8 +212,3 @@ def table() -> str:
     ]
     lines = [HEADER, tuple("---" for _ in HEADER), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def cublas_workspace(hopper: bool) -> int:
-    """Bytes of the cuBLAS workspaces of a training process, inside torch's allocator."""
-    return CUBLAS_HANDLES * (CUBLAS_HOPPER if hopper else CUBLAS_OTHER)

@@ -34,6 +34,7 @@ from shardwright.runtime.embeddings.routing import GroupRouting
 from shardwright.runtime.embeddings.store import Store
 from shardwright.runtime.embeddings.update import Looked
 from shardwright.runtime.probe import Probe
+from shardwright.train.room import GROUPS
 
 FLOAT = 4
 BUFFERS = tuple(2**k for k in (12, 14, 16, 18, 20, 22, 24, 25))  # 4 KiB to 32 MiB
@@ -202,10 +203,7 @@ class Bench:
 # ---- what is timed -------------------------------------------------------------------------------
 
 
-_LIMITS = (  # of a control group, by version
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
+_LIMITS = tuple(Path(limit) for limit, _ in GROUPS)
 
 
 def host_bytes(limits: tuple[Path, ...] = _LIMITS) -> int:

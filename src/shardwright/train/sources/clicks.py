@@ -131,13 +131,11 @@ class Clicks:
     def model(self, device: torch.device) -> nn.Module:
         """DLRM with its index buffers in place."""
         from shardwright.models.dlrm import DLRM
+        from shardwright.runtime.sharded_module import move_buffers
 
+        # Parameters stay on the meta device until apply makes what this rank keeps.
         model = DLRM(self.job, device="meta")
-        # Buffers are not in the plan, so nobody else moves them from the meta device; parameters
-        # stay there until apply makes what this rank keeps.
-        for part in model.modules():
-            for name, buffer in list(part.named_buffers(recurse=False)):
-                setattr(part, name, buffer.to(device))
+        move_buffers(model, device)
         return model
 
     def batches(

@@ -44,6 +44,7 @@ from shardwright.estimate.own_model import (
 from shardwright.job.job import Job
 from shardwright.runtime.deferred_init import Deferred, NotDeferredError
 from shardwright.runtime.noted import NotedPlace
+from shardwright.runtime.sharded_module import move_buffers
 from shardwright.trace.checks import first_line
 from shardwright.train.resuming import skip
 
@@ -128,9 +129,7 @@ class OwnTask:
         check_call(self.built)
         if not self.is_empty:
             return self.built.module.to(device)
-        for part in self.built.module.modules():
-            for name, buffer in part._buffers.items():
-                part._buffers[name] = None if buffer is None else buffer.to(device)
+        move_buffers(self.built.module, device)
         return self.built.module
 
     def batches(
