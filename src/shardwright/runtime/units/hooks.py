@@ -47,6 +47,9 @@ class UnitHooks:
     What is ``early`` is there before the forward begins. Of buckets that are gathered ahead those
     are not whose parameters are used by forwards of the modules that own them, as the first
     forward shows: they are there when such a module begins.
+
+    Which modules run, and in which order, may differ from rank to rank. The order of gathers may
+    not, so a bucket comes with all that lie before it, and the last ones when the forward is over.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -95,12 +98,25 @@ class UnitHooks:
         refused = [error for unit in self.units if (error := unit.unwatch())]
         if refused:
             raise refused[0]
+        if last and self.early is not self.units:
+            self.need(self.units)
         if last and self.early is self.units and self.owners and torch.is_grad_enabled():
             # An owner that did not run has parameters that somebody else reads, as F.linear(x,
             # other.weight) does. No hook tells when that is, so the buckets of these stay early.
             idle = [s for owner in self.owners if not owner.ran for s in owner.units]
             owned = [s for owner in self.owners for s in owner.units]
-            self.early = tuple(s for s in self.units if s in idle or s not in owned)
+            early = (i for i, s in enumerate(self.units) if s in idle or s not in owned)
+            self.early = self.units[min(early, default=len(self.units)) :]
+
+    def need(self, buckets: Sequence[Unit]) -> None:
+        """``buckets`` are there, and all that lie before them (as a forward comes to them)."""
+        missing = [i for i, s in enumerate(self.units) if s.state is not UNSHARDED and s in buckets]
+        for unit in reversed(self.units[min(missing, default=len(self.units)) :]):
+            if unit.state is not UNSHARDED:
+                unit.flow.need(unit, "backward" if in_backward() else "forward")
+                unit.check()
+                if self.is_running:
+                    unit.writes.watch()
 
     def fail(self, *, recomputed: bool) -> None:
         """The forward raised."""
@@ -205,14 +221,11 @@ class _Owner:
     @outside_graphs
     def __call__(self, module: nn.Module, arguments: Any) -> None:
         self.ran = True
+        # Also in a backward: what a checkpoint around the whole unit runs again is before it.
         for unit in self.units:
-            # What is recomputed inside of the unit finds the buckets there, for its backward has
-            # entered the unit before.
-            if unit.state is not UNSHARDED and not in_backward():
-                unit.flow.need(unit, "forward")
-                if self.hooks.is_running:
-                    unit.check()
-                    unit.writes.watch()
+            if unit.state is not UNSHARDED:
+                self.hooks.need(self.units)
+                return
 
 
 class _Before:
