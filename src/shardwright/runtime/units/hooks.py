@@ -335,8 +335,8 @@ class _After:
         recomputed = in_backward()
         # Also after an exception: a container of the caller's must not keep tensors of this graph.
         _restore(self.hooks.replaced)
-        # Torch calls with None where the forward raised; one may also return it, with tensors left in
-        # attributes.
+        # Torch calls with None where the forward raised; one may also return it, with tensors left
+        # in attributes.
         handled, self.hooks.handled = self.hooks.handled, None
         if output is None and sys.exception() is not handled:
             self.hooks.fail(recomputed=recomputed)
