@@ -101,13 +101,14 @@ class UnitHooks:
             raise refused[0]
         if last and self.early is not self.units:
             self.need(self.units)
-        if last and self.early is self.units and self.owners and torch.is_grad_enabled():
+        if last and self.owners and torch.is_grad_enabled():
             # An owner that did not run has parameters that somebody else reads, as F.linear(x,
             # other.weight) does. No hook tells when that is, so the buckets of these stay early.
             idle = [s for owner in self.owners if not owner.ran for s in owner.units]
             owned = [s for owner in self.owners for s in owner.units]
             early = (i for i, s in enumerate(self.units) if s in idle or s not in owned)
             self.early = self.units[min(early, default=len(self.units)) :]
+            self.owners.clear()  # for it is asked once
 
     def need(self, buckets: Sequence[Unit]) -> None:
         """``buckets`` are there, and all that lie before them (as a forward comes to them)."""
