@@ -1,7 +1,8 @@
-"""``diff``, ``report`` and ``compare``: what reads plans and the folders of runs."""
+"""``diff``, ``report``, ``compare``: what reads plans and folders of runs; what a run has there."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from shardwright.core.measurement import Curve, Measurement, write_measurement
 from shardwright.core.timeline import PEAK, Event, decode, encode
-from shardwright.job.plan import read_plan
+from shardwright.job.plan import read_plan, sealed
+from shardwright.train.session import prepare
 
 
 @pytest.fixture
@@ -171,3 +173,16 @@ def test_a_measurement_of_another_version_is_refused(call: Any, run_folder: Path
     path = run_folder / "measured.json"
     path.write_text(path.read_text().replace("measurement/1", "measurement/7"))
     call("compare", run_folder).refuses(2, "measured.json", "'shardwright.measurement/7'")
+
+
+def test_a_folders_own_plan_is_left_alone_unless_an_option_changes_it(
+    plan: Path, tmp_path: Path
+) -> None:
+    before, given = plan.read_bytes(), read_plan(plan)
+    prepare(given, tmp_path, io.StringIO(), plan)
+    assert plan.read_bytes() == before
+    train = msgspec.structs.replace(given.job.train, forward="parallel")
+    job = msgspec.structs.replace(given.job, train=train)
+    changed = sealed(msgspec.structs.replace(given, job=job))
+    prepare(changed, tmp_path, io.StringIO(), plan)
+    assert read_plan(plan) == changed

@@ -150,7 +150,9 @@ def test_what_happens_in_no_unit_belongs_to_the_root_that_is_around_them() -> No
 
 
 def test_units_of_a_deep_model_have_names_and_tensors_of_their_own() -> None:
-    every = layers(9)
+    every = [
+        msgspec.structs.replace(each, checkpointed=(f"{each.name}.part",)) for each in layers(9)
+    ]
     few = [every[0], every[1], every[8]]
     series = Series("layers", tuple(u.name for u in every), tuple(u.name for u in few))
     short = chain(few)
@@ -182,6 +184,10 @@ TAKEN = Touch("take", 1, 4)
         (
             _takes_and_frees(TAKEN, Touch("free", 1, 5)),
             "recording: piece 1: expected a storage of 5 B that is there, got storage 1.",
+        ),
+        (
+            _takes_and_frees(TAKEN, TAKEN),
+            "recording: piece 1: expected a storage that is not there, got storage 1.",
         ),
         (
             _takes_and_frees(TAKEN, Touch("gradient", 1, 4, name="b.w")),

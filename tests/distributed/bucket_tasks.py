@@ -232,6 +232,92 @@ def odd_model(mesh: DeviceMesh, way: str, saves: str) -> float:
     return worst
 
 
+class Branches(nn.Module):
+    """Layers that a forward runs in the order it is told, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(5, 5) for name in "abc"})
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, order: str) -> torch.Tensor:
+        for name in order:
+            x = self.layers[name](x).tanh()
+        return self.head(x)
+
+
+@functools.cache
+def branches() -> Branches:
+    torch.manual_seed(4)
+    return Branches()
+
+
+ORDERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of every step, those of the ranks in turn
+    "all skip": (("abc",), ("ac",), ("abc",)),
+    "one skips later": (("abc",), ("abc", "ac"), ("abc",)),
+    "one skips at first": (("abc", "ac"), ("abc", "c"), ("abc",)),
+    "another order": (("abc",), ("abc", "cba", "b"), ("abc",)),
+}
+
+
+def branching(mesh: DeviceMesh, way: str, orders: str, size: int = 1) -> float:
+    """Weights where steps run other modules, on some ranks or all; looks in between do as well."""
+    rank, worst = mesh.get_local_rank(), 0.0
+    model, true = copy.deepcopy(branches()), copy.deepcopy(branches())
+    sw.fully_shard_flat(model, mesh, bucket_size=size, **WAYS[way])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, true)]
+    for step, ranks in enumerate(ORDERS[orders]):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for each in range(mesh.size()):
+            x, order = five(each, step), ranks[each % len(ranks)]
+            (true(x, order).square().mean() / mesh.size()).backward()
+            if each == rank:
+                model(x, order).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            x, order = five(9, step), ("abc", "a", "b")[rank % 3]
+            worst = max(worst, (model(x, order) - true(x, order)).abs().max().item())
+        worst = max(worst, apart(model, true.state_dict()))
+    return worst
+
+
+def five(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 5, generator=generator, requires_grad=True)
+
+
+def saved_as_a_whole(mesh: DeviceMesh, way: str) -> float:
+    """Weights where a checkpoint runs the whole model again."""
+    model, true = copy.deepcopy(branches()), copy.deepcopy(branches())
+    sw.fully_shard_flat(model, mesh, bucket_size=1, **WAYS[way])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, true)]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for each in range(mesh.size()):
+            (true(five(each, step), "abc").square().mean() / mesh.size()).backward()
+        x = five(mesh.get_local_rank(), step)
+        checkpoint(model, x, "abc", use_reentrant=True).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return apart(model, true.state_dict())
+
+
+def updated_before_its_backward(mesh: DeviceMesh, way: str, unshards: bool) -> str:
+    """What is said where an optimizer steps between a forward and its backward."""
+    model = copy.deepcopy(branches())
+    sw.fully_shard_flat(model, mesh, bucket_size=1, **WAYS[way])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for unit in units_in(model):
+        unit.unshard_in_backward = unshards
+    model(five(0, 0), "abc").sum().backward()
+    loss = model(five(0, 1), "abc").sum()
+    optimizer.step()
+    return said(loss.backward)
+
+
 def copies(mesh: DeviceMesh) -> Any:
     """A copy trains alone; a state goes into a model without buckets; moved, it trains on."""
     model = net()

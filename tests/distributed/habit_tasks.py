@@ -551,6 +551,30 @@ def an_auxiliary_loss_alone(world: World) -> Found:
     return grads(model)
 
 
+def an_auxiliary_loss_of_the_last_of_three_modules_of_a_unit(world: World) -> Found:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Stashing(8, 8) for _ in "abc")).double()
+    world.unit(list(model))
+    model(world.inputs())
+    model[2].auxiliary.backward()
+    return grads(model)
+
+
+class _Keeping(nn.Linear):
+    def forward(self, x: torch.Tensor) -> None:
+        self.loss = super().forward(x).square().mean()
+
+
+def a_loss_kept_by_a_forward_that_returns_nothing(world: World) -> Found:
+    torch.manual_seed(0)
+    model = _Keeping(8, 4).double()
+    world.unit(model)
+    for number in range(3):
+        model(world.inputs(number))
+        model.loss.backward()
+    return grads(model)
+
+
 def gradients_by_torch_func(world: World) -> Found:
     model = world.shard(net())
 

@@ -116,6 +116,37 @@ def test_parameters_may_be_used_elsewhere_and_by_some_ranks(
         assert apart <= TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("ranks", "way", "orders"),
+    [
+        *((2, "zero2 ahead", orders) for orders in tasks.ORDERS),
+        (3, "zero1 ahead", "another order"),
+        (3, "zero2 rows ahead", "one skips at first"),
+        (1, "zero2 ahead", "all skip"),
+        (2, "ddp ahead", "another order"),
+    ],
+)
+def test_modules_may_run_in_another_order_or_not_at_all(
+    pool: Pool, ranks: int, way: str, orders: str
+) -> None:
+    assert max(pool.run(ranks, tasks.branching, way=way, orders=orders)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("ranks", "way"), [(2, "zero2 ahead"), (3, "ddp ahead")])
+def test_a_checkpoint_may_be_around_the_whole_model(pool: Pool, ranks: int, way: str) -> None:
+    assert max(pool.run(ranks, tasks.saved_as_a_whole, way=way)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("unshards", [True, False])
+@pytest.mark.parametrize("way", ["ddp", "zero2 ahead"])
+def test_weights_that_change_before_their_backward_are_refused(
+    pool: Pool, way: str, unshards: bool
+) -> None:
+    given = {"way": way, "unshards": unshards}
+    for found in pool.run(2, tasks.updated_before_its_backward, **given):
+        assert "expected the weights of its forward" in found
+
+
 def test_buckets_are_copied_saved_and_moved(pool: Pool) -> None:
     for found in pool.run(2, tasks.copies):
         assert found == (True, True, True, {1}, [])

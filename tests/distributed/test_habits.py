@@ -39,6 +39,8 @@ FSDP2_DIFFERS = {  # torch 2.13: wrong, silent, or refused
     *("weights_change_between_the_passes", "weights_drawn_by_init"),
     *("weights_swapped_for_their_average", "the_methods_of_fsdp2"),
     *("the_roots_weights_change_between_the_passes",),
+    "an_auxiliary_loss_of_the_last_of_three_modules_of_a_unit",
+    "a_loss_kept_by_a_forward_that_returns_nothing",
 }
 
 
@@ -76,6 +78,8 @@ QUICK = (  # what says no, and one habit of every kind
     *("torchs_clipping_over_flat_tensors", "full_optimizer_state_by_torchs_calls"),
     *("another_order_every_step", "accumulation_by_the_module", "from_the_meta_device"),
     *("copied_and_trained_apart", "complex_parameters", "tied_after_sharding"),
+    "an_auxiliary_loss_of_the_last_of_three_modules_of_a_unit",
+    "a_loss_kept_by_a_forward_that_returns_nothing",
 )
 EACH = list(HABITS)
 REST = [habit for habit in EACH if habit not in QUICK]

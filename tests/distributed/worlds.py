@@ -33,8 +33,8 @@ class World:
         every = [_draw(rank, step, width) for rank in range(self.size)]
         return torch.cat(every) if self.way == "alone" else every[self.rank]
 
-    def unit(self, module: nn.Module, half: bool = False) -> None:
-        """Shard one module."""
+    def unit(self, module: Any, half: bool = False) -> None:
+        """Shard one module, or several as one unit."""
         options: dict[str, Any] = {}
         if self.ours:
             if self.way == "owned":

@@ -66,6 +66,18 @@ def test_a_storage_resized_to_nothing_is_freed_and_taken_again_when_it_is_back()
     assert len({touch.slot for touch in recorder.touches}) == 1
 
 
+def test_a_storage_that_grows_has_both_blocks_for_a_moment() -> None:
+    recorder, x = Recorder(), torch.ones(4)
+    with recorder:
+        y = x * 2
+        y.resize_(8)
+        assert seen(recorder) == [("take", FOUR), ("take", 2 * FOUR), ("free", FOUR)]
+        y.resize_(4)  # which keeps the block
+        del y
+        assert seen(recorder)[3:] == [("free", 2 * FOUR)]
+    assert [touch.slot for touch in recorder.touches] == [0, 1, 0, 1]
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()

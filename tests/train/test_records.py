@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from shardwright.core.measurement import MOST_KERNELS, Awaited, Meeting, RankProfile, by_phase
-from shardwright.train.records import OTHERS, stages_of, waiting
+from shardwright.core.measurement import (
+    MOST_KERNELS,
+    Awaited,
+    Meeting,
+    RankProfile,
+    Record,
+    by_phase,
+)
+from shardwright.estimate.recordings import plan
+from shardwright.job.job import parse_job
+from shardwright.train.records import OTHERS, merge, stages_of, waiting
 
 
 def meeting(number: int, arrived: float, ended: float, began: float | None = None) -> Meeting:
@@ -76,3 +86,25 @@ def test_kernels_past_the_most_are_one_line() -> None:
     last = stage.kernels[-1]
     assert (last.name, last.calls, last.seconds) == (OTHERS, 3, 6.0)
     assert sum(kernel.share for kernel in stage.kernels) == pytest.approx(1)
+
+
+def test_profiled_steps_at_the_end_count_as_steps() -> None:
+    tables = [{"name": "t", "rows": 100, "dim": 8}]
+    made = plan(parse_job({"model": {"bottom": [8], "top": [4, 1]}, "tables": tables}))
+    losses = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+    own = Record(
+        schema="shardwright.record/1",
+        plan_fingerprint=made.fingerprint,
+        rank=0,
+        events=(),
+        losses=losses,
+        seconds_per_step=0.1,
+        memory_steps=(3, 4, 5),
+        time_steps=(2, 3, 4, 5),  # for 6, 7 and 8 were slowed
+        bad_rows=0,
+        versions={},
+        machine={},
+    )
+    found = merge(made, [own, msgspec.structs.replace(own, rank=1)])
+    assert found.steps == 8
+    assert found.curve.loss == losses

@@ -215,6 +215,10 @@ def check_recording(recording: Recording) -> None:
             _one_of(f"{where}: unit", piece.unit, units)
         for touch in piece.touches:
             if touch.what == "take":
+                if touch.slot in held:
+                    raise InputError(
+                        expected(where, "a storage that is not there", f"storage {touch.slot}")
+                    )
                 held[touch.slot] = touch.nbytes
             elif held.get(touch.slot) != touch.nbytes or (touch.what, touch.slot) in gradients:
                 wanted = f"a storage of {touch.nbytes} B that is there"
@@ -320,8 +324,11 @@ class BlockNames:
             return new + path[len(old) :]
 
         tensors = tuple(TensorSpec(renamed(t.fqn), t.shape, t.dtype) for t in unit.tensors)
-        modules, frozen = (tuple(map(renamed, names)) for names in (unit.modules, unit.frozen))
-        return RecordedUnit(name, tensors, unit.series, modules, frozen, unit.checkpointing)
+        lists = (unit.modules, unit.frozen, unit.checkpointed or ())
+        modules, frozen, parts = (tuple(map(renamed, names)) for names in lists)
+        return RecordedUnit(
+            name, tensors, unit.series, modules, frozen, unit.checkpointing, parts or UNSET
+        )
 
     def is_middle(self, unit: str) -> bool:
         """Whether a recorded unit is of the blocks that stand for several."""

@@ -22,7 +22,7 @@ import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import msgspec
@@ -81,6 +81,7 @@ class Recorder(Follower):
         self.latest: tuple[Point, str] = ("begin", "")  # mark
         self._backward = False
         self._slots: dict[Holding, int] = {}
+        self._numbers = count()
         self._fresh: dict[Holding, int] = {}  # where in ``touches`` it was taken
         self._gradients: set[Holding] = set()
 
@@ -187,10 +188,13 @@ class Recorder(Follower):
             self._free(held, before)
         if is_new or (size and before != size):
             held.kind = self._kind()
-            self._fresh[held] = len(self.touches)
-            slot = self._slots.setdefault(held, len(self._slots))
-            name = operator_name(held.operation)
-            self.touches.append(Touch("take", slot, size, held.kind, name, self.module))
+            if is_new or before:
+                self._slots[held] = next(self._numbers)
+            slot, name = self._slots[held], operator_name(held.operation)
+            # Torch copies from the old block to the new one, so it comes before the old one goes.
+            place = len(self.touches) - bool(before)
+            self._fresh[held] = place
+            self.touches.insert(place, Touch("take", slot, size, held.kind, name, self.module))
 
     def free(self, held: Holding) -> None:
         """A storage is gone."""

@@ -81,9 +81,13 @@ class Log:
 
     def resize(self, held: Holding, size: int, module: str | None) -> None:
         """A storage has ``size`` bytes from now on."""
-        change, held.size = size - held.size, size
-        if change:
-            self.entries.append((held, change, module))
+        before, held.size = held.size, size
+        if before == size:
+            return
+        # Torch takes memory of the new size and copies, before it frees the old one.
+        self.entries.append((held, size or -before, module))
+        if before and size:
+            self.entries.append((held, -before, None))
 
     def go(self, held: Holding) -> None:
         """A storage is freed; any thread may say so."""

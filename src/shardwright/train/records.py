@@ -50,7 +50,8 @@ def merge(
 ) -> Measurement:
     """One measurement from every rank's record, in their order."""
     first = records[0]
-    steps = max((*first.memory_steps, *first.time_steps), default=len(first.losses))
+    # Counted by losses, too: steps that were profiled are in neither of the others.
+    steps = max(*first.memory_steps, *first.time_steps, len(first.losses), 0)
     # A step of the run takes as long as on its slowest rank, so throughput follows from that one.
     slowest = max(record.seconds_per_step for record in records)
     samples = plan.job.batch.size * plan.world_size

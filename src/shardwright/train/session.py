@@ -25,7 +25,7 @@ from shardwright.core.measurement import (
     write_measurement,
 )
 from shardwright.job.job import Job, checkpoint_folder, named_files, run_in
-from shardwright.job.plan import Plan, write_plan
+from shardwright.job.plan import Plan, read_plan, write_plan
 from shardwright.job.train import CheckpointSection
 from shardwright.launcher.ending import RunOutcome
 from shardwright.launcher.folder import (
@@ -155,9 +155,12 @@ def prepare(plan: Plan, folder: Path, stream: TextIO, given: Path | None = None)
         path.unlink(missing_ok=True)
     if stale:
         print(f"replacing the results of an earlier run in {folder}", file=stream, flush=True)
-    # A run from the folder's own plan.json leaves it alone, to the byte: it is the input.
-    if given is None or not same_file(given, plan_file(folder)):
-        write_plan(plan, plan_file(folder))
+    # A run from the folder's own plan.json leaves it alone, to the byte: it is the input. With
+    # options that change the plan (--forward) ranks would read the old one there, and their records
+    # be of another plan.
+    own = plan_file(folder)
+    if not (given and same_file(given, own) and read_plan(own).fingerprint == plan.fingerprint):
+        write_plan(plan, own)
 
 
 def collect(

@@ -287,3 +287,12 @@ def test_of_many_ranks_the_least_busy_ones_are_looked_at_first(
     few = found()
     monkeypatch.setattr("shardwright.planner.search.state.NEAR_SLOTS", ranks)
     assert few == pytest.approx(found(), rel=1e-9)
+
+
+def test_of_ranks_that_are_equally_busy_the_first_are_idle(many_ranks: ManyRanks) -> None:
+    state = SearchState(many_ranks("table_wise", 4096, 4), 1.0)
+    state.load[:] = np.arange(4096) % 5 + 1.0
+    state.load[7] = 0.5
+    idle, others = state.idle
+    assert idle.tolist() == [0, 5, 7, *range(10, 155, 5)]
+    assert others == 1.0

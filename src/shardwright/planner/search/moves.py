@@ -18,9 +18,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.planner.search.placing import least_first
 from shardwright.planner.search.space import Floats, Ints, OptionBlock
-from shardwright.planner.search.state import MANY_RANKS, MAX_RATIO, NEAR_SLOTS, SearchState
+from shardwright.planner.search.state import (
+    MANY_RANKS,
+    MAX_RATIO,
+    NEAR_SLOTS,
+    SearchState,
+    least_first,
+)
 
 SWAP_PARTNERS = 64  # ranks of lowest cost whose blocks are looked at
 EPSILON = 1e-12
@@ -320,9 +325,9 @@ def host_relocation(state: SearchState, rank: int, costs: Floats) -> Move | None
     # all are looked at.
     if len(hosts) >= MANY_HOSTS and not space.constrained:  # most are too busy
         busy = state.load.reshape(-1, width).sum(axis=1)[hosts] / width
-        order = np.argpartition(busy, NEAR_SLOTS)
-        near, least = hosts[np.sort(order[:NEAR_SLOTS])], float(busy[order[NEAR_SLOTS]])
-        move, others_change = _host_relocation(state, home, costs, near, found, least)
+        near = least_first(busy, NEAR_SLOTS)
+        least = float(np.delete(busy, near).min())
+        move, others_change = _host_relocation(state, home, costs, hosts[near], found, least)
         if move.change <= others_change:
             return move
     return _host_relocation(state, home, costs, hosts, found)[0]

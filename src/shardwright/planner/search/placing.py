@@ -25,7 +25,7 @@ from shardwright.planner.search.space import (
     OptionBlock,
     Space,
 )
-from shardwright.planner.search.state import MAX_RATIO, NEAR_SLOTS, SearchState
+from shardwright.planner.search.state import MAX_RATIO, NEAR_SLOTS, SearchState, least_first
 
 ROUNDED_UP = 1 + 1e-9  # times, that rounding may take
 MANY_SLOTS = 4  # times as many as are looked at, for these to be looked at first
@@ -406,15 +406,3 @@ def _make_room(state: SearchState, item: int) -> None:
         state.drop(other)
     for one in (item, *others):
         _put_anywhere(state, one)
-
-
-def least_first(values: Floats, count: int) -> Ints:
-    """The places of the ``count`` least values, in order; of equal ones the first."""
-    if count == 1:
-        return np.array([values.argmin()])
-    # Not argpartition: of equal values it returns any, which may differ between versions of numpy
-    # and between machines, and plans are compared byte for byte.
-    last = np.partition(values, count - 1)[count - 1]
-    near = values < last
-    near[np.flatnonzero(values == last)[: count - int(near.sum())]] = True
-    return np.flatnonzero(near)

@@ -27,7 +27,7 @@ import numpy as np
 from shardwright.planner.search import moves
 from shardwright.planner.search.bound import TINY, Bound, OptionTable, Relaxed, starts
 from shardwright.planner.search.bound import relaxed as relax
-from shardwright.planner.search.placing import least_first, longest_first, placed
+from shardwright.planner.search.placing import longest_first, placed
 from shardwright.planner.search.polish import (
     MAX_ANNEALED,
     MAX_ITEMS,
@@ -40,7 +40,7 @@ from shardwright.planner.search.polish import (
 from shardwright.planner.search.proof import ProofFacts, facts_of, prove
 from shardwright.planner.search.reoption import reoption_and_relocate, reoption_best
 from shardwright.planner.search.space import Assignment, Ints, Space
-from shardwright.planner.search.state import SearchState, restored
+from shardwright.planner.search.state import SearchState, least_first, restored
 from shardwright.planner.search.watch import Watch
 
 POWERS = (8.0, 16.0, 64.0)  # powers of two

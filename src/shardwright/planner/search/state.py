@@ -187,8 +187,8 @@ class SearchState:
         """The ranks that are least busy, and what any other one takes at least."""
         known = self._known
         if known.idle is None:
-            order = np.argpartition(self.load, NEAR_SLOTS)
-            known.idle = np.sort(order[:NEAR_SLOTS]), float(self.load[order[NEAR_SLOTS]])
+            near = least_first(self.load, NEAR_SLOTS)
+            known.idle = near, float(np.delete(self.load, near).min())
         return known.idle
 
     def bare(self, item: int) -> tuple[Floats, Floats]:
@@ -344,3 +344,15 @@ def restored(space: Space, target: float, power: float, found: Assignment) -> Se
     for item, (option, slots) in enumerate(zip(found.options, found.slots, strict=True)):
         state.put(item, option, slots)
     return state
+
+
+def least_first(values: Floats, count: int) -> Ints:
+    """The places of the ``count`` least values, in order; of equal ones the first."""
+    if count == 1:
+        return np.array([values.argmin()])
+    # Not argpartition: of equal values it returns any, which may differ between versions of numpy
+    # and between machines, and plans are compared byte for byte.
+    last = np.partition(values, count - 1)[count - 1]
+    near = values < last
+    near[np.flatnonzero(values == last)[: count - int(near.sum())]] = True
+    return np.flatnonzero(near)

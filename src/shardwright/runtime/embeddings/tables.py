@@ -430,6 +430,8 @@ class ShardedTables(LookupModule):
     def _no_step_since_update(self) -> bool:
         """Whether rows were updated in a backward without a guard, and no optimizer has stepped
         since, which would have changed weights of the units beside."""
+        # Whoever else writes such weights in between is taken for one: versions do not tell who it
+        # was, nor whether all are done, for of several optimizers each changes some.
         return self._updated is not None and self._updated == self._weights_of_units()
 
     def _weights_of_units(self) -> list[int]:

@@ -393,7 +393,9 @@ class Flow(UnitFlow):
         arrivals = self._arrivals.get(unit.key)
         # Of a replicated unit nothing is gathered, so ``need`` would not find this out; nor does
         # autograd, for the shard that an optimizer writes has another version counter.
-        if unit.keeps_whole and arrivals is None and unit.writes.is_changed:
+        # A bucket that is there was entered before, and may have been updated in this backward.
+        entered = arrivals is not None and unit.is_present
+        if unit.keeps_whole and not entered and unit.writes.is_changed:
             raise _changed(unit.name)
         if unit.unshard_in_backward:  # also for a forward that a checkpoint runs again inside
             self.need(unit, "backward")

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ from shardwright.runtime.units.unit import UNSHARDED, Unit
 from shardwright.tracker.private import in_backward, own_parameters
 from shardwright.tracker.tensors import map_tensors
 
-LOOKS = 2  # forwards of a unit whose modules are looked through for stashed tensors
+LOOKS = 2  # forwards of each of a unit's modules that are looked through for stashed tensors
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # what every module has
 
@@ -47,6 +48,9 @@ class UnitHooks:
     What is ``early`` is there before the forward begins. Of buckets that are gathered ahead those
     are not whose parameters are used by forwards of the modules that own them, as the first
     forward shows: they are there when such a module begins.
+
+    Which modules run, and in which order, may differ from rank to rank. The order of gathers may
+    not, so a bucket comes with all that lie before it, and the last ones when the forward is over.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -57,9 +61,9 @@ class UnitHooks:
         self.early = self.units
         self.owners: list[_Owner] = []
         self.is_running = False  # a forward of one of its modules
+        self.handled: BaseException | None = None  # by whoever called it
         self.anchor = torch.empty(0, requires_grad=True)  # a leaf of every graph of the unit
         self.replaced: Replaced = []  # in callers' containers, during a forward
-        self._looks = LOOKS
         self._stashes: dict[tuple[int, str], dict[str, Any]] = {}
 
     def register(self, modules: Sequence[nn.Module]) -> None:
@@ -95,12 +99,26 @@ class UnitHooks:
         refused = [error for unit in self.units if (error := unit.unwatch())]
         if refused:
             raise refused[0]
-        if last and self.early is self.units and self.owners and torch.is_grad_enabled():
+        if last and self.early is not self.units:
+            self.need(self.units)
+        if last and self.owners and torch.is_grad_enabled():
             # An owner that did not run has parameters that somebody else reads, as F.linear(x,
             # other.weight) does. No hook tells when that is, so the buckets of these stay early.
             idle = [s for owner in self.owners if not owner.ran for s in owner.units]
             owned = [s for owner in self.owners for s in owner.units]
-            self.early = tuple(s for s in self.units if s in idle or s not in owned)
+            early = (i for i, s in enumerate(self.units) if s in idle or s not in owned)
+            self.early = self.units[min(early, default=len(self.units)) :]
+            self.owners.clear()  # for it is asked once
+
+    def need(self, buckets: Sequence[Unit]) -> None:
+        """``buckets`` are there, and all that lie before them (as a forward comes to them)."""
+        missing = [i for i, s in enumerate(self.units) if s.state is not UNSHARDED and s in buckets]
+        for unit in reversed(self.units[min(missing, default=len(self.units)) :]):
+            if unit.state is not UNSHARDED:
+                unit.flow.need(unit, "backward" if in_backward() else "forward")
+                unit.check()
+                if self.is_running:
+                    unit.writes.watch()
 
     def fail(self, *, recomputed: bool) -> None:
         """The forward raised."""
@@ -139,13 +157,12 @@ class UnitHooks:
             return found
         return gradients
 
-    def mark_stashed(self, module: nn.Module) -> None:
+    def mark_stashed(self, module: nn.Module, *, looks: bool) -> None:
         """Announce what a forward leaves in attributes of modules, as auxiliary losses are: their
         backward may come alone. Where they are is found in the first forwards."""
-        if self._looks:
+        if looks:
             # Looking through the attributes of all modules takes too long for every step, so later
             # forwards only look where something was found.
-            self._looks -= 1
             for inner in module.modules():
                 if holder_of(inner) is self.unit:
                     for name, value in vars(inner).items():
@@ -205,14 +222,11 @@ class _Owner:
     @outside_graphs
     def __call__(self, module: nn.Module, arguments: Any) -> None:
         self.ran = True
+        # Also in a backward: what a checkpoint around the whole unit runs again is before it.
         for unit in self.units:
-            # What is recomputed inside of the unit finds the buckets there, for its backward has
-            # entered the unit before.
-            if unit.state is not UNSHARDED and not in_backward():
-                unit.flow.need(unit, "forward")
-                if self.hooks.is_running:
-                    unit.check()
-                    unit.writes.watch()
+            if unit.state is not UNSHARDED:
+                self.hooks.need(self.units)
+                return
 
 
 class _Before:
@@ -227,6 +241,7 @@ class _Before:
     @outside_graphs
     def __call__(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:
         hooks, unit = self.hooks, self.hooks.unit
+        hooks.handled = sys.exception()
         recomputed = in_backward()
         if not recomputed:
             if self.first and unit.flow.is_led_by(unit):
@@ -307,12 +322,13 @@ def _restore(replaced: Replaced) -> None:
 class _After:
     """After a module of the unit ran, or raised: mark outputs and free the unit."""
 
-    __slots__ = ("hooks", "last", "name")
+    __slots__ = ("hooks", "last", "looks", "name")
 
     def __init__(self, hooks: UnitHooks, name: str, *, last: bool) -> None:
         self.hooks = hooks
         self.name = name
         self.last = last
+        self.looks = LOOKS  # that are left
 
     @outside_graphs
     def __call__(self, module: nn.Module, arguments: Any, output: Any) -> Any:
@@ -320,14 +336,18 @@ class _After:
         recomputed = in_backward()
         # Also after an exception: a container of the caller's must not keep tensors of this graph.
         _restore(self.hooks.replaced)
-        if output is None:  # it raised, or has nothing to say
+        # Torch calls with None where the forward raised; one may also return it, with tensors left
+        # in attributes.
+        handled, self.hooks.handled = self.hooks.handled, None
+        if output is None and sys.exception() is not handled:
             self.hooks.fail(recomputed=recomputed)
             return None
         self.hooks.end(last=self.last)
         counts = torch.is_grad_enabled()
         output = self._marked(output, module, counts)
         if counts:
-            self.hooks.mark_stashed(module)
+            self.hooks.mark_stashed(module, looks=self.looks > 0)
+            self.looks = max(self.looks - 1, 0)
         probe = unit.comm.probe
         if probe.listens:
             probe.did(Action("compute", self.name, "forward"))
