@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardwright.core.model import ModelSpec
 from shardwright.core.optimizers import OptimizerName
-from shardwright.core.recording import Piece, Point, RecordedUnit, Recording, Touch, Work
+from shardwright.core.recording import Piece, Point, RecordedUnit, Recording, Touch
 from shardwright.core.tensor import TensorSpec
+from shardwright.core.work import Work
 
 At = tuple[Point, str]  # where a unit gets to a point
 BUSY = Work(calls=1)

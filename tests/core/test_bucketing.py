@@ -7,16 +7,9 @@ from hypothesis import strategies as st
 from recordings import At, chain, layers, unit
 
 from shardwright.core.bucketing import in_buckets
-from shardwright.core.recording import (
-    Piece,
-    RecordedUnit,
-    Recording,
-    Series,
-    Touch,
-    Unfolded,
-    Work,
-)
+from shardwright.core.recording import Piece, RecordedUnit, Recording, Series, Touch, Unfolded
 from shardwright.core.tensor import TensorSpec
+from shardwright.core.work import Work
 
 ACTIVE = 64  # bytes that a layer keeps for its backward
 PLACES = {"a.w": 10, "a.b": 2, "b.w": 30, "b.b": 4}

@@ -20,10 +20,10 @@ from shardwright.core.recording import (
     Series,
     Touch,
     Unfolded,
-    Work,
     check_recording,
     moments,
 )
+from shardwright.core.work import Work
 
 
 def recording(*counts: tuple[int, int], turns: bool = False) -> Recording:

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recordings import BUSY, chain, layers, unit
 
-from shardwright.core.recording import Unfolded, Work
+from shardwright.core.recording import Unfolded
 from shardwright.core.schedule import Action, Merged, Modes, PlannedFlow, Prefetch, training_step
+from shardwright.core.work import Work
 
 Members = tuple[str, ...]
 

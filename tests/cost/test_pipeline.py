@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from recordings import chain, unit
 
 from shardwright.core.amount import Amount, Step, derivation, leaf
-from shardwright.core.recording import Unfolded, Work
+from shardwright.core.recording import Unfolded
 from shardwright.core.schedule import Action, Modes, Prefetch
+from shardwright.core.work import Work
 from shardwright.cost.pipeline import ComputeSeconds, Spent, UnitSeconds, by_phase, walk
 
 NAMES = ("a", "b", "c")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from recordings import At, chain, model_of_chain, unit
 
-from shardwright.core.recording import Work
+from shardwright.core.work import Work
 from shardwright.job.planner import DenseSection
 from shardwright.planner.unit_choice import DenseContext
 from shardwright.planner.units import FREE, Arrangement, UnitSpace, worthwhile

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.core.recording import Work
+from shardwright.core.work import Operators, Product, Work
 from shardwright.trace.recorder import Recorder
 
 FLOAT = 4
@@ -86,3 +86,41 @@ def test_attention_counts_the_flops_of_its_products(work: Measure) -> None:
 
     backward = work(both).flops - forward.flops
     assert backward == 5 * 2 * size * heads * length * length * width
+
+
+def shapes(run: Callable[[], Any]) -> Operators:
+    """What is told by its shape of a few operators together."""
+    recorder = Recorder()
+    with recorder:
+        run()
+    found = recorder.shapes
+    recorder.storages.release()
+    return found
+
+
+def test_products_of_one_shape_stand_there_once() -> None:
+    a, b = torch.ones(3, 5, dtype=torch.bfloat16), torch.ones(5, 7, dtype=torch.bfloat16)
+    found = shapes(lambda: (a @ b, a @ b, torch.addmm(torch.ones(7), a.float(), b.float())))
+    assert found.products == (Product("bf16", 3, 7, 5, 2), Product("fp32", 3, 7, 5))
+
+
+def test_a_batch_of_products_is_as_many_calls() -> None:
+    a, b = torch.ones(4, 3, 5), torch.ones(4, 5, 7)
+    assert shapes(lambda: a @ b).products == (Product("fp32", 3, 7, 5, 4),)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_computes_half_of_what_is_masked(causal: bool) -> None:
+    parts = [torch.ones(2, 3, 8, 4, requires_grad=True) for _ in "qkv"]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    (found,) = shapes(lambda: attend(*parts, is_causal=causal)).attention
+    assert found.flops * (2 if causal else 1) == 2 * 2 * 2 * 3 * 8 * 8 * 4
+    assert (found.dtype, found.head_dim, found.calls) == ("fp32", 4, 1)
+
+
+def test_rows_of_experts_are_taken_to_be_dealt_evenly() -> None:
+    rows, ends = torch.ones(6, 4), torch.tensor([2, 2, 6], dtype=torch.int32)
+    experts = torch.ones(3, 4, 8)
+    found = shapes(lambda: torch._grouped_mm(rows, experts, offs=ends))
+    assert found.products == (Product("fp32", 2, 8, 4, 3),)
+    assert sum(each.flops for each in found.products) == 2 * 6 * 4 * 8

@@ -23,10 +23,10 @@ from shardwright.core.recording import (
     RecordedUnit,
     Recording,
     Unfolded,
-    Work,
 )
 from shardwright.core.slots import Slots
 from shardwright.core.tensor import TensorSpec
+from shardwright.core.work import Work
 
 ROOT_MODULE = ("",)  # buckets are entered and left with the whole model
 
@@ -151,7 +151,7 @@ class _Buckets:
             touches.append(msgspec.structs.replace(touch, **changes))
         # Units are not entered any more, buckets are: the module's own point would gather twice.
         point: Point = "begin" if piece.point in OF_UNITS else piece.point
-        return Piece(point, moment.unit, tuple(touches), piece.work)
+        return Piece(point, moment.unit, tuple(touches), piece.work, piece.operators)
 
     def _cut(self, piece: Piece) -> Iterator[Piece]:
         """A piece of a backward, cut where buckets are complete."""

@@ -104,6 +104,36 @@ class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeline: tuple[Sample, ...] = ()
 
 
+class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of a step, with the range in which 80 of 100 runs are to lie, and ``parts`` that add
+    up to them, of the rank of a pipeline that has most to do.
+
+    A step has ``tokens`` on all ranks, whose model takes ``model_flops`` (three times a forward's,
+    attention counted in full, nothing that is computed again); ``peak_flops`` are those of all
+    devices in a second. ``source`` says what the constants rest on.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    parts: dict[str, float]
+    tokens: int
+    model_flops: int
+    peak_flops: float
+    devices: int
+    source: str
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices."""
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: what share of the devices' peak the model's own FLOPs are."""
+        return self.model_flops / (self.seconds * self.peak_flops)
+
+
 class Footprint(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every class of ranks of a job; the first is the one with the highest peak. ``source`` says
     whether it is of the job's plan, or why it is of none."""
@@ -119,6 +149,7 @@ class Footprint(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     assumptions: tuple[str, ...] = ()
     seconds: float = 0.0
     source: str = ""
+    time: StepTime | None = None
     schema: str = SCHEMA
 
     def __repr__(self) -> str:

@@ -26,6 +26,7 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.errors import InputError, expected
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
+from shardwright.core.work import Operators, Work
 
 Pooling = Literal["sum", "mean", "none"]
 # Of a unit's forward and backward, of the whole module's, and of a module of tables, whose path is
@@ -63,18 +64,6 @@ class Touch(msgspec.Struct, frozen=True, array_like=True):
     module: str = ""
 
 
-class Work(msgspec.Struct, frozen=True, array_like=True):
-    """Operators that run: how many, the FLOPs of products, and the bytes that all others read and
-    write."""
-
-    calls: int = 0
-    flops: int = 0
-    moved: int = 0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.calls + other.calls, self.flops + other.flops, self.moved + other.moved)
-
-
 class Piece(msgspec.Struct, frozen=True):
     """What happens from where ``unit`` gets to ``point`` until the next such moment."""
 
@@ -82,6 +71,7 @@ class Piece(msgspec.Struct, frozen=True):
     unit: str
     touches: tuple[Touch, ...]
     work: Work = Work()
+    operators: Operators | UnsetType = UNSET  # where any of them is told by its shape
 
 
 class RecordedUnit(msgspec.Struct, frozen=True):

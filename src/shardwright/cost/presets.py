@@ -317,6 +317,54 @@ HARDWARE = {
     ),
 }
 
+# What a step's seconds rest on beside data sheets (:mod:`shardwright.cost.clock`): constants that
+# are fitted to runs that others published, dense models in 16 bits, every source one vote. A
+# machine that nobody published enough runs of has what fits those of both, and a wider range.
+CLOCK_UNITS = {
+    "product_efficiency": "share",
+    "product_half_size": "elements",
+    "attention_efficiency": "share",
+    "memory_efficiency": "share",
+    "launch_latency": "s",
+    "link_efficiency": "share",
+    "network_efficiency": "share",
+    "collective_latency": "s",
+    "hides": "share",
+    "slows": "share",
+    "step_latency": "s",
+    "range": "share",
+}
+
+
+def _clock(source: str, *values: float) -> dict[str, Constant]:
+    units = CLOCK_UNITS.items()
+    return {
+        name: Constant(value, unit, source, "2026-11-27")
+        for (name, unit), value in zip(units, values, strict=True)
+    }
+
+
+_ON_A100 = _clock(
+    "fitted to published runs on A100 of six sources",
+    *(0.797, 211.0, 0.454, 0.819, 21e-6, 0.757, 0.705, 15e-6, 0.8, 0.15, 0.019, 0.3),
+)
+_ON_H100 = _clock(
+    "fitted to published runs on H100 and H200 of three sources",
+    *(0.721, 417.0, 0.291, 0.840, 6e-6, 0.874, 0.707, 15e-6, 0.8, 0.156, 0.022, 0.35),
+)
+_ANY_CLOCK = _clock(
+    "not fitted to this device: what fits A100 and H100",
+    *(0.785, 207.0, 0.402, 0.818, 20e-6, 0.763, 0.707, 15e-6, 0.8, 0.152, 0.021, 0.6),
+)
+CLOCKS = {
+    "a100-8": _ON_A100,
+    "h100-8": _ON_H100,
+    "h200-8": _ON_H100,
+    "v100-8": _ANY_CLOCK,
+    "b200-8": _ANY_CLOCK,
+    "mi300x-8": _ANY_CLOCK,
+}
+
 # Cost profiles with constants of their own, and so with a preset of their own name.
 MODELS = ("torchrec-1.9", "additive")
 

@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.core.document import decode_json
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.recording import OF_UNITS, Piece, Recording
+from shardwright.core.work import Operators
 from shardwright.heap.rank_step import ONE_PASS
 from shardwright.job.parallel import Degrees
 from shardwright.job.pipelining import PassRun, order_in_runs, representative, stage_of
@@ -299,7 +300,8 @@ def _behind(found: Recording) -> Recording:
         if ours and empty:
             before = pieces.pop()
             touches, work = before.touches + piece.touches, before.work + piece.work
-            pieces.append(Piece(before.point, before.unit, touches, work))
+            told = (before.operators or Operators()) + (piece.operators or Operators())
+            pieces.append(Piece(before.point, before.unit, touches, work, told))
         else:
             pieces.append(msgspec.structs.replace(piece, unit=HEAD) if ours else piece)
     units = (msgspec.structs.replace(unit, name=unit.name or HEAD) for unit in found.units)

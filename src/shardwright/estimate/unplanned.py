@@ -19,14 +19,16 @@ import torch
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import UnsupportedError, expected
-from shardwright.core.footprint import Footprint
+from shardwright.core.footprint import Footprint, StepTime
 from shardwright.core.llama import LLAMA_EXPERTS, LlamaShape
 from shardwright.core.optimizers import Optimizer, optimizer_named
 from shardwright.core.tensor import TensorSpec
 from shardwright.cost import constants
+from shardwright.cost.presets import CLOCKS, HARDWARE
 from shardwright.estimate.footprint import assumptions_on_gpu, settings_of
 from shardwright.estimate.llama import LlamaModel
 from shardwright.estimate.stages import KEPT, PipelineRank, pipeline_ranks
+from shardwright.estimate.step_time import Layout, step_time
 from shardwright.heap.allocator import AllocatorSettings
 from shardwright.heap.classes import MODELLED, RankClass, Setting, outside, rank_memories
 from shardwright.heap.flat import FlatUnits
@@ -121,7 +123,35 @@ class _Estimate:
             ),
             assumptions=tuple(dict.fromkeys(self.assumptions)),
             source=f"Estimated without a plan, for none follows {keys}." if keys else "",
+            time=self._time(),
         )
+
+    def _time(self) -> StepTime | None:
+        """A step's seconds on an accelerator whose clock is known."""
+        preset = self.job.cluster.preset or ""
+        if self.device != "cuda" or preset not in CLOCKS:
+            return None
+        clock = CLOCKS[preset]
+        c = {name: each.value for name, each in (HARDWARE[preset].constants | clock).items()}
+        ranks = []
+        for rank in pipeline_ranks(self.model.layers, self.degrees):
+            *_, (_, _, section) = self._loads()
+            ranks.append(self._step(rank, section).chunks)
+        host = self.cluster.local_world_size or self.degrees.world_size
+        return step_time(
+            ranks,
+            self.sharding,
+            Layout(self.degrees, host, c),
+            optimizer_of(self.job),
+            self._tokens(),
+            self.section.param_dtype or "fp32",
+            clock["product_efficiency"].source,
+        )
+
+    def _tokens(self) -> int:
+        """Of a step, on all ranks: of samples, where a batch has no sequence."""
+        replicas = self.degrees.data_replicate * self.degrees.data_shard
+        return self.job.batch.size * (self.job.batch.sequence or 1) * replicas
 
     def _classes(self) -> Iterator[RankClass]:
         degrees = self.degrees

@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from shardwright.core.footprint import Footprint, ModuleMemory, RankMemory, State, Tracked
+from shardwright.core.footprint import (
+    Footprint,
+    ModuleMemory,
+    RankMemory,
+    State,
+    StepTime,
+    Tracked,
+)
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import Kind, category, in_order
 from shardwright.report.sheet import Cell, Column, Sheet, number, sheet_of, text
@@ -22,8 +29,10 @@ from shardwright.report.wording import (
     percent,
     printable,
     range_text,
+    seconds_text,
     settings_lines,
     signed_bytes,
+    step_time_sentence,
     verdict_sentence,
 )
 
@@ -49,6 +58,7 @@ def memory_report(
     return spaced(
         prose("\n".join(lines)),
         prose(verdict_sentence(footprint), style=VERDICT_STYLES[footprint.verdict]),
+        prose(step_time_sentence(footprint.time)) if footprint.time else None,
         *(_every_sheet if full else _first_sheets)(footprint, rank),
         listed("Assumptions", assumed) if full else assumed_line(assumed, FIRST_ASSUMPTIONS),
         prose(f"{TRY}\n{MORE}", style="dim"),
@@ -80,6 +90,7 @@ def _every_sheet(footprint: Footprint, rank: RankMemory) -> list[RenderableType 
         drawn(tensors) if tensors else None,
         None if modules or tensors else _followed(footprint),
         drawn(device_sheet(footprint, rank)),
+        drawn(time_sheet(footprint.time)) if footprint.time else None,
     ]
 
 
@@ -176,6 +187,20 @@ def categories_sheet(footprint: Footprint, rank: RankMemory) -> Sheet:
         ),
         tuple(rows),
         _places(rank),
+    )
+
+
+def time_sheet(time: StepTime) -> Sheet:
+    """What a step's seconds are made of."""
+    return sheet_of(
+        "A step's seconds, of the rank with most to do",
+        sorted(time.parts.items(), key=lambda part: -part[1]),
+        (
+            text("part", lambda part: part[0]),
+            number("seconds", lambda part: seconds_text(part[1])),
+            number("share", lambda part: percent(part[1] / time.seconds)),
+        ),
+        f"Rests on constants {time.source}.",
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardwright.core.footprint import Footprint, RankMemory, Verdict, verdict_of
+from shardwright.core.footprint import Footprint, RankMemory, StepTime, Verdict, verdict_of
 from shardwright.core.measurement import Saved, Straggler
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
 from shardwright.core.quantities import format_bytes, format_seconds
@@ -265,6 +265,23 @@ VERDICT_WORDS: dict[Verdict, str] = {
     "does not fit": "Does not fit",
     "unknown": "Not known to fit",
 }
+
+
+def step_time_sentence(time: StepTime) -> str:
+    """How long a step takes, what that is in tokens and of the peak, and what it is made of."""
+    rate = time.tokens_per_second
+    largest = sorted(time.parts.items(), key=lambda part: -part[1])
+    made = ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in largest[:4])
+    return (
+        f"A step takes about {two_digits(time.seconds)} s ({two_digits(time.low)} to "
+        f"{two_digits(time.high)} s for 80 of 100 runs): {two_digits(rate)} tokens/s, "
+        f"{two_digits(rate / time.devices)} per device, MFU {time.mfu:.0%}; {made}."
+    )
+
+
+def two_digits(value: float) -> str:
+    """No digit more than a prediction of seconds deserves: ``1.3``, ``57,000``."""
+    return f"{float(f'{value:.2g}'):,.10g}"
 
 
 def fitting(least: int, most: int, capacity: int, where: str, tier: str = "") -> str:

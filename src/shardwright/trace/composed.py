@@ -36,7 +36,6 @@ from torch import nn
 
 from shardwright.core.recording import (
     BlockNames,
-    Piece,
     RecordedUnit,
     Recording,
     Series,
@@ -322,7 +321,8 @@ def renamed(recording: Recording, names: Mapping[str, str]) -> Recording:
     return msgspec.structs.replace(
         recording,
         pieces=tuple(
-            Piece(p.point, p.unit, tuple(map(touch, p.touches)), p.work) for p in recording.pieces
+            msgspec.structs.replace(p, touches=tuple(map(touch, p.touches)))
+            for p in recording.pieces
         ),
         units=tuple(map(unit, recording.units)),
     )

@@ -27,13 +27,14 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec import UNSET
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from shardwright.core.recording import Piece, Point, Touch
 from shardwright.core.timeline import Kind
 from shardwright.trace.tables import RoutedRows
-from shardwright.trace.work import NOTHING, work_of
+from shardwright.trace.work import NO_OPERATORS, NOTHING, work_of
 from shardwright.tracker.log import DECLARED, GUESSED, Holding
 from shardwright.tracker.private import key_of, operator_name
 from shardwright.tracker.storages import BEFORE, Follower, given_tensors, is_constant
@@ -67,7 +68,7 @@ class Recorder(Follower):
         super().__init__(granularity=1, mixed=True, device_type=None)
         self.pieces: list[Piece] = []
         self.touches: list[Touch] = []
-        self.work = NOTHING  # since the last mark
+        self.work, self.shapes = NOTHING, NO_OPERATORS  # since the last mark
         self.operators: set[str] = set()
         self.module = ""
         self.running = 0  # modules whose forward is under way
@@ -112,7 +113,8 @@ class Recorder(Follower):
             self._backward = True
             self.homes = {}  # what a backward needs of a unit, its forward has kept
         self.pieces.append(self._piece())
-        self.latest, self.touches, self.work = (point, unit), [], NOTHING
+        self.latest, self.touches = (point, unit), []
+        self.work, self.shapes = NOTHING, NO_OPERATORS
         self._fresh.clear()
 
     def finished(self) -> tuple[Piece, ...]:
@@ -136,7 +138,8 @@ class Recorder(Follower):
         return self.module
 
     def _piece(self) -> Piece:
-        return Piece(*self.latest, tuple(self.touches), self.work)
+        told = UNSET if self.shapes == NO_OPERATORS else self.shapes
+        return Piece(*self.latest, tuple(self.touches), self.work, told)
 
     # ---- what storages do ------------------------------------------------------------------------
 
@@ -145,7 +148,9 @@ class Recorder(Follower):
         self.operators.add(operator_name(function))
         if function is torch.ops.aten.embedding.default:
             self._check_lookup(*arguments[:2])
-        self.work += work_of(function, arguments, keywords, result)
+        work, shapes = work_of(function, arguments, keywords, result)
+        self.work += work
+        self.shapes += shapes
         if is_constant(function):
             return False
         for tensor in given_tensors(arguments):

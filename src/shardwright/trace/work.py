@@ -12,10 +12,13 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from shardwright.core.recording import Work
+from shardwright.core.work import AttentionCalls, Operators, Product, Sent, Work
 from shardwright.tracker.private import key_of, schema_of
+from shardwright.tracker.tensors import NAMES
 
 aten = torch.ops.aten
+Counted = tuple[Work, Operators]
+NO_OPERATORS = Operators()
 NOTHING = Work()
 # Operators that touch no element: they make, alias or describe memory.
 _FREE = frozenset(
@@ -25,20 +28,87 @@ _FREE = frozenset(
 ) | {aten.lift_fresh, aten._local_scalar_dense}
 
 
-def work_of(function: Any, arguments: Any, keywords: Any, result: Any) -> Work:
-    """The work of one call of an operator, as it was dispatched."""
+def work_of(function: Any, arguments: Any, keywords: Any, result: Any) -> Counted:
+    """The work of one call of an operator as it was dispatched, and its shape if that counts."""
     packet = function.overloadpacket
     if function.namespace == "prim" or packet in _FREE or _is_view(function, arguments, result):
-        return NOTHING
+        return NOTHING, NO_OPERATORS
+    if function.namespace == "shardwright" and packet.__name__ in _OF_OURS:
+        return _OF_OURS[packet.__name__](packet.__name__, arguments, keywords, result)
     attention = _ATTENTION.get(packet)
     if attention is not None:
-        return Work(1, attention(arguments), 0)
+        flops, query = attention(arguments), arguments[attention is _attention_backward]
+        unmasked = flops // 2 if _is_causal(function, arguments, keywords) else flops
+        calls = AttentionCalls(_dtype(query), query.shape[-1], unmasked)
+        return Work(1, flops), Operators(attention=(calls,))
     if packet in _GROUPED:
-        return Work(1, _grouped(*arguments[:2]), 0)
+        return _grouped(*arguments[:2], result)
     counted = flop_registry.get(packet)
     if counted is not None:
-        return Work(1, int(counted(*arguments, **keywords, out_val=result)), 0)
-    return Work(1, 0, sum(_bytes(arguments)) + sum(_bytes(result)))
+        flops = int(counted(*arguments, **keywords, out_val=result))
+        return Work(1, flops), Operators(_product(packet, arguments))
+    return Work(1, 0, sum(_bytes(arguments)) + sum(_bytes(result))), NO_OPERATORS
+
+
+# Where the matrices of a product are among an operator's arguments.
+_MATRICES = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._scaled_mm: 0}
+
+
+def _product(packet: Any, arguments: Any) -> tuple[Product, ...]:
+    """A product by its shape; none of what is no product of matrices, such as a convolution, whose
+    FLOPs are all that is known of it."""
+    first = _MATRICES.get(packet)
+    if first is None:
+        return ()
+    one, other = arguments[first : first + 2]
+    calls = one.shape[0] if one.dim() == 3 else 1
+    return (Product(_dtype(one), one.shape[-2], other.shape[-1], one.shape[-1], calls),)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return NAMES.get(tensor.dtype, "fp32")
+
+
+def _is_causal(function: Any, arguments: Any, keywords: Any) -> bool:
+    """Whether half of all pairs of a query and a key are masked, and not computed."""
+    names = [argument.name for argument in schema_of(function).arguments]
+    given = dict(zip(names, arguments, strict=False)) | keywords
+    return bool(given.get("is_causal"))
+
+
+# ---- stand-ins of a model of ours for what crosses ranks -----------------------------------------
+
+
+def _sent(name: str, arguments: Any, keywords: Any, result: Any) -> Counted:
+    """A collective: the larger of what is given and what comes back is a full buffer."""
+    given = next(each for each in arguments if isinstance(each, torch.Tensor))
+    group = [each for each in (*arguments, *keywords.values()) if isinstance(each, str)]
+    nbytes = max(sum(_bytes(given)), sum(_bytes(result)))
+    default = "expert" if name == "all_to_all" else "tensor"
+    moved = sum(_bytes(arguments)) + sum(_bytes(result))
+    return Work(1, 0, moved), Operators(sent=(Sent(name, group[0] if group else default, nbytes),))
+
+
+def _attended(name: str, arguments: Any, keywords: Any, result: Any) -> Counted:
+    """Attention over a sequence that is divided among ranks, all steps of the ring at once."""
+    query, value, keys = arguments[0], arguments[-2], arguments[-1]
+    pairs = query.shape[:-1].numel() * keys
+    # Queries by keys and their weights by values; backward these again, and two gradients of each.
+    flops = 2 * pairs * (query.shape[-1] + value.shape[-1])
+    if name == "attention_backward":
+        flops = flops * 5 // 2
+    calls = AttentionCalls(_dtype(query), query.shape[-1], flops)
+    return Work(1, 2 * flops), Operators(attention=(calls,) if keys else ())
+
+
+_OF_OURS = {
+    "all_gather": _sent,
+    "reduce_scatter": _sent,
+    "all_reduce": _sent,
+    "all_to_all": _sent,
+    "attention": _attended,
+    "attention_backward": _attended,
+}
 
 
 def _is_view(function: Any, arguments: Any, result: Any) -> bool:
@@ -56,11 +126,21 @@ def _is_view(function: Any, arguments: Any, result: Any) -> bool:
 _GROUPED = (aten._grouped_mm, aten._scaled_grouped_mm)
 
 
-def _grouped(one: torch.Tensor, other: torch.Tensor) -> int:
+def _grouped(one: torch.Tensor, other: torch.Tensor, result: torch.Tensor) -> Counted:
     """Of a matrix whose rows or columns are dealt to experts every one is used once; matrices of
     three dimensions on both sides are an expert's each."""
-    experts = one.shape[0] if one.dim() == other.dim() == 3 else 1
-    return 2 * experts * one.shape[-2] * one.shape[-1] * other.shape[-1]
+    experts = next(t.shape[0] for t in (one, other, result) if t.dim() == 3)
+    m, k, n = one.shape[-2], one.shape[-1], other.shape[-1]
+    flops = 2 * m * k * n * (experts if one.dim() == other.dim() == 3 else 1)
+    # What is dealt is taken to be dealt evenly: rows, columns or, in the gradient of weights, what
+    # both have in common.
+    if one.dim() == 2 and other.dim() == 3:
+        m = max(m // experts, 1)
+    elif one.dim() == 3 and other.dim() == 2:
+        n = max(n // experts, 1)
+    elif other.dim() == 2:
+        k = max(k // experts, 1)
+    return Work(1, flops), Operators((Product(_dtype(one), m, n, k, experts),))
 
 
 def _attention(arguments: Any) -> int:

@@ -35,6 +35,7 @@ from shardwright.models.llama.layers import (
     gather_alike,
     gathered,
     leave,
+    operator,
 )
 
 
@@ -65,6 +66,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 Context = Any
 DISTINCT_STEPS = 3
+CONTEXT = "context"
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -84,13 +86,16 @@ class _RingAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         # Keys and values in one collective, as torch gathers them, so both are there until the last
         # step.
-        everyone = gathered(_joined(key.contiguous(), value.contiguous()), degree)
-        merged, sums = _kernel(query, value)
+        everyone = gathered(_joined(key.contiguous(), value.contiguous()), degree, CONTEXT)
+        # Half of all pairs are masked, and ranks share them evenly. Of the kernel's calls the first
+        # stands for what all of them compute.
+        keys = key.shape[-2] * degree // 2
+        merged, sums = attend(query, value, keys)
         # Partial results are merged in fp32, which is what peaks: two results, their difference and
         # a product of it are there at once.
         merged, sums = merged.float(), sums[..., None]
         for _ in range(1, min(degree, DISTINCT_STEPS)):
-            part, part_sums = _kernel(query, value)
+            part, part_sums = attend(query, value, 0)
             part, part_sums = part.float(), part_sums[..., None]
             merged = merged - torch.sigmoid(part_sums - sums) * (merged - part)
             sums = sums - torch.nn.functional.logsigmoid(sums - part_sums)
@@ -106,13 +111,14 @@ class _RingAttention(torch.autograd.Function):
         # Gradients are added up over the steps of the ring in fp32, each as large as twice its
         # tensor in bf16.
         sums = [torch.zeros_like(part, dtype=torch.float32) for part in (query, key, value)]
-        everyone = gathered(_joined(key.contiguous(), value.contiguous()), ctx.degree)
-        for _ in range(min(ctx.degree, DISTINCT_STEPS)):
-            parts = [torch.empty_like(part) for part in (query, key, value)]
+        everyone = gathered(_joined(key.contiguous(), value.contiguous()), ctx.degree, CONTEXT)
+        keys = key.shape[-2] * ctx.degree // 2
+        for step in range(min(ctx.degree, DISTINCT_STEPS)):
+            parts = attend_backward(query, key, value, 0 if step else keys)
             for total, part in zip(sums, parts, strict=True):
                 total += part
             sent = _joined(sums[1], sums[2])
-            arrived = exchanged(sent, sent.shape[0])
+            arrived = exchanged(sent, sent.shape[0], CONTEXT)
             sums[1] = arrived[: key.numel()].view(key.shape)
             sums[2] = arrived[key.numel() :].view(value.shape)
         del everyone
@@ -120,9 +126,23 @@ class _RingAttention(torch.autograd.Function):
         return results[0], results[1], results[2], None
 
 
-def _kernel(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What one call of the attention kernel returns: its result and a log-sum per query."""
+def _empty_attended(
+    query: torch.Tensor, value: torch.Tensor, keys: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What one call of the attention kernel returns: its result and a log-sum per query, each of
+    which attends to ``keys``."""
     return torch.empty_like(value), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def _empty_gradients(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: int
+) -> list[torch.Tensor]:
+    """What one call of its backward returns."""
+    return [torch.empty_like(part) for part in (query, key, value)]
+
+
+attend = operator("attention", _empty_attended)
+attend_backward = operator("attention_backward", _empty_gradients)
 
 
 def _joined(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -168,38 +168,41 @@ def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
 
 # ---- collectives ---------------------------------------------------------------------------------
 
+# An operator names the degree whose ranks take part, its ``group``: so a recording says between
+# whom bytes travel.
 
-def _empty_gathered(x: torch.Tensor, degree: int) -> torch.Tensor:
+
+def _empty_gathered(x: torch.Tensor, degree: int, group: str = "tensor") -> torch.Tensor:
     """The pieces of ``degree`` ranks one after another in the first dimension."""
     return x.new_empty((x.shape[0] * degree, *x.shape[1:]))
 
 
-def _empty_scattered(x: torch.Tensor, degree: int) -> torch.Tensor:
+def _empty_scattered(x: torch.Tensor, degree: int, group: str = "tensor") -> torch.Tensor:
     """This rank's piece of the sum, cut in the first dimension."""
     return x.new_empty((x.shape[0] // degree, *x.shape[1:]))
 
 
-def _empty_reduced(x: torch.Tensor) -> torch.Tensor:
+def _empty_reduced(x: torch.Tensor, group: str = "tensor") -> torch.Tensor:
     """The sum, in a buffer of its own."""
     return torch.empty_like(x)
 
 
-def _empty_exchanged(x: torch.Tensor, rows: int) -> torch.Tensor:
+def _empty_exchanged(x: torch.Tensor, rows: int, group: str = "expert") -> torch.Tensor:
     """``rows`` received from all ranks."""
     return x.new_empty((rows, *x.shape[1:]))
 
 
-def _operator(name: str, allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def operator(name: str, allocate: Callable[..., Any]) -> Callable[..., Any]:
     """An operator that does the same with data and without."""
     made = torch.library.custom_op(f"shardwright::{name}", allocate, mutates_args=())
     made.register_fake(allocate)
     return made
 
 
-gathered = _operator("all_gather", _empty_gathered)
-scattered = _operator("reduce_scatter", _empty_scattered)
-reduced = _operator("all_reduce", _empty_reduced)
-exchanged = _operator("all_to_all", _empty_exchanged)
+gathered = operator("all_gather", _empty_gathered)
+scattered = operator("reduce_scatter", _empty_scattered)
+reduced = operator("all_reduce", _empty_reduced)
+exchanged = operator("all_to_all", _empty_exchanged)
 
 
 def all_gather(x: torch.Tensor, dim: int, degree: int) -> torch.Tensor:

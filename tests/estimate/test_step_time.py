@@ -1,0 +1,141 @@
+"""Seconds of a step without a run: what they are made of, and how they follow from a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwright.core.footprint import StepTime
+from shardwright.cost.presets import CLOCKS, HARDWARE
+from shardwright.estimate.unplanned import estimated
+from shardwright.job.job import parse_job
+
+LAYERS, DIM, HEADS, FFN, VOCAB, SEQUENCE = 4, 512, 8, 1536, 1000, 256
+MODEL = {
+    "kind": "llama",
+    "layers": LAYERS,
+    "dim": DIM,
+    "heads": HEADS,
+    "ffn_dim": FFN,
+    "vocab": VOCAB,
+}
+
+
+def time_of(preset: str = "h100-8", ranks: int = 8, size: int = 8, **sections: Any) -> StepTime:
+    document = {
+        "model": MODEL | sections.pop("model", {}),
+        "cluster": {"preset": preset, "world_size": ranks},
+        "batch": {"size": size, "sequence": SEQUENCE},
+        "parallel": {"data_shard": -1} | sections.pop("parallel", {}),
+        "memory": {"runtime": "fsdp2", "checkpointing": "none"} | sections.pop("memory", {}),
+    }
+    found = estimated(parse_job(document)).time
+    assert found is not None
+    return found
+
+
+def forward_flops(tokens: int, causal: bool = False) -> int:
+    """Of the products and attention of a forward, by hand."""
+    per_token = LAYERS * (4 * DIM * DIM + 3 * DIM * FFN) + DIM * VOCAB
+    pairs = SEQUENCE // 2 if causal else SEQUENCE
+    return 2 * tokens * (per_token + LAYERS * 2 * DIM * pairs)
+
+
+def test_parts_add_up_and_the_range_holds_them() -> None:
+    found = time_of()
+    assert found.seconds == pytest.approx(sum(found.parts.values()))
+    assert found.low < found.seconds < found.high
+    assert found.tokens == 8 * 8 * SEQUENCE
+
+
+def test_the_models_flops_are_three_forwards_by_hand() -> None:
+    assert time_of().model_flops == 3 * forward_flops(8 * 8 * SEQUENCE)
+    again = time_of(memory={"checkpointing": "full"})
+    assert again.model_flops == time_of().model_flops
+
+
+def test_products_take_their_flops_at_the_peak_with_what_fits_their_size() -> None:
+    """With the constants of size taken out, what is left are FLOPs over a rate."""
+    wide = time_of(model={"dim": 8192, "heads": 64, "ffn_dim": 28672, "vocab": 128256, "layers": 1})
+    c = {
+        name: each.value for name, each in (HARDWARE["h100-8"].constants | CLOCKS["h100-8"]).items()
+    }
+    tokens = 8 * SEQUENCE
+    products = 4 * 8192 * 8192 + 3 * 8192 * 28672 + 8192 * 128256
+    least = 3 * 2 * tokens * products / (c["bf16_compute_rate"] * c["product_efficiency"])
+    assert least < wide.parts["products"] < 1.3 * least
+
+
+def test_what_is_computed_again_costs_a_forward_of_the_blocks() -> None:
+    none, full = time_of(), time_of(memory={"checkpointing": "full"})
+    assert 1.2 < full.parts["products"] / none.parts["products"] < 1.34
+    assert full.parts["attention"] > none.parts["attention"]
+
+
+def test_fp32_takes_many_times_as_long_as_bf16() -> None:
+    many = {"dim": 4096, "heads": 32, "ffn_dim": 14336}
+    narrow, wide = time_of(model=many), time_of(model=many, memory={"param_dtype": "fp32"})
+    assert 8 < wide.parts["products"] / narrow.parts["products"] < 16
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 16])
+def test_tensor_ranks_share_products_and_pay_for_what_they_send(ranks: int) -> None:
+    alone = time_of(ranks=ranks)
+    shared = time_of(ranks=ranks, parallel={"tensor": 2})
+    assert "tensor parallel" not in alone.parts
+    assert shared.parts["tensor parallel"] > 0
+    assert shared.parts["attention"] == pytest.approx(alone.parts["attention"] / 2)
+    # Half of the tokens at once, of which each rank computes half.
+    assert shared.model_flops == alone.model_flops / 2
+
+
+def test_more_microbatches_make_a_pipelines_bubble_a_smaller_share() -> None:
+    def bubble(microbatches: int) -> float:
+        parallel = {"pipeline": 4, "microbatches": microbatches, "schedule": "1f1b"}
+        found = time_of(size=microbatches, model={"layers": 14}, parallel=parallel)
+        return found.parts["pipeline bubble"] / (found.seconds - found.parts["fixed"])
+
+    few, many = bubble(4), bubble(32)
+    assert few > many > 0
+    # Three of seven turns where all stages are alike; here the ends have less to do.
+    assert 0.25 < few < 3 / 7
+
+
+def test_across_hosts_shards_take_longer_to_come() -> None:
+    wide = {"dim": 4096, "heads": 32, "ffn_dim": 14336}
+    one, many = time_of(ranks=8, size=1, model=wide), time_of(ranks=64, size=1, model=wide)
+    assert many.parts["sharded parameters"] > one.parts["sharded parameters"]
+    assert many.parts["products"] == one.parts["products"]
+
+
+def test_a_sequence_that_is_divided_attends_as_much_in_all() -> None:
+    alone = time_of(parallel={"data_shard": 4, "data_replicate": 2}, size=8)
+    divided = time_of(parallel={"data_shard": 4, "context": 2}, size=8)
+    # Half of the replicas, each with as many tokens on two ranks.
+    assert divided.parts["attention"] == pytest.approx(alone.parts["attention"] / 2, rel=0.02)
+    assert divided.parts["context parallel"] > 0
+
+
+@pytest.mark.parametrize("runtime", ["fsdp2", "ddp", "megatron", "shardwright"])
+def test_every_runtime_has_seconds(runtime: str) -> None:
+    found = time_of(memory={"runtime": runtime})
+    assert found.seconds > 0
+    assert found.parts["optimizer"] > 0
+
+
+def test_a_cpu_and_a_job_without_a_preset_have_no_seconds() -> None:
+    document = {
+        "model": MODEL,
+        "cluster": {"world_size": 2},
+        "batch": {"size": 2, "sequence": 64},
+        "memory": {"runtime": "fsdp2"},
+    }
+    assert estimated(parse_job(document)).time is None
+
+
+@pytest.mark.parametrize("preset", sorted(CLOCKS))
+def test_every_accelerator_has_a_clock_with_sources(preset: str) -> None:
+    assert HARDWARE[preset].compute_device == "cuda"
+    assert all(each.source and each.unit for each in CLOCKS[preset].values())
+    assert time_of(preset).seconds > 0
