@@ -20,7 +20,7 @@ from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.schedule import BAGS_OF_ONE, rows_at_once
 from shardwright.heap.ledger import Ledger
-from shardwright.heap.traffic import FLOAT, ReplicatedTables, Served, Traffic
+from shardwright.heap.traffic import FLOAT, Served, Traffic
 
 BOOL = 1
 SORTED = 4  # of a row number that is sorted, up to 2^31 rows
@@ -96,8 +96,7 @@ def _send(heap: Ledger, traffic: Traffic, sent: int) -> None:
             pass
         _forget_sent(heap, traffic)
         heap.take(f"{traffic.path}.sent", "communication", sent)
-    if traffic.heads:
-        heads = traffic.heads * INDEX_BYTES
+    if heads := traffic.head_bytes:
         with heap.passing("communication", sent + heads):
             pass
         _forget_sent(heap, traffic)
@@ -114,7 +113,7 @@ def _forget_sent(heap: Ledger, traffic: Traffic) -> None:
 
 def advance(heap: Ledger, traffic: Traffic) -> None:
     """Ids follow their counts, where these went first."""
-    if traffic.asked and not traffic.heads:
+    if traffic.asked and not traffic.head_bytes:
         heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
 
 
@@ -123,7 +122,7 @@ def hear(heap: Ledger, traffic: Traffic) -> None:
     if not traffic.asked:
         return
     _forget_sent(heap, traffic)
-    if traffic.heads:
+    if traffic.head_bytes:
         heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
         heap.free(f"{traffic.path}.came")
 
@@ -136,7 +135,7 @@ def _join(heap: Ledger, traffic: Traffic) -> None:
 def _ask_replicas(heap: Ledger, traffic: Traffic) -> None:
     """Ids of the replicas' rows, after which nothing needs what is given any more."""
     for index, group in enumerate(traffic.replicas):
-        kept = (group.ids + (group.bags if group.jagged else 0)) * INDEX_BYTES
+        kept = (group.ids + (group.rows if group.jagged else 0)) * INDEX_BYTES
         kept += group.ids * FLOAT if group.weighted else 0
         heap.take(f"{traffic.path}.replica_rows.{index}", "communication", kept)
     heap.free(f"{traffic.path}.joined")
@@ -157,9 +156,9 @@ def look_up(heap: Ledger, traffic: Traffic) -> None:
         with heap.passing("communication", max(joined + parted, starts) + beside):
             heap.take(f"{traffic.path}.found", "communication", traffic.served_bytes)
     for index, group in enumerate(traffic.replicas):
-        found = group.bags * group.width * FLOAT
+        found = group.rows * group.width * FLOAT
         heap.take(f"{traffic.path}.replica_found.{index}", "communication", found)
-        starts = 3 * group.bags * INDEX_BYTES if group.jagged else 0  # and torch's beside sums
+        starts = 3 * group.rows * INDEX_BYTES if group.jagged else 0  # and torch's beside sums
         with heap.passing("communication", max(starts, _in_full(group))):
             pass
 
@@ -177,7 +176,7 @@ def _finding(heap: Ledger, traffic: Traffic) -> int:
     return most
 
 
-def _in_full(group: Served | ReplicatedTables) -> int:
+def _in_full(group: Served) -> int:
     """Bytes beside rows that were rounded: of bags, whose sums are made in full, all rows in full
     with their places."""
     size = group.width * group.element if group.element < FLOAT else 0
@@ -195,23 +194,23 @@ def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
         heap.take(f"{traffic.path}.rounded", "communication", rounded)
         heap.free(f"{traffic.path}.found")
     # Nobody waits here: what is sent must stay until the rows of the others are here (`arrive`).
-    if traffic.early:
-        heap.take(f"{traffic.path}.back", "communication", traffic.asked_bytes)
-        return
-    came = 0 if traffic.alone else traffic.asked_bytes
-    with heap.passing("communication", came):
-        pass
-    heap.free(f"{traffic.path}.found")
-    heap.free(f"{traffic.path}.rounded")
+    if not traffic.early:
+        with heap.passing("communication", 0 if traffic.ranks == 1 else traffic.asked_bytes):
+            pass
+        _forget_found(heap, traffic)
     heap.take(f"{traffic.path}.back", "communication", traffic.asked_bytes)
-    if traffic.as_asked and traffic.forward_size == FLOAT:
-        heap.free(f"{traffic.path}.back")
+    if not traffic.early:
+        arrive(heap, traffic)
+
+
+def _forget_found(heap: Ledger, traffic: Traffic) -> None:
+    for name in ("found", "rounded"):
+        heap.free(f"{traffic.path}.{name}")
 
 
 def arrive(heap: Ledger, traffic: Traffic) -> None:
     """Rows that were on their way are here, and what was sent is forgotten."""
-    for name in ("found", "rounded"):
-        heap.free(f"{traffic.path}.{name}")
+    _forget_found(heap, traffic)
     # What came back is the result itself, in order and in full: from here on it is the model's
     # activation, which its recording counts.
     if traffic.as_asked and traffic.forward_size == FLOAT:
@@ -254,7 +253,7 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
             sent += rounded
     ride = traffic.ride_bytes
     joined = sent + ride if len(traffic.asked) > 1 or ride else 0
-    received = 0 if traffic.alone else traffic.arrived_bytes + ride
+    received = 0 if traffic.ranks == 1 else traffic.arrived_bytes + ride
     # Gradients travel while the rest of the backward computes, so both buffers stay until the
     # update asks for them (`receive_gradients`).
     if traffic.late:
@@ -287,8 +286,7 @@ def reduce_replicas(heap: Ledger, traffic: Traffic) -> None:
     """The gradients of replicas are summed in place unless they rode along, or rows gathered."""
     if not traffic.asked:
         _replica_gradient(heap, traffic)
-    own = sum(group.touched * group.row_bytes for group in traffic.replicas)
-    every = sum(group.gathered * group.row_bytes for group in traffic.replicas)
+    own, every = traffic.touched_bytes, traffic.ranks * traffic.touched_bytes
     with heap.passing("communication", 2 * own + 2 * every):  # flat, as long as any, joined
         pass
     heap.take(f"{traffic.path}.gathered", "communication", every)
@@ -299,22 +297,18 @@ def _replica_gradient(heap: Ledger, traffic: Traffic) -> None:
     """A dense gradient of all replicated tables, or of each row that was looked up its own."""
     if not traffic.replicas:
         return
-    own = sum(group.bags * group.width for group in traffic.replicas) * FLOAT
-    dense = sum(group.nbytes for group in traffic.replicas if not group.touched)
+    own = sum(group.rows * group.width for group in traffic.replicas) * FLOAT
     with heap.passing("communication", own):
-        heap.take(f"{traffic.path}.replica_gradient", "gradient", dense)
+        heap.take(f"{traffic.path}.replica_gradient", "gradient", traffic.dense_bytes)
         touched = 0
         for group in traffic.replicas:
-            if not group.touched:
-                with heap.passing("communication", _spreading(group)):
-                    pass
-                continue
-            with heap.passing("communication", touched + _summing(group, group.touched)):
-                touched += group.touched * group.row_bytes
+            made = touched + _summing(group) if group.distinct else _spreading(group)
+            with heap.passing("communication", made):
+                touched += group.distinct_bytes
         heap.take(f"{traffic.path}.touched", "communication", touched)
 
 
-def _spreading(group: ReplicatedTables) -> int:
+def _spreading(group: Served) -> int:
     """Bytes for a moment where every id gets its bag's gradient: the bag's number, and then the
     gradient, times its weight."""
     one = group.width * FLOAT
@@ -348,31 +342,27 @@ def update(heap: Ledger, traffic: Traffic) -> None:
         made = _summed(group) if group.is_cut else _updating(group)
         with heap.passing("temporary", kept + rows + made):
             pass
-        kept += _touched(group) if group.is_cut else 0
+        kept += group.distinct_bytes if group.is_cut else 0
     # The sums over all columns are needed before any row of a cut table may change, so all such
     # groups are summed first, exchanged once, and only then updated.
     if cut:
         kept += _add_up(heap, cut, kept)
     for group in cut:
-        with heap.passing("temporary", kept + _stepping(group) - _touched(group)):
+        with heap.passing("temporary", kept + _stepping(group) - group.distinct_bytes):
             pass
     for replicas in traffic.replicas:
-        if replicas.touched:
-            most = min(replicas.gathered, replicas.size)
-            found = Served(replicas.gathered, 0, replicas.width, most, optimizer=replicas.optimizer)
+        if replicas.distinct:
+            came = traffic.ranks * replicas.distinct
+            most = min(came, replicas.size)
+            found = Served(came, 0, replicas.width, most, optimizer=replicas.optimizer)
             with heap.passing("temporary", _updating(found)):
                 pass
         elif replicas.optimizer != "sgd" or replicas.element < FLOAT:  # not all in its place
             rows = replicas.size * FLOAT if replicas.optimizer in BY_ROW else 0
-            with heap.passing("temporary", replicas.nbytes + rows):
+            with heap.passing("temporary", replicas.dense_bytes + rows):
                 pass
     for name in ("arrived", "rows", "replica_gradient", "gathered"):
         heap.free(f"{traffic.path}.{name}")
-
-
-def _touched(group: Served) -> int:
-    """Bytes of the different rows of an update and the sums of their gradients."""
-    return group.distinct * (INDEX_BYTES + group.width * FLOAT)
 
 
 def _add_up(heap: Ledger, cut: list[Served], kept: int) -> int:
@@ -407,7 +397,7 @@ def _updating(group: Served) -> int:
 
 def _summed(group: Served, most: int | None = None) -> int:
     """Bytes for a moment where the gradients of each row are summed, weighted if it is."""
-    return _summing(group, group.distinct, most) + _weights(group)
+    return _summing(group, most) + _weights(group)
 
 
 def _weights(group: Served) -> int:
@@ -433,9 +423,10 @@ def _changing(group: Served) -> int:
     return beside
 
 
-def _summing(group: Served | ReplicatedTables, distinct: int, most: int | None = None) -> int:
-    """Bytes for a moment where ids are sorted and the gradients of ``distinct`` rows summed, at
+def _summing(group: Served, most: int | None = None) -> int:
+    """Bytes for a moment where ids are sorted and the gradients of different rows summed, at
     ``most`` so many at a time."""
+    distinct = group.distinct
     # Three moments of one function of which the largest counts: while ids are sorted, while the
     # first of each is marked, and while the gradients of a stretch are summed.
     sorting = group.ids * (INDEX_BYTES + 2 * SORTED)  # before and after, and where each is
@@ -451,7 +442,7 @@ def _summing(group: Served | ReplicatedTables, distinct: int, most: int | None =
     return max(sorting, marking, ordering, _sorted(group, distinct) + bags)
 
 
-def _sorted(group: Served | ReplicatedTables, distinct: int) -> int:
+def _sorted(group: Served, distinct: int) -> int:
     """Bytes of ids in order: what is to be added up for each, its weight, and where ``distinct``
     ones begin."""
     number = SORTED if group.jagged else INDEX_BYTES

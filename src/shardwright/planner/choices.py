@@ -119,7 +119,7 @@ def _needed_anyway(
         for number, (table, own) in enumerate(zip(tables, choices, strict=True))
         if _has_slow_kernels(rules, table)
         for choice in own
-        if choice.option.compute_kernel == "fused" and not choice.option.traits.replicated
+        if choice.option.compute_kernel == "fused" and not choice.is_replicated
     ]
     cases = [(tables[number], choice.option) for number, choice in fused]
     theirs = planner.constants == profiles.TORCHREC

@@ -94,24 +94,21 @@ def windows_of(problem: Problem) -> Windows | None:
     overlap = overlap_of(problem.job, problem.cluster.world_size)
     if overlap == "none" or not problem.model.is_trained:
         return None
-    step = problem.model.step
-    early = early_tables(problem.job, problem.model)
-    rows, gradients = {}, {}
-    for place, moment in enumerate(step.forward):
-        if moment.piece.point == "lookup" and moment.unit in early:
-            rows[moment.unit] = _computed(problem, "forward", range(place))
+    step, early = problem.model.step, early_tables(problem.job, problem.model)
+    rows = {
+        moment.unit: _computed(problem, "forward", range(place))
+        for place, moment in enumerate(step.forward)
+        if moment.piece.point == "lookup" and moment.unit in early
+    }
     count = len(step.backward)
-    for place, moment in enumerate(step.backward):
-        if moment.piece.point == "row_gradients":
-            gradients[moment.unit] = _computed(problem, "backward", range(place, count))
-    everything: dict[str, float] = {}
-    directions: tuple[tuple[Direction, int], ...] = (
-        ("forward", len(step.forward)),
-        ("backward", count),
-    )
-    for direction, pieces in directions:
-        for unit, seconds in _computed(problem, direction, range(pieces)).items():
-            everything[unit] = everything.get(unit, 0.0) + seconds
+    gradients = {
+        moment.unit: _computed(problem, "backward", range(place, count))
+        for place, moment in enumerate(step.backward)
+        if moment.piece.point == "row_gradients"
+    }
+    everything = _computed(problem, "forward", range(len(step.forward)))
+    for unit, seconds in _computed(problem, "backward", range(count)).items():
+        everything[unit] = everything.get(unit, 0.0) + seconds
     return Windows(rows, gradients, everything)
 
 

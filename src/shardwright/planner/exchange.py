@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwright.core.batch import Batch, distinct_rows, expected_distinct, feature_batches, lookups
+from shardwright.core.batch import Batch, distinct_rows, expected_distinct, features, lookups
 from shardwright.core.block import GroupKey, counted_dim
 from shardwright.core.model import DENSE, ON_DISK, TableSpec
 from shardwright.core.optimizers import BY_ROW
@@ -21,7 +21,7 @@ from shardwright.core.schedule import replicas_ride
 from shardwright.core.tensor import ELEMENT_BYTES
 from shardwright.cost import embedding
 from shardwright.cost.embedding import Part
-from shardwright.heap.traffic import Asked, ReplicatedTables, Served, Traffic
+from shardwright.heap.traffic import Asked, Served, Traffic
 from shardwright.job.job import overlap_of
 from shardwright.job.model_of_job import early_tables
 from shardwright.job.planner import IN_FULL, Communication, trained_communication
@@ -45,39 +45,35 @@ class Exchange:
     ahead: bool = False  # ids of its next batch travel while this one is computed
 
     @cached_property
+    def _specs(self) -> list[TableSpec]:
+        return [placed.choice.table for placed in self.tables]
+
+    @cached_property
     def routed(self) -> tuple[Placed, ...]:
         """Tables whose ids travel."""
-        return tuple(p for p in self.tables if not p.choice.option.traits.replicated)
+        return tuple(p for p in self.tables if not p.choice.is_replicated)
 
     @cached_property
     def replicas(self) -> tuple[Placed, ...]:
         """Tables that every rank keeps whole."""
-        return tuple(p for p in self.tables if p.choice.option.traits.replicated)
+        return tuple(p for p in self.tables if p.choice.is_replicated)
 
     @cached_property
-    def replica_bytes(self) -> int:
-        """Bytes in full of the replicas that have a dense gradient, and of that."""
-        dense = (p.choice for p in self.replicas if p.choice.option.compute_kernel == DENSE)
-        tables = [choice.table for choice in dense]
-        return sum(table.rows * table.dim for table in tables) * ELEMENT_BYTES["fp32"]
-
-    @property
     def rides(self) -> bool:
         """Whether the gradient of replicas travels with the row gradients."""
-        return replicas_ride(bool(self.routed), self.ranks, self.replica_bytes)
+        dense = sum(group.dense_bytes for group in self._replicas)
+        return replicas_ride(bool(self.routed), self.ranks, dense)
 
     @property
     def parts(self) -> list[Part]:
         """What its latencies are those of."""
         # Sorted, for a set of names has another order in every process and sums of seconds depend
         # on it.
-        kernels = {placed.choice.option.compute_kernel for placed in self.replicas}
-        copies: list[Part] = [
-            embedding.replica_part(kernel, self.rides) for kernel in sorted(kernels)
-        ]
-        if self.has_strips:
-            copies = ["strips", *copies]
-        return [self.routed_part, *copies] if self.routed else copies
+        kernels = sorted({placed.choice.option.compute_kernel for placed in self.replicas})
+        parts: list[Part] = [self.routed_part] if self.routed else []
+        if any(placed.choice.has_strips for placed in self.routed):
+            parts.append("strips")
+        return parts + [embedding.replica_part(kernel, self.rides) for kernel in kernels]
 
     @property
     def routed_part(self) -> Part:
@@ -89,30 +85,21 @@ class Exchange:
         """Whether counts of ids travel with them: as many go to each rank in every step."""
         return self.ranks > 1 and all(placed.choice.is_steady for placed in self.routed)
 
-    @property
-    def has_strips(self) -> bool:
-        """Whether updates of some table need sums over columns that lie in several blocks."""
-        return any(placed.choice.has_strips for placed in self.routed)
-
     def traffic(self, rank: int) -> Traffic:
         """The share of ``rank``."""
-        # Where as many ids go to each rank in every step their counts need no exchange of their
-        # own: a head before each part says how many there are, and whether a rank had more than
-        # there was room for.
         forward, backward = (ELEMENT_BYTES[dtype] for dtype in self.communication)
-        steady = self.routed and self.is_steady
         return Traffic(
             self.path,
+            self.ranks,
             tuple(asked for asked, _ in self._groups),
             tuple(served[rank] for _, served in self._groups),
             self._replicas,
-            self.ranks * self.replica_bytes if self.rides else 0,
+            self.rides,
             self._joined,
-            forward_size=forward,
-            backward_size=backward,
-            heads=self.ranks * (3 * len(self._groups) + 1) if steady else 0,
+            forward,
+            backward,
+            steady=self.is_steady,
             as_asked=self._comes_as_asked,
-            alone=self.ranks == 1,
             early=self.early,
             late=self.late,
             ahead=self.ahead,
@@ -134,72 +121,64 @@ class Exchange:
     def _joined(self) -> int:
         """Ids and lengths of bags that come feature by feature, which they do unless all tables
         have one dim and one id in each bag."""
-        tables = [placed.choice.table for placed in self.tables]
-        features = [feature for table in tables for feature in _features(table, self.batch)]
-        jagged = any(table.jagged for table in tables)
+        tables, jagged = self._specs, any(table.jagged for table in self._specs)
+        bags = [count for table in tables for count in _bag_counts(table, self.batch)]
         if not jagged and len({t.dim for t in tables}) == 1 and not any(t.weighted for t in tables):
             return 0
         # Of a single feature there is nothing to join: its ids are taken as they are.
-        ids = sum(round(lookups(table, self.batch)) for table in tables) if features[1:] else 0
-        return ids + (sum(round(count * size) for _, count, size in features) if jagged else 0)
+        ids = sum(round(lookups(table, self.batch)) for table in tables) if bags[1:] else 0
+        return ids + (sum(bags) if jagged else 0)
 
     @cached_property
     def _means(self) -> list[tuple[int, int]]:
         """Bags of every feature whose sums are divided, and the dim of its table."""
         return [
-            (round(count * size), table.dim)
-            for table in (placed.choice.table for placed in self.tables)
+            (bags, table.dim)
+            for table in self._specs
             if table.jagged and table.pooling == "mean"
-            for _, count, size in _features(table, self.batch)
+            for bags in _bag_counts(table, self.batch)
         ]
 
     @cached_property
-    def _replicas(self) -> tuple[ReplicatedTables, ...]:
+    def _replicas(self) -> tuple[Served, ...]:
         # Tables of one group are looked up and updated by one call in the runtime, so its buffers
         # are as large as those of all of them together.
         groups: dict[GroupKey, list[TableSpec]] = {}
         for placed in self.replicas:
             table, kernel = placed.choice.table, placed.choice.option.compute_kernel
-            key = _key(table, table.dim, kernel, replicated=True)
+            key = _key(table, table.dim, kernel, by_rows=kernel != DENSE)
             groups.setdefault(key, []).append(table)
         # Replicas that exchange rows gather those that a batch touches; of others the whole
         # gradient is reduced, however few these are.
-        touched = {
-            key: sum(distinct_rows(t, self.batch) for t in members) if key.by_rows else 0
-            for key, members in groups.items()
-        }
         return tuple(
-            ReplicatedTables(
-                sum(round(lookups(table, self.batch)) for table in groups[key]),
-                sum(self._bags(table) for table in groups[key]),
+            Served(
+                sum(round(lookups(table, self.batch)) for table in tables),
+                sum(self._bags(table) for table in tables),
                 key.width,
-                sum(table.rows for table in groups[key]),
-                any(table.jagged for table in groups[key]),
+                max(sum(distinct_rows(t, self.batch) for t in tables), 1) if key.by_rows else 0,
+                any(table.jagged for table in tables),
+                any(table.weighted for table in tables),
                 key.optimizer,
-                touched[key],
-                self.ranks * touched[key],
-                any(table.weighted for table in groups[key]),
-                ELEMENT_BYTES[key.dtype],
+                element=ELEMENT_BYTES[key.dtype],
+                size=sum(table.rows for table in tables),
             )
-            for key in sorted(groups)
+            for key, tables in sorted(groups.items())
         )
 
     def _bags(self, table: TableSpec) -> int:
         """Rows that a step gets of ``table``; an empty bag is one, too."""
         if not table.pooled:
             return round(lookups(table, self.batch))
-        return sum(round(count * size) for _, count, size in _features(table, self.batch))
+        return sum(_bag_counts(table, self.batch))
 
     @cached_property
     def _groups(self) -> list[tuple[Asked, list[Served]]]:
         """What every rank asks of each group of the route, and what each of them serves of it."""
         members: dict[GroupKey, list[tuple[Placed, int]]] = {}
         for placed in self.routed:
-            shards = placed.choice.option.shards
-            for column, width in {shard.column: shard.columns for shard in shards}.items():
-                choice = placed.choice
-                kernel, dedup = choice.option.compute_kernel, choice.dedup
-                key = _key(choice.table, width, kernel, dedup=dedup)
+            choice, option = placed.choice, placed.choice.option
+            for column, width in {shard.column: shard.columns for shard in option.shards}.items():
+                key = _key(choice.table, width, option.compute_kernel, dedup=choice.dedup)
                 members.setdefault(key, []).append((placed, column))
         return [self._group(key, members[key]) for key in sorted(members)]
 
@@ -263,20 +242,19 @@ class Exchange:
     @cached_property
     def _is_even(self) -> bool:
         """Whether as much comes back for every feature, of tables that are as wide."""
-        tables = [placed.choice.table for placed in self.tables]
         sizes = {
-            round((1.0 if table.pooled else length) * count * size)
-            for table in tables
-            for length, count, size in _features(table, self.batch)
+            (table.dim, round((1.0 if table.pooled else length) * count * size))
+            for table in self._specs
+            for length, count, size in features(table, self.batch)
         }
-        return len(sizes) == 1 and len({table.dim for table in tables}) == 1
+        return len(sizes) == 1
 
     def _partial_sums(self, table: TableSpec, parts: int) -> int:
         """Rows that come back of a table cut into ``parts``, among which ids spread evenly."""
         if not table.pooled:
             return round(lookups(table, self.batch))
         found = 0.0
-        for length, count, size in _features(table, self.batch):
+        for length, count, size in features(table, self.batch):
             low, more = int(length), length - int(length)  # made-up bags have one id more or less
             # Of `parts` equal ones each id of a bag hits any: a part stays unhit with (1 -
             # 1/parts)^n. A bag comes back as one partial sum from every part that it hits. expm1
@@ -295,25 +273,17 @@ def _beside(placed: Placed, row: int) -> set[int]:
     return {rank for shard, rank in shards if shard.row == row and shard.rows}
 
 
-def _features(table: TableSpec, batch: Batch) -> Iterator[tuple[float, float, int]]:
-    """Of each feature ids per bag, bags per sample and samples."""
-    sizes = feature_batches(table, batch)
-    return zip(table.pooling_factors, table.poolings, sizes, strict=True)
+def _bag_counts(table: TableSpec, batch: Batch) -> list[int]:
+    """Bags of each feature."""
+    return [round(count * size) for _, count, size in features(table, batch)]
 
 
 def _key(
-    table: TableSpec, width: int, kernel: str, *, replicated: bool = False, dedup: bool = False
+    table: TableSpec, width: int, kernel: str, *, by_rows: bool = False, dedup: bool = False
 ) -> GroupKey:
     optimizer = table.optimizer or "sgd"
-    return GroupKey(
-        width,
-        optimizer,
-        table.dtype,
-        counted_dim(table.dim, width, optimizer),
-        on_disk=kernel == ON_DISK,
-        by_rows=replicated and kernel != DENSE,
-        dedup=dedup,
-    )
+    dim = counted_dim(table.dim, width, optimizer)
+    return GroupKey(width, optimizer, table.dtype, dim, kernel == ON_DISK, by_rows, dedup)
 
 
 def exchanges(problem: Problem, placed: Iterable[Placed]) -> Iterator[Exchange]:
@@ -327,7 +297,7 @@ def exchanges(problem: Problem, placed: Iterable[Placed]) -> Iterator[Exchange]:
     for each in placed:
         members.setdefault(model.step.tables_of(each.choice.table.tensor.fqn), []).append(each)
     for path, its in members.items():
-        routed = any(not placed.choice.option.traits.replicated for placed in its)
+        routed = any(not placed.choice.is_replicated for placed in its)
         late = overlap != "none" and ranks > 1 and routed
         # Each overlap needs the one before it: ids ahead only help a lookup that begins early, and
         # nothing is late that does not travel.
@@ -350,17 +320,10 @@ def least_latencies(problem: Problem, tables: Tables) -> dict[str, float]:
     for its in members.values():
         if len(its) == 1:
             continue  # its own choices have them
-        parts: set[Part] = set()
-        for choices in its:
-            routed = [c for c in choices if not c.option.traits.replicated]
-            parts |= {"steady" if ranks > 1 and c.is_steady else "routed" for c in routed}
-        kernels = [
-            {c.option.compute_kernel for c in choices if c.option.traits.replicated}
-            for choices in its
-        ]
+        routed = {c.part(ranks) for choices in its for c in choices if not c.is_replicated}
+        replicas = [{c.part(ranks) for c in choices if c.is_replicated} for choices in its]
         # Only where every table may be a replica is there a plan without any routed one.
-        if all(kernels):
-            parts |= {embedding.replica_part(kernel, False) for of in kernels for kernel in of}
+        parts = routed.union(*replicas) if all(replicas) else routed
         ways = [embedding.step_latencies([part], ranks, problem.values, local) for part in parts]
         for phase, seconds in min(ways, key=lambda way: math.fsum(way.values())).items():
             found[phase] = found.get(phase, 0.0) + seconds
@@ -377,7 +340,7 @@ def small_tables(problem: Problem) -> frozenset[str]:
         choice.table.name
         for choices in problem.tables
         for choice in choices
-        if choice.option.traits.replicated
+        if choice.is_replicated
         and choice.option.compute_kernel == DENSE
         and choice.costs[0].total_seconds < least
     )

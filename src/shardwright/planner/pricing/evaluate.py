@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.amount import Amount, Lift, ceil_div, leaf, maximum, minimum, named, total
-from shardwright.core.batch import Batch, feature_batches
+from shardwright.core.batch import Batch, features
 from shardwright.core.cluster import TIERS, Cluster, Tier
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
@@ -106,11 +106,9 @@ def _tier_total(tier: Tier, kinds: Mapping[str, Any]) -> Any:
 def traffic(context: PricingContext, table: TableSpec, lift: Lift) -> tuple[Any, Any]:
     """Ids of one rank's batch for ``table``, and the rows it gets back for them."""
     where = f"tables.{table.name}"
-    sizes = feature_batches(table, context.batch)
     origin = f"{where}.batch_sizes" if table.batch_sizes else "batch.size"
     ids, bags = [], []
-    features = zip(table.pooling_factors, table.poolings, sizes, strict=True)
-    for number, (length, poolings, size) in enumerate(features):
+    for number, (length, poolings, size) in enumerate(features(table, context.batch)):
         factor = lift(length, f"pooling_factor_{number}", "ids", f"{where}.pooling_factors")
         count = lift(poolings, f"num_poolings_{number}", "bags", f"{where}.num_poolings")
         samples = lift(size, f"batch_size_{number}", "samples", origin)

@@ -128,10 +128,7 @@ def price(
 def latency(context: PricingContext, choice: Choice) -> float:
     """Seconds that every rank spends on an exchange of one table alone, however large it is."""
     ranks, local = _mesh(context, bare)
-    part: embedding.Part = "steady" if choice.is_steady and ranks > 1 else "routed"
-    if choice.option.traits.replicated:
-        part = embedding.replica_part(choice.option.compute_kernel, False)
-    latencies = embedding.step_latencies([part], ranks, context.values, local)
+    latencies = embedding.step_latencies([choice.part(ranks)], ranks, context.values, local)
     return math.fsum(latencies.values())
 
 

@@ -59,9 +59,9 @@ OF_MODEL: tuple[Kind, ...] = ("activation", "temporary", "input", "buffer")  # n
 # with sums over columns cost collectives of their own, which the search of tables does not see: so
 # plans that avoid any of them are proposed as well.
 AVOIDED: tuple[Callable[[Choice], bool], ...] = (
-    lambda choice: choice.option.traits.replicated,
-    lambda choice: not choice.option.traits.replicated,
-    lambda choice: not (choice.option.traits.replicated or choice.is_steady),
+    lambda choice: choice.is_replicated,
+    lambda choice: not choice.is_replicated,
+    lambda choice: not (choice.is_replicated or choice.is_steady),
     lambda choice: choice.has_strips,
 )
 
