@@ -60,8 +60,8 @@ def ask(heap: Ledger, traffic: Traffic) -> None:
         sent += group.sent_bytes
         heap.take(f"{traffic.path}.weights.{index}", "communication", 3 * weights)
         if group.dedup:
-            with heap.passing("communication", rows + 2 * sorting):
-                pass  # the part and the way to its rows
+            # the part and the way to its rows
+            heap.briefly("communication", rows + 2 * sorting)
             with heap.passing("communication", 2 * rows):  # and the number of each different one
                 heap.take(f"{traffic.path}.sent.{index}", "communication", group.sent_bytes)
                 heap.take(f"{traffic.path}.lengths.{index}", "communication", group.sent_bytes)
@@ -74,8 +74,8 @@ def ask(heap: Ledger, traffic: Traffic) -> None:
             heap.take(f"{traffic.path}.order.{index}", "communication", lengths)
             continue
         order, owners = lengths or rows, group.cut * group.owner
-        with heap.passing("communication", rows + 2 * sorting):
-            pass  # row numbers, and of those to be sorted the part and the way to its rows
+        # row numbers, and of those to be sorted the part and the way to its rows
+        heap.briefly("communication", rows + 2 * sorting)
         with heap.passing("communication", rows + 2 * owners):  # sorted in a second copy
             heap.take(f"{traffic.path}.order.{index}", "communication", order)
         with heap.passing("communication", rows + owners):
@@ -92,13 +92,11 @@ def _send(heap: Ledger, traffic: Traffic, sent: int) -> None:
     # One collective for all sections instead of one for each: what is saved in latency costs a copy
     # of everything that is sent.
     if traffic.is_joined:
-        with heap.passing("communication", sent):
-            pass
+        heap.briefly("communication", sent)
         _forget_sent(heap, traffic)
         heap.take(f"{traffic.path}.sent", "communication", sent)
     if heads := traffic.head_bytes:
-        with heap.passing("communication", sent + heads):
-            pass
+        heap.briefly("communication", sent + heads)
         _forget_sent(heap, traffic)
         heap.take(f"{traffic.path}.sent", "communication", sent + heads)
         heap.take(f"{traffic.path}.came", "communication", traffic.received_bytes + heads)
@@ -159,8 +157,7 @@ def look_up(heap: Ledger, traffic: Traffic) -> None:
         found = group.rows * group.width * FLOAT
         heap.take(f"{traffic.path}.replica_found.{index}", "communication", found)
         starts = 3 * group.rows * INDEX_BYTES if group.jagged else 0  # and torch's beside sums
-        with heap.passing("communication", max(starts, _in_full(group))):
-            pass
+        heap.briefly("communication", max(starts, _in_full(group)))
 
 
 def _finding(heap: Ledger, traffic: Traffic) -> int:
@@ -169,8 +166,7 @@ def _finding(heap: Ledger, traffic: Traffic) -> int:
     for group in traffic.served:
         if group.on_disk:  # sorted, with the place of each id, then rows to be summed
             distinct = group.distinct * INDEX_BYTES
-            with heap.passing("communication", 3 * group.ids * INDEX_BYTES + 2 * distinct):
-                pass
+            heap.briefly("communication", 3 * group.ids * INDEX_BYTES + 2 * distinct)
             rows = group.distinct * group.width * FLOAT
             most = max(most, group.ids * INDEX_BYTES + distinct + rows)
     return most
@@ -195,8 +191,7 @@ def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
         heap.free(f"{traffic.path}.found")
     # Nobody waits here: what is sent must stay until the rows of the others are here (`arrive`).
     if not traffic.early:
-        with heap.passing("communication", 0 if traffic.ranks == 1 else traffic.asked_bytes):
-            pass
+        heap.briefly("communication", 0 if traffic.ranks == 1 else traffic.asked_bytes)
         _forget_found(heap, traffic)
     heap.take(f"{traffic.path}.back", "communication", traffic.asked_bytes)
     if not traffic.early:
@@ -227,8 +222,7 @@ def assemble(heap: Ledger, traffic: Traffic) -> None:
         pieces = 0 if group.direct else pieces
         rows = group.rows * group.width * FLOAT if traffic.forward_size < FLOAT else 0
         rows = 0 if traffic.as_asked else rows
-        with heap.passing("communication", regrouped + rows + inverse + max(inverse, pieces)):
-            pass
+        heap.briefly("communication", regrouped + rows + inverse + max(inverse, pieces))
     heap.free(f"{traffic.path}.back")
     for index in range(len(traffic.replicas)):
         heap.free(f"{traffic.path}.replica_found.{index}")
@@ -261,8 +255,7 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
             heap.take(f"{traffic.path}.returned", "communication", joined or sent)
             heap.take(f"{traffic.path}.received", "communication", received)
         return
-    with heap.passing("communication", sent + ride + joined + received):
-        pass
+    heap.briefly("communication", sent + ride + joined + received)
     _regroup(heap, traffic, received if joined else 0)
 
 
@@ -277,8 +270,7 @@ def receive_gradients(heap: Ledger, traffic: Traffic) -> None:
 
 def _regroup(heap: Ledger, traffic: Traffic, joined: int) -> None:
     """Gradients of ``joined`` bytes are put group by group again."""
-    with heap.passing("communication", 2 * joined):
-        pass
+    heap.briefly("communication", 2 * joined)
     heap.take(f"{traffic.path}.arrived", "communication", traffic.arrived_bytes)
 
 
@@ -287,8 +279,7 @@ def reduce_replicas(heap: Ledger, traffic: Traffic) -> None:
     if not traffic.asked:
         _replica_gradient(heap, traffic)
     own, every = traffic.touched_bytes, traffic.ranks * traffic.touched_bytes
-    with heap.passing("communication", 2 * own + 2 * every):  # flat, as long as any, joined
-        pass
+    heap.briefly("communication", 2 * own + 2 * every)  # flat, as long as any, joined
     heap.take(f"{traffic.path}.gathered", "communication", every)
     heap.free(f"{traffic.path}.touched")
 
@@ -331,8 +322,7 @@ def forget_trip(heap: Ledger, traffic: Traffic) -> None:
 def update(heap: Ledger, traffic: Traffic) -> None:
     """Owners update their rows; everything of the exchange is gone afterwards."""
     regrouped = traffic.received_bytes if traffic.is_joined else 0
-    with heap.passing("temporary", regrouped):
-        pass
+    heap.briefly("temporary", regrouped)
     if regrouped:
         heap.free(f"{traffic.path}.rows")
     cut = [group for group in traffic.served if group.is_cut]
@@ -340,27 +330,23 @@ def update(heap: Ledger, traffic: Traffic) -> None:
     for group in traffic.served:
         rows = group.rows * group.width * FLOAT if traffic.backward_size < FLOAT else 0
         made = _summed(group) if group.is_cut else _updating(group)
-        with heap.passing("temporary", kept + rows + made):
-            pass
+        heap.briefly("temporary", kept + rows + made)
         kept += group.distinct_bytes if group.is_cut else 0
     # The sums over all columns are needed before any row of a cut table may change, so all such
     # groups are summed first, exchanged once, and only then updated.
     if cut:
         kept += _add_up(heap, cut, kept)
     for group in cut:
-        with heap.passing("temporary", kept + _stepping(group) - group.distinct_bytes):
-            pass
+        heap.briefly("temporary", kept + _stepping(group) - group.distinct_bytes)
     for replicas in traffic.replicas:
         if replicas.distinct:
             came = traffic.ranks * replicas.distinct
             most = min(came, replicas.size)
             found = Served(came, 0, replicas.width, most, optimizer=replicas.optimizer)
-            with heap.passing("temporary", _updating(found)):
-                pass
+            heap.briefly("temporary", _updating(found))
         elif replicas.optimizer != "sgd" or replicas.element < FLOAT:  # not all in its place
             rows = replicas.size * FLOAT if replicas.optimizer in BY_ROW else 0
-            with heap.passing("temporary", replicas.dense_bytes + rows):
-                pass
+            heap.briefly("temporary", replicas.dense_bytes + rows)
     for name in ("arrived", "rows", "replica_gradient", "gathered"):
         heap.free(f"{traffic.path}.{name}")
 
@@ -371,8 +357,7 @@ def _add_up(heap: Ledger, cut: list[Served], kept: int) -> int:
     sums = sum(group.distinct for group in cut) * FLOAT
     sent = sum(group.sums for group in cut) * FLOAT
     most = max(group.distinct for group in cut) * FLOAT
-    with heap.passing("temporary", kept + 2 * sums + 2 * sent + most):
-        pass
+    heap.briefly("temporary", kept + 2 * sums + 2 * sent + most)
     return sums
 
 

@@ -1,33 +1,43 @@
-"""What the tables of one module exchange in a step: who asks whom for how many rows."""
+"""What the tables of one module exchange in a step: who asks whom for how many rows, what that
+takes whatever they are, and how much of its seconds is hidden."""
 
 # These are the buffers of `runtime/embeddings`, byte for byte: who asks for how many ids, what
-# comes back, in which groups, and which of it is sorted or joined again. What is changed there (a
-# header, a group, a copy less) has to be changed here, or predicted peaks are off; tests of
-# measured steps hold the two together. Ids are expected to spread evenly over ranks: what comes in
-# fact differs from step to step, so these bytes are modelled, never exact.
+# comes back, in which groups, and which of it is sorted or joined again. What is changed there has
+# to be changed once more, a group here, a header in `heap/traffic.py`, a copy in `heap/route.py`,
+# or predicted peaks are off; tests of measured steps hold the two together. Ids are expected to
+# spread evenly over ranks: what comes in fact differs from step to step, so these bytes are
+# modelled, never exact.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.core.amount import minimum, named
 from shardwright.core.batch import Batch, distinct_rows, expected_distinct, features, lookups
 from shardwright.core.block import GroupKey, counted_dim
 from shardwright.core.model import DENSE, ON_DISK, TableSpec
 from shardwright.core.optimizers import BY_ROW
-from shardwright.core.schedule import replicas_ride
+from shardwright.core.schedule import Direction, replicas_ride
 from shardwright.core.tensor import ELEMENT_BYTES
-from shardwright.cost import embedding
-from shardwright.cost.embedding import Part
+from shardwright.core.timeline import Phase
+from shardwright.cost.embedding import Part, exchange_latency, replica_part
+from shardwright.cost.pipeline import hidden_seconds
 from shardwright.heap.traffic import Asked, Served, Traffic
 from shardwright.job.job import overlap_of
 from shardwright.job.model_of_job import early_tables
 from shardwright.job.planner import IN_FULL, Communication, trained_communication
-from shardwright.planner.choice import Choice, Placed
+from shardwright.planner.choice import Choice, Placed, tally
 from shardwright.planner.choices import Tables
-from shardwright.planner.problem import Problem, ranks_per_host
+from shardwright.planner.problem import Problem
+
+Computed = Mapping[str, float]  # seconds by the unit that computes; empty for none
 
 
 @dataclass(frozen=True)
@@ -45,8 +55,13 @@ class Exchange:
     ahead: bool = False  # ids of its next batch travel while this one is computed
 
     @cached_property
-    def _specs(self) -> list[TableSpec]:
-        return [placed.choice.table for placed in self.tables]
+    def _features(self) -> list[tuple[TableSpec, int, int]]:
+        """Every feature's table, its bags, and the rows that come for them."""
+        return [
+            (table, round(count * size), round((1.0 if table.pooled else length) * count * size))
+            for table in (placed.choice.table for placed in self.tables)
+            for length, count, size in features(table, self.batch)
+        ]
 
     @cached_property
     def routed(self) -> tuple[Placed, ...]:
@@ -73,7 +88,7 @@ class Exchange:
         parts: list[Part] = [self.routed_part] if self.routed else []
         if any(placed.choice.has_strips for placed in self.routed):
             parts.append("strips")
-        return parts + [embedding.replica_part(kernel, self.rides) for kernel in kernels]
+        return parts + [replica_part(kernel, self.rides) for kernel in kernels]
 
     @property
     def routed_part(self) -> Part:
@@ -121,23 +136,19 @@ class Exchange:
     def _joined(self) -> int:
         """Ids and lengths of bags that come feature by feature, which they do unless all tables
         have one dim and one id in each bag."""
-        tables, jagged = self._specs, any(table.jagged for table in self._specs)
-        bags = [count for table in tables for count in _bag_counts(table, self.batch)]
+        tables = [placed.choice.table for placed in self.tables]
+        jagged = any(table.jagged for table in tables)
         if not jagged and len({t.dim for t in tables}) == 1 and not any(t.weighted for t in tables):
             return 0
         # Of a single feature there is nothing to join: its ids are taken as they are.
-        ids = sum(round(lookups(table, self.batch)) for table in tables) if bags[1:] else 0
-        return ids + (sum(bags) if jagged else 0)
+        ids = sum(round(lookups(t, self.batch)) for t in tables) if self._features[1:] else 0
+        return ids + (sum(bags for _, bags, _ in self._features) if jagged else 0)
 
     @cached_property
     def _means(self) -> list[tuple[int, int]]:
         """Bags of every feature whose sums are divided, and the dim of its table."""
-        return [
-            (bags, table.dim)
-            for table in self._specs
-            if table.jagged and table.pooling == "mean"
-            for bags in _bag_counts(table, self.batch)
-        ]
+        means = [each for each in self._features if each[0].jagged and each[0].pooling == "mean"]
+        return [(bags, table.dim) for table, bags, _ in means]
 
     @cached_property
     def _replicas(self) -> tuple[Served, ...]:
@@ -169,7 +180,7 @@ class Exchange:
         """Rows that a step gets of ``table``; an empty bag is one, too."""
         if not table.pooled:
             return round(lookups(table, self.batch))
-        return sum(_bag_counts(table, self.batch))
+        return sum(round(count * size) for _, count, size in features(table, self.batch))
 
     @cached_property
     def _groups(self) -> list[tuple[Asked, list[Served]]]:
@@ -225,7 +236,8 @@ class Exchange:
         ids, rows, bags, cut = asked
         # Where every id was sorted and all features have as many rows of one width, the runtime
         # puts rows in order by one index into the result and needs no copy in between.
-        direct = cut == ids and not jagged and len(members) == len(self.tables) and self._is_even
+        even = len({(table.dim, rows) for table, _, rows in self._features}) == 1
+        direct = even and cut == ids and not jagged and len(members) == len(self.tables)
         # as torch counts: uint8 has all of 256 ranks, int16 those of 32,768
         owner = 1 if self.ranks <= 2**8 else 2 if self.ranks <= 2**15 else 4
         flags = (jagged, weighted, key.dedup, direct)
@@ -238,16 +250,6 @@ class Exchange:
             )
             for ids, rows, distinct, sums in served
         ]
-
-    @cached_property
-    def _is_even(self) -> bool:
-        """Whether as much comes back for every feature, of tables that are as wide."""
-        sizes = {
-            (table.dim, round((1.0 if table.pooled else length) * count * size))
-            for table in self._specs
-            for length, count, size in features(table, self.batch)
-        }
-        return len(sizes) == 1
 
     def _partial_sums(self, table: TableSpec, parts: int) -> int:
         """Rows that come back of a table cut into ``parts``, among which ids spread evenly."""
@@ -273,11 +275,6 @@ def _beside(placed: Placed, row: int) -> set[int]:
     return {rank for shard, rank in shards if shard.row == row and shard.rows}
 
 
-def _bag_counts(table: TableSpec, batch: Batch) -> list[int]:
-    """Bags of each feature."""
-    return [round(count * size) for _, count, size in features(table, batch)]
-
-
 def _key(
     table: TableSpec, width: int, kernel: str, *, by_rows: bool = False, dedup: bool = False
 ) -> GroupKey:
@@ -298,7 +295,7 @@ def exchanges(problem: Problem, placed: Iterable[Placed]) -> Iterator[Exchange]:
         members.setdefault(model.step.tables_of(each.choice.table.tensor.fqn), []).append(each)
     for path, its in members.items():
         routed = any(not placed.choice.is_replicated for placed in its)
-        late = overlap != "none" and ranks > 1 and routed
+        late = overlap != "none" and routed
         # Each overlap needs the one before it: ids ahead only help a lookup that begins early, and
         # nothing is late that does not travel.
         first = late and path in early
@@ -309,7 +306,7 @@ def exchanges(problem: Problem, placed: Iterable[Placed]) -> Iterator[Exchange]:
 def least_latencies(problem: Problem, tables: Tables) -> dict[str, float]:
     """Seconds by phase that the exchanges of several tables, placed by any of their choices, take
     at least whatever these are: those of a routed table, or of replicas where all may be some."""
-    ranks, local = problem.cluster.world_size, ranks_per_host(problem.cluster)
+    ranks = problem.cluster.world_size
     members: dict[str, list[tuple[Choice, ...]]] = {}
     for choices in tables:
         path = problem.model.step.tables_of(choices[0].table.tensor.fqn)
@@ -324,23 +321,162 @@ def least_latencies(problem: Problem, tables: Tables) -> dict[str, float]:
         replicas = [{c.part(ranks) for c in choices if c.is_replicated} for choices in its]
         # Only where every table may be a replica is there a plan without any routed one.
         parts = routed.union(*replicas) if all(replicas) else routed
-        ways = [embedding.step_latencies([part], ranks, problem.values, local) for part in parts]
+        ways = [problem.context.latencies([part]) for part in parts]
         for phase, seconds in min(ways, key=lambda way: math.fsum(way.values())).items():
             found[phase] = found.get(phase, 0.0) + seconds
     return found
 
 
-def small_tables(problem: Problem) -> frozenset[str]:
-    """Names of tables whose replica with a dense gradient takes less time of a step than the
-    latencies of an exchange of its own: in a unit with others it needs none."""
-    ranks, local = problem.cluster.world_size, ranks_per_host(problem.cluster)
-    latencies = embedding.step_latencies(["routed"], ranks, problem.values, local)
-    least = sum(latencies.values())
-    return frozenset(
-        choice.table.name
-        for choices in problem.tables
-        for choice in choices
-        if choice.is_replicated
-        and choice.option.compute_kernel == DENSE
-        and choice.costs[0].total_seconds < least
-    )
+# Compute hides an exchange only once: seconds of compute beside which rows travel are no longer
+# there for ids. So legs are sorted by their windows, the narrowest first (a wide one can still use
+# what a narrow one left), and ids, which may travel all step long, get what rows and gradients did
+# not take.
+@dataclass(frozen=True)
+class Windows:
+    """What a rank computes while exchanges may travel: by module of tables from a forward's begin
+    until it needs its rows, from its row gradients to the end of the backward, and in all."""
+
+    rows: Mapping[str, Computed]
+    gradients: Mapping[str, Computed]
+    everything: Computed
+
+    def most(self, *, ids: bool) -> float:
+        """The most that can be hidden of rows and their gradients, or with ``ids`` as well."""
+        if ids:
+            return _sum(self.everything)
+        widest = (
+            max((_sum(window) for window in windows.values()), default=0.0)
+            for windows in (self.rows, self.gradients)
+        )
+        return math.fsum(widest)
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One exchange of a crossing: seconds of its bytes on every rank, of its collectives on each,
+    and what is computed meanwhile."""
+
+    exchange: Exchange
+    moved: NDArray[np.float64]
+    latency: float
+    window: Computed
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What travels in ``phase`` under a ``name``, ``behind`` the phase that computes meanwhile. The
+    narrowest windows come first, of which ``taken`` seconds of every rank hide other exchanges."""
+
+    phase: Phase
+    name: str
+    behind: Phase
+    legs: Sequence[Leg]
+    overlap: float
+    taken: Any = 0.0
+
+    @cached_property
+    def seconds(self) -> NDArray[np.float64]:
+        """What they take on every rank."""
+        return sum((leg.moved + leg.latency for leg in self.legs), start=np.zeros(1))
+
+    @cached_property
+    def hidden(self) -> NDArray[np.float64]:
+        """What of it costs a rank nothing."""
+        pairs = [
+            (leg.moved + leg.latency, _sum(leg.window) - self.taken if leg.window else 0.0)
+            for leg in self.legs
+        ]
+        found: NDArray[np.float64] = hidden_seconds(pairs, self.overlap)
+        return found
+
+
+def windows_of(problem: Problem) -> Windows | None:
+    """Those of a job; None where nothing travels while a rank computes."""
+    overlap = overlap_of(problem.job, problem.cluster.world_size)
+    if overlap == "none" or not problem.model.is_trained:
+        return None
+    step, early = problem.model.step, early_tables(problem.job, problem.model)
+    rows = {
+        moment.unit: _computed(problem, "forward", range(place))
+        for place, moment in enumerate(step.forward)
+        if moment.piece.point == "lookup" and moment.unit in early
+    }
+    count = len(step.backward)
+    gradients = {
+        moment.unit: _computed(problem, "backward", range(place, count))
+        for place, moment in enumerate(step.backward)
+        if moment.piece.point == "row_gradients"
+    }
+    everything = _computed(problem, "forward", range(len(step.forward)))
+    for unit, seconds in _computed(problem, "backward", range(count)).items():
+        everything[unit] = everything.get(unit, 0.0) + seconds
+    return Windows(rows, gradients, everything)
+
+
+def _computed(problem: Problem, direction: Direction, places: range) -> dict[str, float]:
+    homes = problem.model.step.homes[direction]
+    pieces = problem.unit_space.pieces[direction]
+    found: dict[str, float] = {}
+    for place in places:
+        if pieces[place]:
+            found[homes[place]] = found.get(homes[place], 0.0) + pieces[place]
+    return found
+
+
+def crossings(problem: Problem, exchanges: Iterable[Exchange]) -> tuple[Crossing, ...]:
+    """What travels of ``exchanges`` while ranks compute."""
+    windows = windows_of(problem)
+    if windows is None:
+        return ()
+    exchanges = list(exchanges)
+    routed = [each for each in exchanges if each.late]
+    early = [each.path for each in routed if each.early]
+    overlap = problem.values["overlap"]
+    found = []
+    if early:
+        legs = _legs(problem, routed, "exchange_rows", windows.rows)
+        found.append(Crossing("exchange_rows", "rows", "forward", legs, overlap))
+    if routed:
+        legs = _legs(problem, routed, "reduce", windows.gradients)
+        found.append(Crossing("reduce", "row_gradients", "backward", legs, overlap))
+    if early and problem.job.train.overlap == "ids_and_rows":
+        legs = _legs(problem, routed, "exchange_ids", dict.fromkeys(early, windows.everything))
+        # Ids of the next batch travel all step long, and lose the compute that hides rows already.
+        taken = sum(crossing.hidden for crossing in found)
+        found.append(Crossing("exchange_ids", "ids", "forward", legs, overlap, taken))
+    return tuple(found)
+
+
+def _legs(
+    problem: Problem, exchanges: Iterable[Exchange], phase: Phase, windows: Mapping[str, Computed]
+) -> list[Leg]:
+    values, linked, found = problem.values, problem.cluster.linked, []
+    for each in exchanges:
+        moved = tally(each.routed, each.ranks).seconds.get(phase, np.zeros(each.ranks))
+        latency = exchange_latency(each.routed_part, phase, each.ranks, values, linked)
+        found.append(Leg(each, moved, latency, windows.get(each.path, {})))
+    return sorted(found, key=lambda leg: _sum(leg.window))
+
+
+def without_hidden(problem: Problem, tables: Any, lift: Any = None) -> Any:
+    """Seconds of tables that a step takes at least, of those that they take at least alone.
+
+    Whatever their exchanges, no more is hidden than is computed meanwhile, nor than their share.
+    ``lift`` makes an input of a number.
+    """
+    # Which tables are routed, and so what can travel, is not known where a bound is asked for: it
+    # may hide as much as any placement could.
+    windows = windows_of(problem)
+    if windows is None:
+        return tables
+    most: Any = windows.most(ids=problem.job.train.overlap == "ids_and_rows")
+    share: Any = problem.values["overlap"]
+    if lift is not None:
+        most = lift(most, "computed_meanwhile", "s", "while exchanges of tables may travel")
+        share = lift(share, "overlap", "", "constant")
+    hidden = named("hidden_at_most", minimum(tables * share, most), "s")
+    return tables - hidden
+
+
+def _sum(window: Computed) -> float:
+    return math.fsum(window.values())

@@ -14,7 +14,7 @@ from shardwright.core.cluster import TIERS
 from shardwright.core.quantities import SAME_SECONDS
 from shardwright.cost.pipeline import hidden_seconds
 from shardwright.planner import profiles
-from shardwright.planner.crossing import Crossing
+from shardwright.planner.exchange import Crossing
 from shardwright.planner.explain.explanation import (
     REORDERED,
     Explanation,

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from shardwright.core.batch import Batch, features
 from shardwright.core.cluster import TIERS, Cluster, Tier
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
+from shardwright.cost.embedding import Part, step_latencies
 from shardwright.job.planner import EstimatorSection
 from shardwright.planner.choice import Cost, cost
 
@@ -48,6 +49,11 @@ class PricingContext:
     def values(self) -> dict[str, float]:
         """The cluster's constants by name."""
         return self.cluster.values
+
+    def latencies(self, parts: Iterable[Part]) -> dict[str, float]:
+        """Seconds of a step, by phase, that an exchange takes whatever its tables."""
+        cluster = self.cluster
+        return step_latencies(parts, cluster.world_size, self.values, cluster.linked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,8 +246,8 @@ def traffic(plan: Plan, placed: Placed, run: ShardRun, lift: Lift = bare) -> tup
         )
     world = lift(plan.world_size, "ranks", "", "cluster.world_size")
     local = None
-    if plan.cluster.group < plan.world_size:
-        local = lift(plan.cluster.group, "ranks_of_host", "", "cluster.local_world_size")
+    if plan.cluster.linked is not None:
+        local = lift(plan.cluster.linked, "ranks_of_host", "", "cluster.local_world_size")
     once = lift(1, "batches_in_flight", "batches", "of one step")
     found = embedding.exchange_bytes(demand, kind, size, once, world, local)
     return found["input"], found["output"]

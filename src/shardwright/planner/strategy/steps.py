@@ -30,9 +30,8 @@ from shardwright.cost.network import Collective
 from shardwright.job.job import Job
 from shardwright.planner.choice import Choice, Placed, tally
 from shardwright.planner.choices import Tables
-from shardwright.planner.crossing import windows_of, without_hidden
 from shardwright.planner.draft import Found
-from shardwright.planner.exchange import least_latencies
+from shardwright.planner.exchange import least_latencies, windows_of, without_hidden
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
 from shardwright.planner.search.polish import MAX_ITEMS, SHARPEST, changes, relieving
