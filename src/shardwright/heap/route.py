@@ -52,12 +52,10 @@ def ask(heap: Ledger, traffic: Traffic) -> None:
     if not traffic.asked:
         return
     _join(heap, traffic)
-    sent = 0
     for index, group in enumerate(traffic.asked):
         rows, sorting = group.ids * INDEX_BYTES, group.cut * INDEX_BYTES
         lengths = group.rows * INDEX_BYTES if group.jagged else 0
         weights = group.ids * FLOAT if group.weighted else 0
-        sent += group.sent_bytes
         heap.take(f"{traffic.path}.weights.{index}", "communication", 3 * weights)
         if group.dedup:
             # the part and the way to its rows
@@ -84,21 +82,23 @@ def ask(heap: Ledger, traffic: Traffic) -> None:
             with heap.passing("communication", 3 * rows):
                 heap.take(f"{traffic.path}.lengths.{index}", "communication", lengths)
     _ask_replicas(heap, traffic)
-    _send(heap, traffic, sent)
+    _send(heap, traffic)
 
 
-def _send(heap: Ledger, traffic: Traffic, sent: int) -> None:
-    """Sections are joined to ``sent`` bytes, with counts beside them if these travel with ids."""
+def _send(heap: Ledger, traffic: Traffic) -> None:
+    """Sections are joined, with counts beside them if these travel with ids."""
+    heads = traffic.head_bytes
+    sections = traffic.sent_bytes - heads
     # One collective for all sections instead of one for each: what is saved in latency costs a copy
     # of everything that is sent.
     if traffic.is_joined:
-        heap.briefly("communication", sent)
+        heap.briefly("communication", sections)
         _forget_sent(heap, traffic)
-        heap.take(f"{traffic.path}.sent", "communication", sent)
-    if heads := traffic.head_bytes:
-        heap.briefly("communication", sent + heads)
+        heap.take(f"{traffic.path}.sent", "communication", sections)
+    if heads:
+        heap.briefly("communication", traffic.sent_bytes)
         _forget_sent(heap, traffic)
-        heap.take(f"{traffic.path}.sent", "communication", sent + heads)
+        heap.take(f"{traffic.path}.sent", "communication", traffic.sent_bytes)
         heap.take(f"{traffic.path}.came", "communication", traffic.received_bytes + heads)
 
 
@@ -117,8 +117,6 @@ def advance(heap: Ledger, traffic: Traffic) -> None:
 
 def hear(heap: Ledger, traffic: Traffic) -> None:
     """The rows that others ask for are here, and stay until the update."""
-    if not traffic.asked:
-        return
     _forget_sent(heap, traffic)
     if traffic.head_bytes:
         heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
@@ -218,10 +216,10 @@ def assemble(heap: Ledger, traffic: Traffic) -> None:
     for group in traffic.asked:
         sorted_ = group.cut and not (group.jagged or group.dedup)
         inverse = group.ids * INDEX_BYTES if sorted_ else 0
-        pieces = group.bags * group.width * FLOAT if group.cut or group.dedup else 0
-        pieces = 0 if group.direct else pieces
-        rows = group.rows * group.width * FLOAT if traffic.forward_size < FLOAT else 0
-        rows = 0 if traffic.as_asked else rows
+        copied = (group.cut or group.dedup) and not group.direct
+        pieces = group.bags * group.width * FLOAT if copied else 0
+        widened = traffic.forward_size < FLOAT and not traffic.as_asked
+        rows = group.rows * group.width * FLOAT if widened else 0
         heap.briefly("communication", regrouped + rows + inverse + max(inverse, pieces))
     heap.free(f"{traffic.path}.back")
     for index in range(len(traffic.replicas)):
@@ -246,7 +244,7 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
         with heap.passing("communication", sent + size + beside):
             sent += rounded
     ride = traffic.ride_bytes
-    joined = sent + ride if len(traffic.asked) > 1 or ride else 0
+    joined = sent + ride if len(traffic.asked) > 1 or traffic.rides else 0
     received = 0 if traffic.ranks == 1 else traffic.arrived_bytes + ride
     # Gradients travel while the rest of the backward computes, so both buffers stay until the
     # update asks for them (`receive_gradients`).
@@ -256,21 +254,21 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
             heap.take(f"{traffic.path}.received", "communication", received)
         return
     heap.briefly("communication", sent + ride + joined + received)
-    _regroup(heap, traffic, received if joined else 0)
+    _regroup(heap, traffic)
 
 
 def receive_gradients(heap: Ledger, traffic: Traffic) -> None:
     """Gradients that were on their way are here."""
-    if traffic.late and traffic.asked:
-        for name in ("returned", "received"):
-            heap.free(f"{traffic.path}.{name}")
-        joined = len(traffic.asked) > 1 or traffic.ride_bytes
-        _regroup(heap, traffic, traffic.arrived_bytes + traffic.ride_bytes if joined else 0)
+    for name in ("returned", "received"):
+        heap.free(f"{traffic.path}.{name}")
+    _regroup(heap, traffic)
 
 
-def _regroup(heap: Ledger, traffic: Traffic, joined: int) -> None:
-    """Gradients of ``joined`` bytes are put group by group again."""
-    heap.briefly("communication", 2 * joined)
+def _regroup(heap: Ledger, traffic: Traffic) -> None:
+    """Gradients that came in one are put group by group again."""
+    joined = traffic.ranks > 1 and (len(traffic.asked) > 1 or traffic.rides)
+    came = traffic.arrived_bytes + traffic.ride_bytes if joined else 0
+    heap.briefly("communication", 2 * came)
     heap.take(f"{traffic.path}.arrived", "communication", traffic.arrived_bytes)
 
 
