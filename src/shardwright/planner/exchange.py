@@ -236,8 +236,8 @@ class Exchange:
         ids, rows, bags, cut = asked
         # Where every id was sorted and all features have as many rows of one width, the runtime
         # puts rows in order by one index into the result and needs no copy in between.
-        even = len({(table.dim, rows) for table, _, rows in self._features}) == 1
-        direct = even and cut == ids and not jagged and len(members) == len(self.tables)
+        alone = cut == ids and not jagged and len(members) == len(self.tables)
+        direct = alone and len({(table.dim, rows) for table, _, rows in self._features}) == 1
         # as torch counts: uint8 has all of 256 ranks, int16 those of 32,768
         owner = 1 if self.ranks <= 2**8 else 2 if self.ranks <= 2**15 else 4
         flags = (jagged, weighted, key.dedup, direct)
