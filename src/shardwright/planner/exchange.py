@@ -428,7 +428,6 @@ def crossings(problem: Problem, exchanges: Iterable[Exchange]) -> tuple[Crossing
     windows = windows_of(problem)
     if windows is None:
         return ()
-    exchanges = list(exchanges)
     routed = [each for each in exchanges if each.late]
     early = [each.path for each in routed if each.early]
     overlap = problem.values["overlap"]
