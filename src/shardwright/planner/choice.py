@@ -92,7 +92,8 @@ class Choice(msgspec.Struct, frozen=True, dict=True):
         runs = zip(self.option.runs, self.costs, strict=True)
         return tuple(cost for run, cost in runs for _ in range(run.count))
 
-    @property
+    # Kept, for every draft that has the choice asks again.
+    @cached_property
     def is_replicated(self) -> bool:
         """Whether every rank keeps the table whole."""
         return self.option.traits.replicated
@@ -103,13 +104,13 @@ class Choice(msgspec.Struct, frozen=True, dict=True):
             return replica_part(self.option.compute_kernel, False)
         return "steady" if ranks > 1 and self.is_steady else "routed"
 
-    @property
+    @cached_property
     def is_steady(self) -> bool:
         """Whether as many ids go to every rank in each step: one of each bag, all to one rank."""
         cut = self.option.traits.cuts_rows and self.option.runs[0].rows < self.table.rows
         return not (cut or self.dedup or self.table.jagged)
 
-    @property
+    @cached_property
     def has_strips(self) -> bool:
         """Whether its update needs sums over columns that lie in several blocks."""
         routed = not self.is_replicated and self.table.optimizer in BY_ROW

@@ -76,8 +76,11 @@ class Exchange:
     @cached_property
     def rides(self) -> bool:
         """Whether the gradient of replicas travels with the row gradients."""
-        dense = sum(group.dense_bytes for group in self._replicas)
-        return replicas_ride(bool(self.routed), self.ranks, dense)
+        # Not from the groups, which thousands of drafts never make: they are asked for seconds
+        # alone.
+        dense = (p.choice for p in self.replicas if p.choice.option.compute_kernel == DENSE)
+        elements = sum(choice.table.rows * choice.table.dim for choice in dense)
+        return replicas_ride(bool(self.routed), self.ranks, elements * ELEMENT_BYTES["fp32"])
 
     @property
     def parts(self) -> list[Part]:
