@@ -494,13 +494,12 @@ def test_collectives_of_tables_are_those_that_were_priced(
             sent[label] += nbytes
     traffic = [draft.traffic(rank)["tables"] for rank in range(ranks)]
     ride = sum(each.ride_bytes for each in traffic)
-    copies = [group for each in traffic for group in each.replicas]
     wanted = {
         "exchange ids": sum(each.sent_bytes for each in traffic),
         "exchange rows": sum(each.asked_bytes for each in traffic),
         "exchange row gradients": sum(each.returned_bytes for each in traffic) + ride,
-        "reduce replicated tables": 0 if ride else sum(g.nbytes for g in copies if not g.touched),
-        "gather rows of replicated tables": sum(g.gathered * g.row_bytes for g in copies),
+        "reduce replicated tables": 0 if ride else sum(each.dense_bytes for each in traffic),
+        "gather rows of replicated tables": sum(ranks * each.touched_bytes for each in traffic),
     }
     moved = {label: sent[label] for label in wanted}
     assert moved == (pytest.approx(wanted, rel=EXPECTED_TOLERANCE) if dedup else wanted)

@@ -16,7 +16,7 @@ from shardwright.heap.flat import FlatUnits
 from shardwright.heap.ledger import Ledger
 from shardwright.heap.machine import Sharding
 from shardwright.heap.rank_step import Chunk, RankStep
-from shardwright.heap.traffic import Asked, ReplicatedTables, Served, Traffic
+from shardwright.heap.traffic import Asked, Served, Traffic
 
 Peaks = dict[Phase, dict[Kind, int]]
 
@@ -228,7 +228,7 @@ def test_the_gradient_of_a_merged_unit_comes_layer_by_layer() -> None:
 # ---- tables --------------------------------------------------------------------------------------
 
 IDS, WIDTH, ID, NUMBER = 10, 16, 8, 4
-TRAFFIC = Traffic("tables", (Asked(IDS, IDS, IDS, WIDTH),), (Served(IDS, IDS, WIDTH, IDS),))
+TRAFFIC = Traffic("tables", 2, (Asked(IDS, IDS, IDS, WIDTH),), (Served(IDS, IDS, WIDTH, IDS),))
 
 
 def test_the_exchange_with_tables_has_phases_of_its_own() -> None:
@@ -243,7 +243,7 @@ def test_the_exchange_with_tables_has_phases_of_its_own() -> None:
 
 def test_without_routed_tables_no_ids_are_exchanged() -> None:
     replicas = msgspec.structs.replace(
-        TRAFFIC, asked=(), served=(), replicas=(ReplicatedTables(IDS, IDS, WIDTH, IDS),)
+        TRAFFIC, asked=(), served=(), replicas=(Served(IDS, IDS, WIDTH, 0, size=IDS),)
     )
     recorded = chain([unit("mlp", 50)], tables_after="mlp")
     peaks = _run(recorded, {"weight": SLICE}, tables=replicas)

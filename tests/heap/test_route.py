@@ -9,7 +9,7 @@ import pytest
 from shardwright.core.schedule import UPDATED_AT_ONCE
 from shardwright.heap import route
 from shardwright.heap.ledger import Ledger
-from shardwright.heap.traffic import Asked, ReplicatedTables, Served, Traffic
+from shardwright.heap.traffic import Asked, Served, Traffic
 
 ID, FLOAT = 8, 4
 
@@ -18,15 +18,17 @@ def _traffic(
     *asked: Asked, served: tuple[Served, ...] = (Served(12, 12, 16, 9),), **changes: Any
 ) -> Traffic:
     """One row-wise group: a rank asks for 10 ids of 16 columns, serves 12, 9 of them distinct."""
-    return Traffic("tables", asked or (Asked(10, 10, 10, 16, cut=10),), served, **changes)
+    changes = {"ranks": 2, **changes}
+    return Traffic("tables", asked=asked or (CUT,), served=served, **changes)
 
 
+CUT = Asked(10, 10, 10, 16, cut=10)
 UNCUT = Asked(10, 10, 10, 16)
 WHOLE = _traffic(UNCUT)
 TWO_GROUPS = _traffic(
     UNCUT, Asked(20, 20, 20, 8), served=(Served(12, 12, 16, 9), Served(6, 6, 8, 6))
 )
-REPLICAS = Traffic("tables", (), (), (ReplicatedTables(10, 10, 16, 10),))
+REPLICAS = Traffic("tables", 2, (), (), (Served(10, 10, 16, 0, size=10),))
 
 
 def _peak(act: Callable[[Ledger, Traffic], None], traffic: Traffic, *before: Any) -> int:
@@ -118,11 +120,11 @@ def test_several_groups_are_joined_before_they_are_sent() -> None:
 
 def test_counts_that_travel_with_ids_are_put_before_them_and_taken_off_again() -> None:
     heads = 2 * (3 + 1)
-    steady = _traffic(UNCUT, heads=heads)
+    steady = _traffic(UNCUT, steady=True)
     assert steady.sent_bytes == (10 + heads) * ID
     assert _peak(route.exchange_ids, steady) == (10 + heads + heads + 12) * ID
     assert _left(steady, route.exchange_ids) == 12 * ID
-    large = _traffic(UNCUT, served=FEW, heads=heads)
+    large = _traffic(UNCUT, served=FEW, steady=True)
     assert _peak(route.exchange_ids, large) == (10 + 10 + heads) * ID
 
 
@@ -150,7 +152,7 @@ def test_rows_asked_for_arrive_beside_the_rows_found_for_others() -> None:
 
 
 def test_a_rank_alone_has_what_it_asked_for_where_it_found_it() -> None:
-    one = _traffic(UNCUT, served=(Served(10, 10, 16, 9),), alone=True)
+    one = _traffic(UNCUT, served=(Served(10, 10, 16, 9),), ranks=1)
     size = 10 * 16 * FLOAT
     assert _peak(route.exchange_rows, one, route.exchange_ids, route.look_up) == 0
     assert _left(one, route.look_up, route.exchange_rows) == size
@@ -213,7 +215,7 @@ def test_several_groups_are_parted_before_they_are_updated() -> None:
 
 
 def test_a_riding_gradient_travels_once_to_every_rank() -> None:
-    riding = _traffic(UNCUT, replicas=(ReplicatedTables(10, 10, 16, 10),), ride_bytes=2 * 640)
+    riding = _traffic(UNCUT, replicas=REPLICAS.replicas, rides=True)
     sent = 10 * 16 * FLOAT + 2 * 640
     received = 12 * 16 * FLOAT + 2 * 640
     assert _peak(route.return_gradients, riding) == 640 + 2 * sent + received
@@ -222,8 +224,8 @@ def test_a_riding_gradient_travels_once_to_every_rank() -> None:
 
 
 def test_an_adagrad_replica_squares_its_gradient() -> None:
-    replicas = (ReplicatedTables(10, 10, 16, 10, optimizer="rowwise_adagrad"),)
-    traffic = Traffic("tables", (), (), replicas)
+    replicas = (Served(10, 10, 16, 0, optimizer="rowwise_adagrad", size=10),)
+    traffic = Traffic("tables", 2, (), (), replicas)
     assert _peak(route.update, traffic) == 640 + 10 * FLOAT
 
 
@@ -249,7 +251,7 @@ def test_nothing_of_the_exchange_outlives_the_update(traffic: Traffic) -> None:
 
 
 def test_without_tables_to_ask_nothing_moves() -> None:
-    nothing = Traffic("tables", (), ())
+    nothing = Traffic("tables", 2, (), ())
     for act in (route.exchange_ids, route.look_up, route.return_gradients, route.reduce_replicas):
         assert _left(nothing, act) == 0
 

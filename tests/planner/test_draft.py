@@ -8,7 +8,7 @@ import pytest
 
 from shardwright.core.batch import expected_distinct
 from shardwright.estimate.recordings import described
-from shardwright.heap.traffic import Asked, ReplicatedTables, Served
+from shardwright.heap.traffic import Asked, Served
 from shardwright.job.job import Job
 from shardwright.planner.choice import Placed
 from shardwright.planner.draft import TablesDraft
@@ -99,7 +99,7 @@ def test_traffic_groups_tables_by_width_and_counts_the_ids_to_sort(make_job: Mak
     both = expected_distinct(100, 25) + expected_distinct(200, 10)
     narrow = Served(200, 200, 8, expected_distinct(200, 7))
     assert traffic.served == (narrow, Served(300, 300, 16, both))
-    assert traffic.replicas == (ReplicatedTables(100, 100, 16, 9),)
+    assert traffic.replicas == (Served(100, 100, 16, 0, size=9),)
     assert traffic.ride_bytes == 2 * 9 * 64
     alone = Served(100, 100, 16, expected_distinct(100, 25))
     assert draft.traffic(0)["tables"].served[1] == alone

@@ -178,7 +178,7 @@ def test_an_update_takes_the_memory_that_is_planned(
     )
     heap = Ledger()
     with heap.during("step"):
-        route.update(heap, Traffic("tables", (), (served,)))
+        route.update(heap, Traffic("tables", 1, (), (served,)))
     planned = sum(heap.peaks["step"].values())
     planned -= len(ids) * 4 * served.weighted  # the weights themselves, which are given here
     assert planned == pytest.approx(sum(tracker.peaks["step"].values()) - before, rel=0.03)

@@ -37,12 +37,7 @@ def lookups(table: TableSpec, batch: Batch) -> float:
     """Ids that one rank's batch holds for ``table``; an int where that is a whole number."""
     # An int where it is one: bytes are made of it, and a product with a float would be a float,
     # which plans write and compare otherwise.
-    ids = sum(
-        length * poolings * size
-        for length, poolings, size in zip(
-            table.pooling_factors, table.poolings, feature_batches(table, batch), strict=True
-        )
-    )
+    ids = sum(length * poolings * size for length, poolings, size in features(table, batch))
     return int(ids) if float(ids).is_integer() else ids
 
 
@@ -54,10 +49,14 @@ def outputs(table: TableSpec, batch: Batch) -> float:
         # A bag of less than one id on average is often empty, and an empty bag gives no row of its
         # own to look up: so many rows at most come back.
         min(1.0, length) * poolings * size
-        for length, poolings, size in zip(
-            table.pooling_factors, table.poolings, feature_batches(table, batch), strict=True
-        )
+        for length, poolings, size in features(table, batch)
     )
+
+
+def features(table: TableSpec, batch: Batch) -> Iterator[tuple[float, float, int]]:
+    """Of each feature of ``table`` ids per bag, bags per sample and samples of one rank."""
+    sizes = feature_batches(table, batch)
+    return zip(table.pooling_factors, table.poolings, sizes, strict=True)
 
 
 def feature_batches(table: TableSpec, batch: Batch) -> tuple[int, ...]:

@@ -54,6 +54,13 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     constants: dict[str, Constant]
 
     @property
+    def linked(self) -> int | None:
+        """``group``; None where that is all ranks."""
+        # None, not the number of ranks: formulas then have one link for all bytes, where with a
+        # number they would derive a network that is never crossed.
+        return None if self.group >= self.world_size else self.group
+
+    @property
     def memory_per_rank(self) -> int:
         """Bytes a rank may fill: HBM on an accelerator, its share of host memory on a CPU."""
         return self.ddr_cap if self.compute_device == "cpu" else self.hbm_cap

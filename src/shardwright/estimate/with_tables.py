@@ -19,16 +19,15 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, ShardwrightError, UnsupportedError, expected
-from shardwright.core.model import ModelSpec
+from shardwright.core.model import DENSE, ModelSpec
 from shardwright.core.optimizers import TableOptimizer
 from shardwright.core.quantities import format_bytes
 from shardwright.core.recording import Recording
 from shardwright.job.job import Job
 from shardwright.job.model_of_job import check_model, model_of, step_dtypes
 from shardwright.planner.draft import Found
-from shardwright.planner.exchange import small_tables
 from shardwright.planner.planner import find
-from shardwright.planner.problem import make_problem
+from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.variation import ModelOf, changed, once
 
@@ -135,10 +134,24 @@ def _ways(job: Job, tables: Paths, collected: Set[str], everything: Recording) -
     # all.
     free = set(most) - set(forced) - collected
     if free and not is_said(job):
-        small = small_tables(make_problem(job, model_of(job, everything))) & free
+        small = _small(make_problem(job, model_of(job, everything))) & free
         for without in dict.fromkeys((small, frozenset(free))):
             if without:
                 yield tuple(path for path in most if path not in without)
+
+
+def _small(problem: Problem) -> frozenset[str]:
+    """Names of tables whose replica with a dense gradient takes less time of a step than the
+    latencies of an exchange of its own: in a unit with others it needs none."""
+    least = sum(problem.context.latencies(["routed"]).values())
+    return frozenset(
+        choice.table.name
+        for choices in problem.tables
+        for choice in choices
+        if choice.is_replicated
+        and choice.option.compute_kernel == DENSE
+        and choice.costs[0].total_seconds < least
+    )
 
 
 def is_said(job: Job) -> bool:

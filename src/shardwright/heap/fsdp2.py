@@ -260,8 +260,7 @@ class FSDP2(Machine):
             self.heap.take(f"{unit}.scattered", "reduce_scatter", sizes.gradient)
             passing = 0
         if moved:
-            with self.heap.passing("gradient", passing):
-                pass
+            self.heap.briefly("gradient", passing)
         else:
             self.heap.take(f"{unit}.gradient", "gradient", sizes.gradient)
         if self.sharding.replicas == 1:

@@ -119,6 +119,11 @@ class Ledger:
         yield
         self._change(kind, -nbytes)
 
+    def briefly(self, kind: Kind, nbytes: int) -> None:
+        """Bytes that are gone before anything else comes."""
+        with self.passing(kind, nbytes):
+            pass
+
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """What happens inside belongs to ``phase``."""

@@ -20,7 +20,7 @@ from shardwright.core.batch import INDEX_BYTES
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.schedule import BAGS_OF_ONE, rows_at_once
 from shardwright.heap.ledger import Ledger
-from shardwright.heap.traffic import FLOAT, ReplicatedTables, Served, Traffic
+from shardwright.heap.traffic import FLOAT, Served, Traffic
 
 BOOL = 1
 SORTED = 4  # of a row number that is sorted, up to 2^31 rows
@@ -52,16 +52,14 @@ def ask(heap: Ledger, traffic: Traffic) -> None:
     if not traffic.asked:
         return
     _join(heap, traffic)
-    sent = 0
     for index, group in enumerate(traffic.asked):
         rows, sorting = group.ids * INDEX_BYTES, group.cut * INDEX_BYTES
         lengths = group.rows * INDEX_BYTES if group.jagged else 0
         weights = group.ids * FLOAT if group.weighted else 0
-        sent += group.sent_bytes
         heap.take(f"{traffic.path}.weights.{index}", "communication", 3 * weights)
         if group.dedup:
-            with heap.passing("communication", rows + 2 * sorting):
-                pass  # the part and the way to its rows
+            # the part and the way to its rows
+            heap.briefly("communication", rows + 2 * sorting)
             with heap.passing("communication", 2 * rows):  # and the number of each different one
                 heap.take(f"{traffic.path}.sent.{index}", "communication", group.sent_bytes)
                 heap.take(f"{traffic.path}.lengths.{index}", "communication", group.sent_bytes)
@@ -74,8 +72,8 @@ def ask(heap: Ledger, traffic: Traffic) -> None:
             heap.take(f"{traffic.path}.order.{index}", "communication", lengths)
             continue
         order, owners = lengths or rows, group.cut * group.owner
-        with heap.passing("communication", rows + 2 * sorting):
-            pass  # row numbers, and of those to be sorted the part and the way to its rows
+        # row numbers, and of those to be sorted the part and the way to its rows
+        heap.briefly("communication", rows + 2 * sorting)
         with heap.passing("communication", rows + 2 * owners):  # sorted in a second copy
             heap.take(f"{traffic.path}.order.{index}", "communication", order)
         with heap.passing("communication", rows + owners):
@@ -84,24 +82,23 @@ def ask(heap: Ledger, traffic: Traffic) -> None:
             with heap.passing("communication", 3 * rows):
                 heap.take(f"{traffic.path}.lengths.{index}", "communication", lengths)
     _ask_replicas(heap, traffic)
-    _send(heap, traffic, sent)
+    _send(heap, traffic)
 
 
-def _send(heap: Ledger, traffic: Traffic, sent: int) -> None:
-    """Sections are joined to ``sent`` bytes, with counts beside them if these travel with ids."""
+def _send(heap: Ledger, traffic: Traffic) -> None:
+    """Sections are joined, with counts beside them if these travel with ids."""
+    heads = traffic.head_bytes
+    sections = traffic.sent_bytes - heads
     # One collective for all sections instead of one for each: what is saved in latency costs a copy
     # of everything that is sent.
     if traffic.is_joined:
-        with heap.passing("communication", sent):
-            pass
+        heap.briefly("communication", sections)
         _forget_sent(heap, traffic)
-        heap.take(f"{traffic.path}.sent", "communication", sent)
-    if traffic.heads:
-        heads = traffic.heads * INDEX_BYTES
-        with heap.passing("communication", sent + heads):
-            pass
+        heap.take(f"{traffic.path}.sent", "communication", sections)
+    if heads:
+        heap.briefly("communication", traffic.sent_bytes)
         _forget_sent(heap, traffic)
-        heap.take(f"{traffic.path}.sent", "communication", sent + heads)
+        heap.take(f"{traffic.path}.sent", "communication", traffic.sent_bytes)
         heap.take(f"{traffic.path}.came", "communication", traffic.received_bytes + heads)
 
 
@@ -114,16 +111,14 @@ def _forget_sent(heap: Ledger, traffic: Traffic) -> None:
 
 def advance(heap: Ledger, traffic: Traffic) -> None:
     """Ids follow their counts, where these went first."""
-    if traffic.asked and not traffic.heads:
+    if traffic.asked and not traffic.head_bytes:
         heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
 
 
 def hear(heap: Ledger, traffic: Traffic) -> None:
     """The rows that others ask for are here, and stay until the update."""
-    if not traffic.asked:
-        return
     _forget_sent(heap, traffic)
-    if traffic.heads:
+    if traffic.head_bytes:
         heap.take(f"{traffic.path}.rows", "communication", traffic.received_bytes)
         heap.free(f"{traffic.path}.came")
 
@@ -136,7 +131,7 @@ def _join(heap: Ledger, traffic: Traffic) -> None:
 def _ask_replicas(heap: Ledger, traffic: Traffic) -> None:
     """Ids of the replicas' rows, after which nothing needs what is given any more."""
     for index, group in enumerate(traffic.replicas):
-        kept = (group.ids + (group.bags if group.jagged else 0)) * INDEX_BYTES
+        kept = (group.ids + (group.rows if group.jagged else 0)) * INDEX_BYTES
         kept += group.ids * FLOAT if group.weighted else 0
         heap.take(f"{traffic.path}.replica_rows.{index}", "communication", kept)
     heap.free(f"{traffic.path}.joined")
@@ -157,11 +152,10 @@ def look_up(heap: Ledger, traffic: Traffic) -> None:
         with heap.passing("communication", max(joined + parted, starts) + beside):
             heap.take(f"{traffic.path}.found", "communication", traffic.served_bytes)
     for index, group in enumerate(traffic.replicas):
-        found = group.bags * group.width * FLOAT
+        found = group.rows * group.width * FLOAT
         heap.take(f"{traffic.path}.replica_found.{index}", "communication", found)
-        starts = 3 * group.bags * INDEX_BYTES if group.jagged else 0  # and torch's beside sums
-        with heap.passing("communication", max(starts, _in_full(group))):
-            pass
+        starts = 3 * group.rows * INDEX_BYTES if group.jagged else 0  # and torch's beside sums
+        heap.briefly("communication", max(starts, _in_full(group)))
 
 
 def _finding(heap: Ledger, traffic: Traffic) -> int:
@@ -170,14 +164,13 @@ def _finding(heap: Ledger, traffic: Traffic) -> int:
     for group in traffic.served:
         if group.on_disk:  # sorted, with the place of each id, then rows to be summed
             distinct = group.distinct * INDEX_BYTES
-            with heap.passing("communication", 3 * group.ids * INDEX_BYTES + 2 * distinct):
-                pass
+            heap.briefly("communication", 3 * group.ids * INDEX_BYTES + 2 * distinct)
             rows = group.distinct * group.width * FLOAT
             most = max(most, group.ids * INDEX_BYTES + distinct + rows)
     return most
 
 
-def _in_full(group: Served | ReplicatedTables) -> int:
+def _in_full(group: Served) -> int:
     """Bytes beside rows that were rounded: of bags, whose sums are made in full, all rows in full
     with their places."""
     size = group.width * group.element if group.element < FLOAT else 0
@@ -195,23 +188,22 @@ def exchange_rows(heap: Ledger, traffic: Traffic) -> None:
         heap.take(f"{traffic.path}.rounded", "communication", rounded)
         heap.free(f"{traffic.path}.found")
     # Nobody waits here: what is sent must stay until the rows of the others are here (`arrive`).
-    if traffic.early:
-        heap.take(f"{traffic.path}.back", "communication", traffic.asked_bytes)
-        return
-    came = 0 if traffic.alone else traffic.asked_bytes
-    with heap.passing("communication", came):
-        pass
-    heap.free(f"{traffic.path}.found")
-    heap.free(f"{traffic.path}.rounded")
+    if not traffic.early:
+        heap.briefly("communication", 0 if traffic.ranks == 1 else traffic.asked_bytes)
+        _forget_found(heap, traffic)
     heap.take(f"{traffic.path}.back", "communication", traffic.asked_bytes)
-    if traffic.as_asked and traffic.forward_size == FLOAT:
-        heap.free(f"{traffic.path}.back")
+    if not traffic.early:
+        arrive(heap, traffic)
+
+
+def _forget_found(heap: Ledger, traffic: Traffic) -> None:
+    for name in ("found", "rounded"):
+        heap.free(f"{traffic.path}.{name}")
 
 
 def arrive(heap: Ledger, traffic: Traffic) -> None:
     """Rows that were on their way are here, and what was sent is forgotten."""
-    for name in ("found", "rounded"):
-        heap.free(f"{traffic.path}.{name}")
+    _forget_found(heap, traffic)
     # What came back is the result itself, in order and in full: from here on it is the model's
     # activation, which its recording counts.
     if traffic.as_asked and traffic.forward_size == FLOAT:
@@ -224,12 +216,11 @@ def assemble(heap: Ledger, traffic: Traffic) -> None:
     for group in traffic.asked:
         sorted_ = group.cut and not (group.jagged or group.dedup)
         inverse = group.ids * INDEX_BYTES if sorted_ else 0
-        pieces = group.bags * group.width * FLOAT if group.cut or group.dedup else 0
-        pieces = 0 if group.direct else pieces
-        rows = group.rows * group.width * FLOAT if traffic.forward_size < FLOAT else 0
-        rows = 0 if traffic.as_asked else rows
-        with heap.passing("communication", regrouped + rows + inverse + max(inverse, pieces)):
-            pass
+        copied = (group.cut or group.dedup) and not group.direct
+        pieces = group.bags * group.width * FLOAT if copied else 0
+        widened = traffic.forward_size < FLOAT and not traffic.as_asked
+        rows = group.rows * group.width * FLOAT if widened else 0
+        heap.briefly("communication", regrouped + rows + inverse + max(inverse, pieces))
     heap.free(f"{traffic.path}.back")
     for index in range(len(traffic.replicas)):
         heap.free(f"{traffic.path}.replica_found.{index}")
@@ -253,8 +244,8 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
         with heap.passing("communication", sent + size + beside):
             sent += rounded
     ride = traffic.ride_bytes
-    joined = sent + ride if len(traffic.asked) > 1 or ride else 0
-    received = 0 if traffic.alone else traffic.arrived_bytes + ride
+    joined = sent + ride if len(traffic.asked) > 1 or traffic.rides else 0
+    received = 0 if traffic.ranks == 1 else traffic.arrived_bytes + ride
     # Gradients travel while the rest of the backward computes, so both buffers stay until the
     # update asks for them (`receive_gradients`).
     if traffic.late:
@@ -262,24 +253,22 @@ def return_gradients(heap: Ledger, traffic: Traffic) -> None:
             heap.take(f"{traffic.path}.returned", "communication", joined or sent)
             heap.take(f"{traffic.path}.received", "communication", received)
         return
-    with heap.passing("communication", sent + ride + joined + received):
-        pass
-    _regroup(heap, traffic, received if joined else 0)
+    heap.briefly("communication", sent + ride + joined + received)
+    _regroup(heap, traffic)
 
 
 def receive_gradients(heap: Ledger, traffic: Traffic) -> None:
     """Gradients that were on their way are here."""
-    if traffic.late and traffic.asked:
-        for name in ("returned", "received"):
-            heap.free(f"{traffic.path}.{name}")
-        joined = len(traffic.asked) > 1 or traffic.ride_bytes
-        _regroup(heap, traffic, traffic.arrived_bytes + traffic.ride_bytes if joined else 0)
+    for name in ("returned", "received"):
+        heap.free(f"{traffic.path}.{name}")
+    _regroup(heap, traffic)
 
 
-def _regroup(heap: Ledger, traffic: Traffic, joined: int) -> None:
-    """Gradients of ``joined`` bytes are put group by group again."""
-    with heap.passing("communication", 2 * joined):
-        pass
+def _regroup(heap: Ledger, traffic: Traffic) -> None:
+    """Gradients that came in one are put group by group again."""
+    joined = traffic.ranks > 1 and (len(traffic.asked) > 1 or traffic.rides)
+    came = traffic.arrived_bytes + traffic.ride_bytes if joined else 0
+    heap.briefly("communication", 2 * came)
     heap.take(f"{traffic.path}.arrived", "communication", traffic.arrived_bytes)
 
 
@@ -287,10 +276,8 @@ def reduce_replicas(heap: Ledger, traffic: Traffic) -> None:
     """The gradients of replicas are summed in place unless they rode along, or rows gathered."""
     if not traffic.asked:
         _replica_gradient(heap, traffic)
-    own = sum(group.touched * group.row_bytes for group in traffic.replicas)
-    every = sum(group.gathered * group.row_bytes for group in traffic.replicas)
-    with heap.passing("communication", 2 * own + 2 * every):  # flat, as long as any, joined
-        pass
+    own, every = traffic.touched_bytes, traffic.ranks * traffic.touched_bytes
+    heap.briefly("communication", 2 * own + 2 * every)  # flat, as long as any, joined
     heap.take(f"{traffic.path}.gathered", "communication", every)
     heap.free(f"{traffic.path}.touched")
 
@@ -299,22 +286,18 @@ def _replica_gradient(heap: Ledger, traffic: Traffic) -> None:
     """A dense gradient of all replicated tables, or of each row that was looked up its own."""
     if not traffic.replicas:
         return
-    own = sum(group.bags * group.width for group in traffic.replicas) * FLOAT
-    dense = sum(group.nbytes for group in traffic.replicas if not group.touched)
+    own = sum(group.rows * group.width for group in traffic.replicas) * FLOAT
     with heap.passing("communication", own):
-        heap.take(f"{traffic.path}.replica_gradient", "gradient", dense)
+        heap.take(f"{traffic.path}.replica_gradient", "gradient", traffic.dense_bytes)
         touched = 0
         for group in traffic.replicas:
-            if not group.touched:
-                with heap.passing("communication", _spreading(group)):
-                    pass
-                continue
-            with heap.passing("communication", touched + _summing(group, group.touched)):
-                touched += group.touched * group.row_bytes
+            made = touched + _summing(group) if group.distinct else _spreading(group)
+            with heap.passing("communication", made):
+                touched += group.distinct_bytes
         heap.take(f"{traffic.path}.touched", "communication", touched)
 
 
-def _spreading(group: ReplicatedTables) -> int:
+def _spreading(group: Served) -> int:
     """Bytes for a moment where every id gets its bag's gradient: the bag's number, and then the
     gradient, times its weight."""
     one = group.width * FLOAT
@@ -337,8 +320,7 @@ def forget_trip(heap: Ledger, traffic: Traffic) -> None:
 def update(heap: Ledger, traffic: Traffic) -> None:
     """Owners update their rows; everything of the exchange is gone afterwards."""
     regrouped = traffic.received_bytes if traffic.is_joined else 0
-    with heap.passing("temporary", regrouped):
-        pass
+    heap.briefly("temporary", regrouped)
     if regrouped:
         heap.free(f"{traffic.path}.rows")
     cut = [group for group in traffic.served if group.is_cut]
@@ -346,33 +328,25 @@ def update(heap: Ledger, traffic: Traffic) -> None:
     for group in traffic.served:
         rows = group.rows * group.width * FLOAT if traffic.backward_size < FLOAT else 0
         made = _summed(group) if group.is_cut else _updating(group)
-        with heap.passing("temporary", kept + rows + made):
-            pass
-        kept += _touched(group) if group.is_cut else 0
+        heap.briefly("temporary", kept + rows + made)
+        kept += group.distinct_bytes if group.is_cut else 0
     # The sums over all columns are needed before any row of a cut table may change, so all such
     # groups are summed first, exchanged once, and only then updated.
     if cut:
         kept += _add_up(heap, cut, kept)
     for group in cut:
-        with heap.passing("temporary", kept + _stepping(group) - _touched(group)):
-            pass
+        heap.briefly("temporary", kept + _stepping(group) - group.distinct_bytes)
     for replicas in traffic.replicas:
-        if replicas.touched:
-            most = min(replicas.gathered, replicas.size)
-            found = Served(replicas.gathered, 0, replicas.width, most, optimizer=replicas.optimizer)
-            with heap.passing("temporary", _updating(found)):
-                pass
+        if replicas.distinct:
+            came = traffic.ranks * replicas.distinct
+            most = min(came, replicas.size)
+            found = Served(came, 0, replicas.width, most, optimizer=replicas.optimizer)
+            heap.briefly("temporary", _updating(found))
         elif replicas.optimizer != "sgd" or replicas.element < FLOAT:  # not all in its place
             rows = replicas.size * FLOAT if replicas.optimizer in BY_ROW else 0
-            with heap.passing("temporary", replicas.nbytes + rows):
-                pass
+            heap.briefly("temporary", replicas.dense_bytes + rows)
     for name in ("arrived", "rows", "replica_gradient", "gathered"):
         heap.free(f"{traffic.path}.{name}")
-
-
-def _touched(group: Served) -> int:
-    """Bytes of the different rows of an update and the sums of their gradients."""
-    return group.distinct * (INDEX_BYTES + group.width * FLOAT)
 
 
 def _add_up(heap: Ledger, cut: list[Served], kept: int) -> int:
@@ -381,8 +355,7 @@ def _add_up(heap: Ledger, cut: list[Served], kept: int) -> int:
     sums = sum(group.distinct for group in cut) * FLOAT
     sent = sum(group.sums for group in cut) * FLOAT
     most = max(group.distinct for group in cut) * FLOAT
-    with heap.passing("temporary", kept + 2 * sums + 2 * sent + most):
-        pass
+    heap.briefly("temporary", kept + 2 * sums + 2 * sent + most)
     return sums
 
 
@@ -407,7 +380,7 @@ def _updating(group: Served) -> int:
 
 def _summed(group: Served, most: int | None = None) -> int:
     """Bytes for a moment where the gradients of each row are summed, weighted if it is."""
-    return _summing(group, group.distinct, most) + _weights(group)
+    return _summing(group, most) + _weights(group)
 
 
 def _weights(group: Served) -> int:
@@ -433,9 +406,10 @@ def _changing(group: Served) -> int:
     return beside
 
 
-def _summing(group: Served | ReplicatedTables, distinct: int, most: int | None = None) -> int:
-    """Bytes for a moment where ids are sorted and the gradients of ``distinct`` rows summed, at
+def _summing(group: Served, most: int | None = None) -> int:
+    """Bytes for a moment where ids are sorted and the gradients of different rows summed, at
     ``most`` so many at a time."""
+    distinct = group.distinct
     # Three moments of one function of which the largest counts: while ids are sorted, while the
     # first of each is marked, and while the gradients of a stretch are summed.
     sorting = group.ids * (INDEX_BYTES + 2 * SORTED)  # before and after, and where each is
@@ -451,7 +425,7 @@ def _summing(group: Served | ReplicatedTables, distinct: int, most: int | None =
     return max(sorting, marking, ordering, _sorted(group, distinct) + bags)
 
 
-def _sorted(group: Served | ReplicatedTables, distinct: int) -> int:
+def _sorted(group: Served, distinct: int) -> int:
     """Bytes of ids in order: what is to be added up for each, its weight, and where ``distinct``
     ones begin."""
     number = SORTED if group.jagged else INDEX_BYTES

@@ -17,6 +17,7 @@ from shardwright.core.model import TableSpec
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.option import Option, ShardRun
 from shardwright.core.timeline import stretches
+from shardwright.cost.embedding import Part, replica_part
 
 MAX_EXACT = 2**62  # sums below this are exact in int64; above, Python's integers are used
 
@@ -91,16 +92,28 @@ class Choice(msgspec.Struct, frozen=True, dict=True):
         runs = zip(self.option.runs, self.costs, strict=True)
         return tuple(cost for run, cost in runs for _ in range(run.count))
 
-    @property
+    # Kept, for every draft that has the choice asks again.
+    @cached_property
+    def is_replicated(self) -> bool:
+        """Whether every rank keeps the table whole."""
+        return self.option.traits.replicated
+
+    def part(self, ranks: int) -> Part:
+        """That of which it has the latencies in an exchange of its own."""
+        if self.is_replicated:
+            return replica_part(self.option.compute_kernel, False)
+        return "steady" if ranks > 1 and self.is_steady else "routed"
+
+    @cached_property
     def is_steady(self) -> bool:
         """Whether as many ids go to every rank in each step: one of each bag, all to one rank."""
         cut = self.option.traits.cuts_rows and self.option.runs[0].rows < self.table.rows
         return not (cut or self.dedup or self.table.jagged)
 
-    @property
+    @cached_property
     def has_strips(self) -> bool:
         """Whether its update needs sums over columns that lie in several blocks."""
-        routed = not self.option.traits.replicated and self.table.optimizer in BY_ROW
+        routed = not self.is_replicated and self.table.optimizer in BY_ROW
         return routed and any(run.columns < self.table.dim for run in self.option.runs)
 
     @cached_property

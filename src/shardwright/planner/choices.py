@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -97,12 +98,16 @@ def _with_latencies(rules: Rules, tables: Tables) -> Tables:
     """The choices of tables that have a module, and so an exchange, for themselves with what that
     takes. The latencies of an exchange that is shared are no table's own."""
     model, context = rules.model, rules.context
+
+    def latency(choice: Choice) -> float:
+        return math.fsum(context.latencies([choice.part(context.cluster.world_size)]).values())
+
     paths = [model.step.tables_of(table.tensor.fqn) for table in model.tables]
     shared = {path for path, count in Counter(paths).items() if count > 1}
     return tuple(
         own
         if path in shared
-        else tuple(msgspec.structs.replace(c, latency=native.latency(context, c)) for c in own)
+        else tuple(msgspec.structs.replace(c, latency=latency(c)) for c in own)
         for path, own in zip(paths, tables, strict=True)
     )
 
@@ -119,7 +124,7 @@ def _needed_anyway(
         for number, (table, own) in enumerate(zip(tables, choices, strict=True))
         if _has_slow_kernels(rules, table)
         for choice in own
-        if choice.option.compute_kernel == "fused" and not choice.option.traits.replicated
+        if choice.option.compute_kernel == "fused" and not choice.is_replicated
     ]
     cases = [(tables[number], choice.option) for number, choice in fused]
     theirs = planner.constants == profiles.TORCHREC

@@ -17,7 +17,7 @@ from shardwright.core.timeline import PHASES, Event
 from shardwright.job.plan import Attempt, RankTotals, Search, Tried
 from shardwright.planner import profiles
 from shardwright.planner.choice import Placed, Tally, tally
-from shardwright.planner.crossing import Crossing
+from shardwright.planner.exchange import Crossing
 from shardwright.planner.problem import Problem
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.unit_choice import UnitChoice

@@ -177,11 +177,11 @@ def make_problem(
     dedup = None if job.planner.dedup is UNSET else job.planner.dedup
     context = PricingContext(cluster, batch, job.planner.estimator, dedup)
     dtypes = step_dtypes(job)
-    section, local = memory_of(job), ranks_per_host(cluster)
+    section = memory_of(job)
     degrees = degrees_of(job, cluster.world_size)
     dense = DenseContext(
         cluster.world_size,
-        local,
+        cluster.linked,
         context.values,
         *dtypes,
         section.stage,
@@ -331,10 +331,3 @@ def _check_pinned_ranks(job: Job, cluster: Cluster) -> None:
 def hosts_of(cluster: Cluster) -> int:
     """How many groups of ranks are linked closely."""
     return max(cluster.world_size // cluster.group, 1)
-
-
-def ranks_per_host(cluster: Cluster) -> int | None:
-    """Ranks that are linked closely; None where all are."""
-    # None, not the number of ranks: formulas then have one link for all bytes, where with a number
-    # they would derive a network that is never crossed.
-    return None if cluster.group >= cluster.world_size else cluster.group

@@ -25,7 +25,7 @@ from shardwright.core.footprint import Alive, RankMemory, needs_of
 from shardwright.core.optimizers import OPTIMIZERS, trained
 from shardwright.core.schedule import Action, Merged, Modes, Prefetch, training_step
 from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase, stretches
-from shardwright.cost import dense, embedding, optimizer
+from shardwright.cost import dense, optimizer
 from shardwright.cost.pipeline import by_phase
 from shardwright.heap.allocator import AllocatorSettings
 from shardwright.heap.classes import MODELLED, RankClass, Setting, rank_memories
@@ -36,10 +36,8 @@ from shardwright.heap.rank_step import RankStep
 from shardwright.heap.traffic import Traffic
 from shardwright.job.job import memory_of
 from shardwright.job.plan import RankTotals
-from shardwright.planner.crossing import Crossing, crossings
 from shardwright.planner.draft import Draft, Filled
-from shardwright.planner.exchange import Exchange, exchanges
-from shardwright.planner.problem import ranks_per_host
+from shardwright.planner.exchange import Crossing, Exchange, crossings, exchanges
 from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.units import dense_modes
 
@@ -100,23 +98,19 @@ class StepDraft(Draft):
         requests = math.fsum(placed.choice.everywhere for placed in self.tables)
         if requests:
             totals["exchange_ids"] = requests
-        latencies = map(self._latencies, self.exchanges)
+        latencies = (self.problem.context.latencies(each.parts) for each in self.exchanges)
         return _added([totals, *latencies, self.dense_seconds.get("", {})])
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
         return crossings(self.problem, self.exchanges)
 
-    def _latencies(self, exchange: Exchange) -> dict[str, float]:
-        """Seconds that an exchange takes whatever its tables."""
-        values, local = self.problem.values, ranks_per_host(self.problem.cluster)
-        return embedding.step_latencies(exchange.parts, self.ranks, values, local)
-
     @property
     def shared_latency(self) -> float:
         """Seconds of a step that the exchanges of several tables take whatever these are."""
-        several = [each for each in self.exchanges if len(each.tables) > 1]
-        return math.fsum(math.fsum(self._latencies(each).values()) for each in several)
+        latencies = self.problem.context.latencies
+        several = [latencies(each.parts) for each in self.exchanges if len(each.tables) > 1]
+        return math.fsum(math.fsum(phases.values()) for phases in several)
 
     @cached_property
     def exact(self) -> tuple[Exact, ...]:

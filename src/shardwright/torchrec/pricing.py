@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.core.amount import Lift, bare, ceil_div, leaf, minimum, named
-from shardwright.core.batch import feature_batches
+from shardwright.core.batch import features
 from shardwright.core.cluster import Cluster
 from shardwright.core.model import CacheSpec, TableSpec
 from shardwright.core.option import Option
@@ -209,12 +209,10 @@ def _facts(context: PricingContext, table: TableSpec, c: Any, lift: Lift) -> tup
 def _traffic(context: PricingContext, table: TableSpec, lift: Lift) -> tuple[Any, Any]:
     """Lookups and outputs of one rank's batch."""
     where = f"tables.{table.name}"
-    samples = feature_batches(table, context.batch)
     origin = f"{where}.batch_sizes" if table.batch_sizes else "batch.size"
     bagged = f"{where}.num_poolings" if table.num_poolings else "one bag where nothing is said"
     lengths, poolings, sizes = [], [], []
-    features = zip(table.pooling_factors, table.poolings, samples, strict=True)
-    for number, (length, bags, size) in enumerate(features):
+    for number, (length, bags, size) in enumerate(features(table, context.batch)):
         source = f"{where}.pooling_factors"
         lengths.append(lift(length, f"pooling_factor_{number}", "ids", source))
         poolings.append(lift(bags, f"num_poolings_{number}", "bags", bagged))

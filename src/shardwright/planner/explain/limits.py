@@ -29,7 +29,7 @@ from shardwright.core.batch import feature_batches
 from shardwright.core.cluster import TIERS, Tier
 from shardwright.cost import reservation
 from shardwright.planner.assemble import gap, proven
-from shardwright.planner.crossing import without_hidden
+from shardwright.planner.exchange import without_hidden
 from shardwright.planner.explain.explanation import (
     REORDERED,
     Explanation,

@@ -14,7 +14,7 @@ from shardwright.core.cluster import TIERS
 from shardwright.core.quantities import SAME_SECONDS
 from shardwright.cost.pipeline import hidden_seconds
 from shardwright.planner import profiles
-from shardwright.planner.crossing import Crossing
+from shardwright.planner.exchange import Crossing
 from shardwright.planner.explain.explanation import (
     REORDERED,
     Explanation,
@@ -175,20 +175,20 @@ def _bytes(subject: Subject, record: RankStatistics) -> Iterator[Explanation]:
 
 
 def _traffic(subject: Subject, record: RankStatistics) -> Iterator[Explanation]:
-    moved: dict[str, tuple[int, int]] = {}
-    for placed in subject.held.tables:
-        name = placed.choice.table.name
-        for _, run, _ in placed.on_rank(record.rank):
-            ids, rows = moved.get(name, (0, 0))
-            more = traffic(subject.plan, placed, run)
-            moved[name] = ids + int(more[0]), rows + int(more[1])
+    moved = {
+        placed.choice.table.name: [
+            traffic(subject.plan, placed, run) for _, run, _ in placed.on_rank(record.rank)
+        ]
+        for placed in subject.held.tables
+    }
     for index, (name, words, stored) in enumerate(
         (
             ("input_bytes", "ids that reach", record.input_bytes),
             ("output_bytes", "rows handed out by", record.output_bytes),
         )
     ):
-        values = _nonzero({table: both[index] for table, both in moved.items()})
+        sums = {table: sum(int(both[index]) for both in runs) for table, runs in moved.items()}
+        values = _nonzero(sums)
         title = f"rank {record.rank}: bytes of {words} its shards per step"
         yield finished(title, stored, sum_of(name, values, "B", TABLE), ranks=[record.rank])
 

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.amount import Amount, Lift, ceil_div, leaf, maximum, minimum, named, total
-from shardwright.core.batch import Batch, feature_batches
+from shardwright.core.batch import Batch, features
 from shardwright.core.cluster import TIERS, Cluster, Tier
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
+from shardwright.cost.embedding import Part, step_latencies
 from shardwright.job.planner import EstimatorSection
 from shardwright.planner.choice import Cost, cost
 
@@ -48,6 +49,11 @@ class PricingContext:
     def values(self) -> dict[str, float]:
         """The cluster's constants by name."""
         return self.cluster.values
+
+    def latencies(self, parts: Iterable[Part]) -> dict[str, float]:
+        """Seconds of a step, by phase, that an exchange takes whatever its tables."""
+        cluster = self.cluster
+        return step_latencies(parts, cluster.world_size, self.values, cluster.linked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +112,9 @@ def _tier_total(tier: Tier, kinds: Mapping[str, Any]) -> Any:
 def traffic(context: PricingContext, table: TableSpec, lift: Lift) -> tuple[Any, Any]:
     """Ids of one rank's batch for ``table``, and the rows it gets back for them."""
     where = f"tables.{table.name}"
-    sizes = feature_batches(table, context.batch)
     origin = f"{where}.batch_sizes" if table.batch_sizes else "batch.size"
     ids, bags = [], []
-    features = zip(table.pooling_factors, table.poolings, sizes, strict=True)
-    for number, (length, poolings, size) in enumerate(features):
+    for number, (length, poolings, size) in enumerate(features(table, context.batch)):
         factor = lift(length, f"pooling_factor_{number}", "ids", f"{where}.pooling_factors")
         count = lift(poolings, f"num_poolings_{number}", "bags", f"{where}.num_poolings")
         samples = lift(size, f"batch_size_{number}", "samples", origin)

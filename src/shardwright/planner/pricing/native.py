@@ -9,7 +9,6 @@ their bytes as arrays of Python ints. A derivation calls the same formulas on Am
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -123,16 +122,6 @@ def price(
         )
         for (table, option), (facts, scheme, each) in zip(cases, found, strict=True)
     ]
-
-
-def latency(context: PricingContext, choice: Choice) -> float:
-    """Seconds that every rank spends on an exchange of one table alone, however large it is."""
-    ranks, local = _mesh(context, bare)
-    part: embedding.Part = "steady" if choice.is_steady and ranks > 1 else "routed"
-    if choice.option.traits.replicated:
-        part = embedding.replica_part(choice.option.compute_kernel, False)
-    latencies = embedding.step_latencies([part], ranks, context.values, local)
-    return math.fsum(latencies.values())
 
 
 def derive(
@@ -300,12 +289,12 @@ def _is_single(table: TableSpec) -> bool:
 def _mesh(context: PricingContext, lift: Lift) -> LinkedRanks:
     cluster = context.cluster
     ranks = lift(cluster.world_size, "ranks", "", "cluster.world_size")
-    if cluster.group >= cluster.world_size:
+    if cluster.linked is None:
         return LinkedRanks(ranks, None)
     source = "cluster.pod_size x cluster.local_world_size"
     if cluster.group == cluster.local_world_size:
         source = "cluster.local_world_size"
-    return LinkedRanks(ranks, lift(cluster.group, "ranks_of_host", "", source))
+    return LinkedRanks(ranks, lift(cluster.linked, "ranks_of_host", "", source))
 
 
 def _scheme(context: PricingContext, table: TableSpec, sharding_type: str, kernel: str) -> Scheme:

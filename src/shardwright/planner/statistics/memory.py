@@ -12,7 +12,7 @@ from shardwright.core.block import Role
 from shardwright.core.cluster import TIERS, Tier
 from shardwright.core.timeline import Kind, decode
 from shardwright.job.plan import Plan
-from shardwright.planner.crossing import without_hidden
+from shardwright.planner.exchange import without_hidden
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import Bound, lower_bound, table
 from shardwright.planner.search.space import Space

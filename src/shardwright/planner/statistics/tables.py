@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from shardwright.core.amount import Lift, bare, named, sum_of, summed, times, total
-from shardwright.core.batch import Batch, distinct_rows, lookups, outputs
+from shardwright.core.batch import distinct_rows, lookups, outputs
 from shardwright.core.cluster import TIERS
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option, ShardRun
@@ -89,14 +89,11 @@ STORED: tuple[Measure, ...] = ("hbm_bytes", "ddr_bytes", "ssd_bytes")
 
 def table_statistics(plan: Plan, held: Holdings) -> tuple[TableStatistics, ...]:
     """Every table, in the plan's order."""
-    batch = Batch(plan.job.batch.size, plan.job.batch.sequence)
     rows = zip(plan.tables, held.specs, held.tables, strict=True)
-    return tuple(_table(plan, batch, *row) for row in rows)
+    return tuple(_table(plan, *row) for row in rows)
 
 
-def _table(
-    plan: Plan, batch: Batch, chosen: TablePlan, spec: TableSpec, placed: Placed
-) -> TableStatistics:
+def _table(plan: Plan, chosen: TablePlan, spec: TableSpec, placed: Placed) -> TableStatistics:
     choice = placed.choice
     parts: dict[str, float] = {}
     for shard in chosen.shards:
@@ -116,7 +113,7 @@ def _table(
         load_factor=None if share is None else share[0],
         pooling_factor=sum(spec.pooling_factors),
         num_poolings=sum(spec.poolings),
-        ids=lookups(spec, batch),
+        ids=lookups(spec, batch_of(plan.job)),
         pooled=spec.pooled,
         weighted=weighted(plan, spec),
         features=len(spec.pooling_factors),
@@ -224,8 +221,7 @@ def traffic(plan: Plan, placed: Placed, run: ShardRun, lift: Lift = bare) -> tup
     of its outputs.
     """
     table, kind = placed.choice.table, placed.choice.option.sharding_type
-    batch = Batch(plan.job.batch.size, plan.job.batch.sequence)
-    where = f"tables.{table.name}"
+    batch, where = batch_of(plan.job), f"tables.{table.name}"
     ids = lift(lookups(table, batch), "ids_of_one_rank", "ids", f"{where} x batch.size")
     bags = lift(outputs(table, batch), "bags_of_one_rank", "rows", f"{where} x batch.size")
     as_torchrec = plan.job.planner.constants == "torchrec-1.9"
@@ -238,7 +234,7 @@ def traffic(plan: Plan, placed: Placed, run: ShardRun, lift: Lift = bare) -> tup
     columns = lift(run.columns, "columns_of_shard", "columns", "the shard's")
     if placed.choice.dedup:
         ids = bags = lift(
-            distinct_rows(table, batch_of(plan.job)),
+            distinct_rows(table, batch),
             "different_rows_of_one_rank",
             "rows",
             f"{where}: expected of its ids",
@@ -250,8 +246,8 @@ def traffic(plan: Plan, placed: Placed, run: ShardRun, lift: Lift = bare) -> tup
         )
     world = lift(plan.world_size, "ranks", "", "cluster.world_size")
     local = None
-    if plan.cluster.group < plan.world_size:
-        local = lift(plan.cluster.group, "ranks_of_host", "", "cluster.local_world_size")
+    if plan.cluster.linked is not None:
+        local = lift(plan.cluster.linked, "ranks_of_host", "", "cluster.local_world_size")
     once = lift(1, "batches_in_flight", "batches", "of one step")
     found = embedding.exchange_bytes(demand, kind, size, once, world, local)
     return found["input"], found["output"]

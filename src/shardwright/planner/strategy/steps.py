@@ -30,9 +30,8 @@ from shardwright.cost.network import Collective
 from shardwright.job.job import Job
 from shardwright.planner.choice import Choice, Placed, tally
 from shardwright.planner.choices import Tables
-from shardwright.planner.crossing import windows_of, without_hidden
 from shardwright.planner.draft import Found
-from shardwright.planner.exchange import least_latencies
+from shardwright.planner.exchange import least_latencies, windows_of, without_hidden
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
 from shardwright.planner.search.polish import MAX_ITEMS, SHARPEST, changes, relieving
@@ -59,9 +58,9 @@ OF_MODEL: tuple[Kind, ...] = ("activation", "temporary", "input", "buffer")  # n
 # with sums over columns cost collectives of their own, which the search of tables does not see: so
 # plans that avoid any of them are proposed as well.
 AVOIDED: tuple[Callable[[Choice], bool], ...] = (
-    lambda choice: choice.option.traits.replicated,
-    lambda choice: not choice.option.traits.replicated,
-    lambda choice: not (choice.option.traits.replicated or choice.is_steady),
+    lambda choice: choice.is_replicated,
+    lambda choice: not choice.is_replicated,
+    lambda choice: not (choice.is_replicated or choice.is_steady),
     lambda choice: choice.has_strips,
 )
 
