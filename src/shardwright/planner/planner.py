@@ -98,7 +98,7 @@ def find(job: Job, model_of: ModelOf, watch: Watch, sure: bool = True) -> Found:
 
 def _under_policies(job: Job, model_of: ModelOf, watch: Watch, sure: bool) -> Iterator[Found]:
     """What is found with each checkpointing policy, none first."""
-    policies = sorted(checkpointing_of(job), key=lambda name: name != "none")
+    policies = checkpointing_of(job)
     for policy in policies:
         model = model_of(checkpointed(job, policy))
         if reason := shortage.not_run(model) if policy != "none" else "":
@@ -160,8 +160,7 @@ def _bucket_sizes(job: Job, model_of: ModelOf) -> tuple[int, ...]:
         return (0,)
     if job.planner.dense.bucket_size != "auto":
         return bucket_sizes_of(job, 0)
-    policy = min(checkpointing_of(job), key=lambda name: name != "none")
-    units = model_of(checkpointed(shared(job, 2), policy)).units
+    units = model_of(checkpointed(shared(job, 2), checkpointing_of(job)[0])).units
     trained = (t.numel for unit in units for t in unit.tensors if t.fqn not in unit.frozen)
     return bucket_sizes_of(job, sum(trained))
 

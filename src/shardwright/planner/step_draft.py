@@ -156,29 +156,36 @@ class StepDraft(Draft):
         """What the symbolic step of ``rank`` starts from."""
         return self._load(self.exact_of(rank), self.traffic(rank))
 
+    @cached_property
+    def _away(self) -> frozenset[str]:
+        """Names of exact bytes that an accelerator does not have."""
+        return frozenset(name for choice in self.units if choice.away for name in _names(choice))
+
+    @cached_property
+    def _beside(self) -> int:
+        """Bytes of units that stay whole between steps in another dtype than their shares: a device
+        has the share that is updated, and the whole that is computed with."""
+        return sum(
+            unit_sizes(choice.layout, self.sharding, on_host=choice.offloaded).whole
+            for choice in self.units
+            if choice.stays
+        )
+
     def kept(self, exact: Exact) -> Iterator[tuple[Kind, str, int]]:
         """Of the ``exact`` bytes of a rank what its device has between steps: kind, name, bytes."""
-        away = {name for choice in self.units if choice.away for name in _names(choice)}
         for (phase, kind, name), size in exact.items():
             # Gradients are there from a reduce to the step, not between steps: the heap takes them
             # itself.
             passes = kind == "gradient" or (kind == "padding" and phase == "reduce")
-            if name not in away and not passes:
+            if name not in self._away and not passes:
                 yield kind, name, size
 
     def _load(self, exact: Exact, traffic: dict[str, Traffic]) -> RankLoad:
         resident: dict[Kind, int] = {}
         for kind, _, size in self.kept(exact):
             resident[kind] = resident.get(kind, 0) + size
-        beside = sum(
-            unit_sizes(choice.layout, self.sharding, on_host=choice.offloaded).whole
-            for choice in self.units
-            if choice.stays
-        )
-        # Of units that stay whole between steps the device has both: the share that is updated, and
-        # the whole in the dtype that is computed in.
-        if beside:  # whole parameters in another dtype than their shares
-            resident["gathered_weight"] = beside
+        if self._beside:
+            resident["gathered_weight"] = self._beside
         return RankLoad(resident, traffic)
 
     @cached_property

@@ -182,7 +182,7 @@ def _identity_of(choice: Choice) -> str:
 def choice_of(unit: UnitPlan, space: UnitSpace) -> UnitChoice:
     """A unit's choice, found by its modules, placement and whether it reshards."""
     where = f"plan: unit '{unit.name}'"
-    members = tuple(u for u in space.model.units if set(u.members) <= set(unit.members))
+    members = space.model.units_of(unit.members)
     alike = {(found.series or found.name, found.optimizer) for found in members}
     if len(alike) != 1:
         got = " and ".join(repr(name) for name in unit.members[:3]) or "none"

@@ -23,9 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.amount import maximum, named, total
-from shardwright.planner.search.polish import (
-    MAX_ITEMS,
-)
 from shardwright.planner.search.space import Bools, Floats, Ints, Space
 
 BISECTIONS = 40
@@ -284,8 +281,7 @@ def starts(space: Space, options: OptionTable, found: Bound) -> Iterator[Ints]:
     target = max(found.seconds, TINY)
     scale = target / space.capacity_array
     seen = set()
-    many = len(space.items) > MAX_ITEMS
-    for start in STARTS_OF_MANY if many else STARTS:
+    for start in STARTS_OF_MANY if space.has_many else STARTS:
         usable = _small_enough(space, options, start, target)
         factor = start.price_factor
         # Where all bytes fit together their price is 0 and no factor raises it, though single ranks

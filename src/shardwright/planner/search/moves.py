@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright.planner.search.placing import least_first
-from shardwright.planner.search.space import Floats, Ints, OptionBlock
+from shardwright.planner.search.space import Floats, Ints, OptionBlock, open_slots
 from shardwright.planner.search.state import MANY_RANKS, MAX_RATIO, NEAR_SLOTS, SearchState
 
 SWAP_PARTNERS = 64  # ranks of lowest cost whose blocks are looked at
@@ -352,7 +352,7 @@ def _host_relocation(
         for row, (item, _, _) in enumerate(found):
             mask = state.allowed(item)
             if mask is not None:
-                change[row, ~mask.reshape(-1, width)[hosts].all(axis=1)] = np.inf
+                change[row, ~open_slots(mask, width)[hosts]] = np.inf
     best = int(change.argmin())
     row, column = divmod(best, len(hosts))
     item, number, _ = found[row]

@@ -30,7 +30,6 @@ from shardwright.planner.search.bound import relaxed as relax
 from shardwright.planner.search.placing import least_first, longest_first, placed
 from shardwright.planner.search.polish import (
     MAX_ANNEALED,
-    MAX_ITEMS,
     MOST_ANNEALED_RANKS,
     annealed,
     coarsened,
@@ -136,7 +135,7 @@ def search(
     # More options that leave the bound where it was have nothing to offer but other placements,
     # which one more start shows as well as many.
     few = quick or found.seconds >= known_bound * (1 - SAME_BOUND)
-    most = (1 if quick or len(space.items) <= MAX_ITEMS else FEW_OF_MANY) if few else None
+    most = (FEW_OF_MANY if space.has_many and not quick else 1) if few else None
     fresh = _fresh(space, options, found, best, known_start, most)
     # `fresh` makes each start when it is asked for, so that it sees what the ones before have found
     # and none is placed in vain.
@@ -149,7 +148,7 @@ def search(
         # in twice as many steps (of many items in as many) are given up; what the search was given
         # to improve says nothing of that, for it was nearly done.
         if best.seconds < before and start not in begun:
-            patience = PATIENCE if len(space.items) <= MAX_ITEMS else 1
+            patience = 1 if space.has_many else PATIENCE
             best.most = min(best.most, max(patience * state.steps, LEAST_STEPS))
         # The more starts have ended near here, the less another one is likely to bring: what is
         # good enough grows with them.
@@ -269,7 +268,6 @@ def _fresh(
     """At ``most`` so many relaxed choices, placed; of many items only those whose work, shared
     evenly, is less than the ``best`` takes."""
     target = max(found.seconds, TINY)
-    many = len(space.items) > MAX_ITEMS
 
     def even(chosen: Ints) -> float:
         return float(options.seconds[options.starts + chosen].sum()) / space.ranks
@@ -277,10 +275,10 @@ def _fresh(
     def worthwhile(chosen: Ints) -> bool:
         if tuple(chosen.tolist()) == tuple(known_start):
             return False
-        return not many or even(chosen) < best.seconds * WORTHWHILE
+        return not space.has_many or even(chosen) < best.seconds * WORTHWHILE
 
     chosen = itertools.islice(starts(space, options, found), most)
-    if not space.ranks > len(space.items) > MAX_ITEMS:
+    if not space.has_many or space.ranks <= len(space.items):
         yield from (placed(space, own, target) for own in chosen if worthwhile(own))
         return
     known = list(filter(worthwhile, chosen))  # the most promising first: the rest is cut
@@ -314,7 +312,7 @@ def _finished(
                 best, seconds = other.assignment(), other.worst
             elif seconds == before:
                 break
-    near = CLOSE_ENOUGH if len(space.items) <= MAX_ITEMS else GOOD_ENOUGH
+    near = GOOD_ENOUGH if space.has_many else CLOSE_ENOUGH
     settling = max(bound * (1 + near), enough)
     if seconds > settling:
         state = settled(restored(space, target, POWERS[0], best), settling, watch.over)

@@ -35,7 +35,7 @@ from shardwright.planner.draft import Found
 from shardwright.planner.exchange import least_latencies
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.bound import lower_bound, table
-from shardwright.planner.search.polish import MAX_ITEMS, SHARPEST, changes, relieving
+from shardwright.planner.search.polish import SHARPEST, changes, relieving
 from shardwright.planner.search.search import search
 from shardwright.planner.search.space import Assignment, Space
 from shardwright.planner.search.state import restored
@@ -111,7 +111,7 @@ def _faster(draft: StepDraft, space: Space) -> Iterator[StepDraft]:
         return
     # A change may make a rank slower by itself and still pay off by a collective that no table
     # needs any more: so much slower it may be.
-    latency = draft.shared_latency if len(space.items) <= MAX_ITEMS else 0.0
+    latency = 0.0 if space.has_many else draft.shared_latency
     state = restored(space, draft.max_rank_seconds, SHARPEST, found)
     for item in relieving(state, state.worst + latency):
         for change in sorted(changes(state, item, state.worst + latency)):

@@ -16,7 +16,6 @@ from shardwright.planner.options import USUAL_MIN_PARTITION
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search import exact
 from shardwright.planner.search.bound import Relaxed, lower_bound, relaxed, starts, table
-from shardwright.planner.search.polish import MAX_ITEMS
 from shardwright.planner.search.search import SearchOutcome, search
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
 from shardwright.planner.search.watch import Watch
@@ -96,7 +95,7 @@ def _widened(done: _Searched, problem: Problem, watch: Watch) -> _Searched:
         outcome = search_widening(space, _narrow(space), watch, whole=whole)
         return _Searched(problem, space, whole, outcome)
     best = done.outcome.best
-    known = math.inf if done.quick and len(space.items) <= MAX_ITEMS else done.outcome.bound.seconds
+    known = done.outcome.bound.seconds if space.has_many or not done.quick else math.inf
     outcome = search(
         space,
         watch,
@@ -118,7 +117,7 @@ def _memory_matters(done: _Searched) -> bool:
     if draft is None or not bound.usable or _is_short(done.space, done.relaxed):
         return True
     hbm = max(draft.tier_bytes["hbm"]) / max(done.problem.capacity[0], 1)
-    gap = WIDE_GAP if len(done.space.items) <= MAX_ITEMS else WIDE_GAP_OF_MANY
+    gap = WIDE_GAP_OF_MANY if done.space.has_many else WIDE_GAP
     return hbm > NEARLY_FULL and done.outcome.seconds > bound.seconds * (1 + gap)
 
 
