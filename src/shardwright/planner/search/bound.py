@@ -73,13 +73,18 @@ def table(space: Space) -> OptionTable:
     )
 
 
-Relaxed = tuple[OptionTable, Bound]
+class Relaxed(NamedTuple):
+    """A space, its options in rows, and the bound that follows from them."""
+
+    space: Space
+    options: OptionTable
+    bound: Bound
 
 
 def relaxed(space: Space) -> Relaxed:
-    """The options of a space, and the bound that follows from them."""
+    """The space with its bound."""
     options = table(space)
-    return options, lower_bound(space, options)
+    return Relaxed(space, options, lower_bound(space, options))
 
 
 def lower_bound(space: Space, options: OptionTable, *, roomy: bool = False) -> Bound:
@@ -275,9 +280,10 @@ TINY = 1e-12  # a target where the bound is 0
 BYTE_PRICE = 1e-3  # of the target for a full rank, where bytes have no price of their own
 
 
-def starts(space: Space, options: OptionTable, found: Bound) -> Iterator[Ints]:
+def starts(whole: Relaxed) -> Iterator[Ints]:
     """Relaxed choices [items]: as they are, cut finer where that costs next to nothing, and with
     bytes counting for more from one to the next."""
+    space, options, found = whole
     target = max(found.seconds, TINY)
     scale = target / space.capacity_array
     seen = set()

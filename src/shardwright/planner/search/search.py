@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from shardwright.planner.search import moves
-from shardwright.planner.search.bound import TINY, Bound, OptionTable, Relaxed, starts
-from shardwright.planner.search.bound import relaxed as relax
+from shardwright.planner.search.bound import TINY, Bound, Relaxed, starts
 from shardwright.planner.search.placing import least_first, longest_first, placed
 from shardwright.planner.search.polish import (
     MAX_ANNEALED,
@@ -102,29 +101,36 @@ class _BestSoFar:
         return state
 
 
+class Earlier(NamedTuple):
+    """What was found in a space of fewer options, by the numbers of these: where it ended, if
+    anywhere (``first``), its ``bound``, and the options of its first ``start``, which need no
+    second look."""
+
+    first: Assignment | None = None
+    bound: float = float("inf")
+    start: tuple[int, ...] = ()
+
+
 def search(
-    space: Space,
+    whole: Relaxed,
     watch: Watch | None = None,
-    first: Assignment | None = None,
+    earlier: Earlier | None = None,
     enough: float = 0.0,
-    known_bound: float = float("inf"),
     quick: bool = False,
-    relaxed: Relaxed | None = None,
-    known_start: Sequence[int] = (),
     roomy: bool | None = False,
 ) -> SearchOutcome:
     """The fastest assignment found; the same space gives the same one unless time runs out.
 
-    ``first`` is improved before any other start, so the outcome is never worse than it. Of many
-    items no start is placed whose work, shared evenly, takes nearly as long as the best so far. At
-    ``enough`` seconds nothing better is looked for. Where the bound is not below ``known_bound``,
-    that of the space which ``first`` is from, or ``quick`` is asked for, one more start is all that
-    is tried, of many items a few until one is near the bound; and what is found quickly is not
-    polished. ``relaxed`` is the space's own relaxation where it is known, ``known_start`` the
-    options of a start that needs no second look. ``roomy``: beside the options of the space there
-    are others that take less memory, so nothing is proved by what is full; None: nothing is proved.
+    The end of an ``earlier`` search is improved before any other start, so the outcome is never
+    worse than it. Of many items no start is placed whose work, shared evenly, takes nearly as long
+    as the best so far. At ``enough`` seconds nothing better is looked for. Where the bound is not
+    below the earlier one, or ``quick`` is asked for, one more start is all that is tried, of many
+    items a few until one is near the bound; and what is found quickly is not polished. ``roomy``:
+    beside the options of the space there are others that take less memory, so nothing is proved by
+    what is full; None: nothing is proved.
     """
-    options, found = relaxed or relax(space)
+    space, _, found = whole
+    first, known_bound, known_start = earlier or Earlier()
     if not found.usable:
         return SearchOutcome(None, float("inf"), found, 0, 0)
     watch = watch or Watch()
@@ -136,7 +142,7 @@ def search(
     # which one more start shows as well as many.
     few = quick or found.seconds >= known_bound * (1 - SAME_BOUND)
     most = (FEW_OF_MANY if space.has_many and not quick else 1) if few else None
-    fresh = _fresh(space, options, found, best, known_start, most)
+    fresh = _fresh(whole, best, known_start, most)
     # `fresh` makes each start when it is asked for, so that it sees what the ones before have found
     # and none is placed in vain.
     for start in itertools.chain(begun, fresh):
@@ -164,7 +170,7 @@ def search(
     # A proof takes time of its own: it is asked for only where there is something left between the
     # plan and the bound.
     if roomy is not None and seconds > max(proved * (1 + GOOD_ENOUGH), enough):
-        proved, ways = _proved(space, options, best, found, enough, roomy=roomy)
+        proved, ways = _proved(whole, best, enough, roomy=roomy)
     chosen, seconds = _finished(space, chosen, seconds, proved, enough, watch)
     best.seconds = seconds
     for way in ways:
@@ -189,16 +195,11 @@ class _Way(NamedTuple):
 
 
 def _proved(
-    space: Space,
-    options: OptionTable,
-    best: _BestSoFar,
-    bound: Bound,
-    enough: float,
-    *,
-    roomy: bool,
+    whole: Relaxed, best: _BestSoFar, enough: float, *, roomy: bool
 ) -> tuple[float, list[_Way]]:
     """Seconds that no plan takes less than, and the best of the ways that may come near them."""
-    facts = facts_of(space, options, bound, roomy=roomy)
+    space, _, bound = whole
+    facts = facts_of(whole, roomy=roomy)
     if facts is None:
         return bound.seconds, []
     fallen: list[_Way] = []  # the best, in order
@@ -258,26 +259,22 @@ def _others(
 
 
 def _fresh(
-    space: Space,
-    options: OptionTable,
-    found: Bound,
-    best: _BestSoFar,
-    known_start: Sequence[int],
-    most: int | None,
+    whole: Relaxed, best: _BestSoFar, known_start: tuple[int, ...], most: int | None
 ) -> Iterator[SearchState]:
     """At ``most`` so many relaxed choices, placed; of many items only those whose work, shared
     evenly, is less than the ``best`` takes."""
+    space, options, found = whole
     target = max(found.seconds, TINY)
 
     def even(chosen: Ints) -> float:
         return float(options.seconds[options.starts + chosen].sum()) / space.ranks
 
     def worthwhile(chosen: Ints) -> bool:
-        if tuple(chosen.tolist()) == tuple(known_start):
+        if tuple(chosen.tolist()) == known_start:
             return False
         return not space.has_many or even(chosen) < best.seconds * WORTHWHILE
 
-    chosen = itertools.islice(starts(space, options, found), most)
+    chosen = itertools.islice(starts(whole), most)
     if not space.has_many or space.ranks <= len(space.items):
         yield from (placed(space, own, target) for own in chosen if worthwhile(own))
         return

@@ -14,7 +14,7 @@ from shardwright.core.timeline import Kind, decode
 from shardwright.job.plan import Plan
 from shardwright.planner.crossing import without_hidden
 from shardwright.planner.problem import Problem, make_problem
-from shardwright.planner.search.bound import Bound, lower_bound, table
+from shardwright.planner.search.bound import Bound, relaxed
 from shardwright.planner.search.space import Space
 from shardwright.planner.statistics.records import LedgerLine, MemoryLedger, MemoryPrice, PeakTier
 from shardwright.planner.statistics.tables import Holdings
@@ -148,5 +148,4 @@ def with_more(capacity: tuple[int, int, int], index: int) -> tuple[int, int, int
 
 def bound_at(space: Space, capacity: tuple[int, int, int]) -> Bound:
     """The bound of the same items with other capacities."""
-    roomy = dataclasses.replace(space, capacity=capacity)
-    return lower_bound(roomy, table(roomy))
+    return relaxed(dataclasses.replace(space, capacity=capacity)).bound

@@ -34,7 +34,7 @@ from shardwright.planner.crossing import windows_of, without_hidden
 from shardwright.planner.draft import Found
 from shardwright.planner.exchange import least_latencies
 from shardwright.planner.problem import Problem, make_problem
-from shardwright.planner.search.bound import lower_bound, table
+from shardwright.planner.search.bound import relaxed
 from shardwright.planner.search.polish import SHARPEST, changes, relieving
 from shardwright.planner.search.search import search
 from shardwright.planner.search.space import Assignment, Space
@@ -141,7 +141,7 @@ def _least(problem: Problem, tables: Tables) -> float:
         if tables is not problem.tables:  # what is left breaks the job's rules
             return math.inf
         raise
-    return lower_bound(space, table(space)).seconds
+    return relaxed(space).bound.seconds
 
 
 def shared_seconds(problem: Problem) -> dict[str, float]:
@@ -474,7 +474,7 @@ class _StepSearch:
             if tables is not self.problem.tables:  # what is left breaks the job's rules
                 return None
             raise
-        found = search(space, self.watch.part()).best
+        found = search(relaxed(space), self.watch.part()).best
         return None if found is None else placed_tables(space, found)
 
 
