@@ -124,7 +124,7 @@ def _largest(draft: Draft, rank: int) -> str:
     """What the rank has most of: of what passes through a step its kind, else the part that it
     keeps most of."""
     if isinstance(draft, StepDraft):
-        phases = draft.phase_peaks(draft.load(rank))
+        phases = draft.ledger(draft.load(rank)).peaks
         phase, kinds = max(phases.items(), key=lambda item: sum(item[1].values()))
         passing = [(size, kind) for kind, size in kinds.items() if kind not in OF_PARTS]
         size, kind = max(passing, default=(0, "temporary"))
@@ -439,6 +439,6 @@ def _step_fits(problem: Problem) -> bool:
     # Bytes that are kept are a sum; a peak takes a run of the step.
     if loads[fullest] > capacity:
         return False
-    peaks = draft.phase_peaks(draft.load(fullest))
+    peaks = draft.ledger(draft.load(fullest)).peaks
     alone = max(sum(kinds.values()) for kinds in peaks.values())
     return alone <= capacity and draft.fits  # one rank can say no for all of them

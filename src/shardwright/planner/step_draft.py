@@ -159,7 +159,9 @@ class StepDraft(Draft):
     @cached_property
     def _away(self) -> frozenset[str]:
         """Names of exact bytes that an accelerator does not have."""
-        return frozenset(name for choice in self.units if choice.away for name in _names(choice))
+        units = [choice.unit.name for choice in self.units if choice.away]
+        roles = (f"{name}.{role}" for name in units for role in get_args(Role))
+        return frozenset((*units, *roles))
 
     @cached_property
     def _beside(self) -> int:
@@ -222,11 +224,9 @@ class StepDraft(Draft):
         layouts = {c.unit.name: c.layout for c in self.units if not c.replicated}
         return FlatUnits(heap, units, self.sharding, frozen, layouts)
 
-    def phase_peaks(self, load: RankLoad) -> dict[Phase, dict[Kind, int]]:
-        """Live bytes by kind at the peak of each phase of a steady step of a rank."""
-        heap = Ledger(fine=True)
-        self.rank_step(load).run(heap, self.machine)
-        return heap.peaks
+    def ledger(self, load: RankLoad) -> Ledger:
+        """A steady step of a rank: live bytes by kind at the peak of each phase."""
+        return self.rank_step(load).ledger(self.machine, fine=True)
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -248,11 +248,15 @@ class StepDraft(Draft):
         return tuple((load, tuple(ranks)) for load, ranks in alike.values())
 
     @cached_property
+    def ledgers(self) -> tuple[Ledger, ...]:
+        """A steady step of each of the classes."""
+        return tuple(self.ledger(load) for load, _ in self.classes)
+
+    @cached_property
     def peaks(self) -> tuple[dict[Phase, dict[Kind, int]], ...]:
         """Live bytes by kind at each phase's peak, of each rank; ranks loaded alike share them."""
-        found: dict[int, dict[Phase, dict[Kind, int]]] = {}
-        for load, ranks in self.classes:
-            found.update(dict.fromkeys(ranks, self.phase_peaks(load)))
+        classes = zip(self.classes, self.ledgers, strict=True)
+        found = {rank: ledger.peaks for (_, ranks), ledger in classes for rank in ranks}
         return tuple(found[rank] for rank in range(self.ranks))
 
     @cached_property
@@ -270,8 +274,7 @@ class StepDraft(Draft):
         exact: Exact = {}
         for choice in self.units:
             exact.update(unit_events(choice, None))
-        load = self._load(exact, self.traffic(0))
-        phases = self.phase_peaks(load)
+        phases = self.ledger(self._load(exact, self.traffic(0))).peaks
         return max(sum(kinds.values()) for kinds in phases.values())
 
     @property
@@ -398,20 +401,12 @@ _TABLE_EVENTS: tuple[tuple[Phase, Kind], ...] = (
     ("setup", "cache"),
     ("reduce", "gradient"),
 )
-
-
 Exact = dict[tuple[Phase, Kind, str], int]
 
 
 def _unit_total(choice: UnitChoice) -> int:
     """Bytes of a unit in all roles: the same on every rank, for padding is stored like weights."""
     return sum(unit_events(choice, None).values())
-
-
-def _names(choice: UnitChoice) -> Iterator[str]:
-    """Under which the exact bytes of a unit are told."""
-    yield choice.unit.name
-    yield from (f"{choice.unit.name}.{role}" for role in get_args(Role))
 
 
 def unit_events(choice: UnitChoice, rank: int | None) -> Exact:
@@ -470,7 +465,6 @@ def memories(
         AllocatorSettings.parse(memory_of(draft.problem.job).allocator),
         draft.problem.decisive_capacity,
         modelled=(*(MODELLED if on_gpu else ()), *(OF_IDS if draft.tables else ())),
-        fine=True,
         enough=enough,
     )
     classes = [
@@ -479,6 +473,7 @@ def memories(
             len(ranks),
             {"rank": ranks[0]},
             draft.rank_step(load),
+            ledger,
             {
                 name.rpartition(".")[0]: nbytes
                 for (_, kind, name), nbytes in draft.tables_exact[ranks[0]].items()
@@ -490,7 +485,7 @@ def memories(
                 if nbytes
             ],
         )
-        for load, ranks in draft.classes
+        for (load, ranks), ledger in zip(draft.classes, draft.ledgers, strict=True)
     ]
     return rank_memories(classes, setting, details=details, named=named)
 
