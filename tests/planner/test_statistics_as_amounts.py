@@ -15,7 +15,7 @@ from plans import plan
 from shardwright.core.amount import Amount, Step, derivation, leaf, named
 from shardwright.job.job import parse_job
 from shardwright.job.plan import Plan
-from shardwright.planner.assemble import gap, proven
+from shardwright.planner.planner import gap, proven
 from shardwright.planner.search.bound import beyond_room, priced, slowest_rank
 from shardwright.planner.statistics import memory, ranks, tables
 from shardwright.planner.statistics.ranks import RankGroup

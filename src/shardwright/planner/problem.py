@@ -24,8 +24,7 @@ from shardwright.job.job import Job, checkpointing_of, degrees_of, memory_of
 from shardwright.job.model_of_job import placed_tables, step_dtypes
 from shardwright.job.planner import EstimatorSection, trained_communication
 from shardwright.planner import profiles
-from shardwright.planner.choices import Tables, table_choices
-from shardwright.planner.exclusion import Rules, uncut_notes
+from shardwright.planner.choices import Rules, Tables, table_choices, uncut_notes
 from shardwright.planner.pricing.evaluate import PricingContext
 from shardwright.planner.unit_choice import DenseContext, UnitChoice
 from shardwright.planner.units import UnitSpace

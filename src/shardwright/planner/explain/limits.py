@@ -28,7 +28,6 @@ from shardwright.core.amount import (
 from shardwright.core.batch import feature_batches
 from shardwright.core.cluster import TIERS, Tier
 from shardwright.cost import reservation
-from shardwright.planner.assemble import gap, proven
 from shardwright.planner.crossing import without_hidden
 from shardwright.planner.explain.explanation import (
     REORDERED,
@@ -38,6 +37,7 @@ from shardwright.planner.explain.explanation import (
     rank_groups,
     ranks_label,
 )
+from shardwright.planner.planner import gap, proven
 from shardwright.planner.problem import Problem, reservation_kind
 from shardwright.planner.search.bound import (
     Bound,

@@ -22,16 +22,15 @@ from shardwright.job.job import Job, checkpointing_of
 from shardwright.job.model_of_job import placed_tables
 from shardwright.job.plan import Plan, TablePlan, UnitPlan
 from shardwright.job.tables import check_constraints, check_tables
-from shardwright.planner.assemble import assemble
 from shardwright.planner.choice import Choice, Placed
 from shardwright.planner.choices import offers_slow, price
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.explain.explanation import same
+from shardwright.planner.planner import assemble, bound_of
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.proof import is_proven
 from shardwright.planner.statistics.tables import as_planned, ranks_of
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy import bound_of
 from shardwright.planner.strategy.spacing import bounded_space
 from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.units import UnitSpace, cut_evenly

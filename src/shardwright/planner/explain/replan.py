@@ -170,7 +170,7 @@ def replanned(
     job = forced.job if again else checkpointed(forced.job, _policy(plan))
     try:
         models = _models(plan, forced, again)
-        found = surely_or_perhaps(lambda sure: find(job, models, watch, sure))
+        found = surely_or_perhaps(lambda sure: find(job, [models], watch, sure))
     except ShardwrightError as error:
         text = f"{wanted} with the rest planned anew has no plan: {error}"
         return Replanned(None, 0.0, "", "", text)

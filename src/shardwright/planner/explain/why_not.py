@@ -23,9 +23,8 @@ from shardwright.core.sharding import TYPES
 from shardwright.job.job import CHOSEN_FROM, Job
 from shardwright.job.plan import Plan, UnitPlan
 from shardwright.planner.choice import Choice, Placed
-from shardwright.planner.choices import Tables, table_choices
+from shardwright.planner.choices import Rules, Tables, exclusion, table_choices
 from shardwright.planner.draft import Draft
-from shardwright.planner.exclusion import Rules, exclusion
 from shardwright.planner.explain.recompute import (
     choice_of,
     draft_of,
