@@ -145,7 +145,7 @@ class StepDraft(Draft):
         for placed in self.tables:
             fqn = placed.choice.table.tensor.fqn
             for rank, cost in zip(placed.ranks, placed.choice.shard_costs, strict=True):
-                kept = cost.kinds(self.problem.decisive_tier)
+                kept = cost.kinds(self.problem.cluster.decisive_tier)
                 for phase, kind in _TABLE_EVENTS:
                     if kept.get(kind):
                         key = (phase, kind, fqn)
@@ -292,8 +292,9 @@ class StepDraft(Draft):
 
     @property
     def fills(self) -> Sequence[Filled]:
-        tier, fullest = self.problem.decisive_tier, self.peak_bytes.index(max(self.peak_bytes))
-        return [Filled(tier, fullest, self.demand, self.problem.decisive_capacity)]
+        fullest, problem = self.peak_bytes.index(max(self.peak_bytes)), self.problem
+        tier, capacity = problem.cluster.decisive_tier, problem.decisive_capacity
+        return [Filled(tier, fullest, self.demand, capacity)]
 
     @cached_property
     def needs(self) -> tuple[int, int]:
@@ -372,8 +373,8 @@ class StepDraft(Draft):
             exact=exact,
             seconds=self.rank_seconds[rank],
             parts=self.seconds[rank],
-            hbm_bytes=peak if self.problem.decisive_tier == "hbm" else 0,
-            ddr_bytes=peak if self.problem.decisive_tier == "ddr" else self.host_bytes,
+            hbm_bytes=peak if self.problem.cluster.decisive_tier == "hbm" else 0,
+            ddr_bytes=peak if self.problem.cluster.decisive_tier == "ddr" else self.host_bytes,
             ssd_bytes=self.disk_bytes[rank],
         )
 

@@ -100,12 +100,12 @@ def explain_bound(subject: Subject) -> Iterator[Explanation]:
         plan.lower_bound_seconds,
         proven(bounds, slowest),
         notes=notes,
-        relative=REORDERED,
+        within=REORDERED * plan.lower_bound_seconds,
     )
     if plan.lower_bound_seconds:
         bound = leaf(plan.lower_bound_seconds, "lower_bound", "s", "above")
         title = "share by which the slowest rank is above the bound"
-        yield finished(title, plan.gap, gap(slowest, bound), absolute=REORDERED)
+        yield finished(title, plan.gap, gap(slowest, bound), within=REORDERED)
 
 
 def explain_prices(subject: Subject) -> Iterator[Explanation]:
@@ -120,8 +120,7 @@ def explain_prices(subject: Subject) -> Iterator[Explanation]:
             f"seconds by which the bound falls with 1 GiB more {memory.tier.upper()} per rank",
             memory.bound_falls,
             fall(*(without_hidden(problem, found.seconds, leaf) for found in (now, more))),
-            relative=REORDERED,
-            absolute=REORDERED * max(now.seconds.value, SAME),
+            within=REORDERED * max(memory.bound_falls, now.seconds.value, SAME),
             notes=[
                 f"binding now: {now.binding}",
                 f"binding with 1 GiB more: {more.binding}",

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardwright.core.amount import Lift, bare, leaf, named, noted, total
 from shardwright.core.batch import distinct_rows, expected_distinct, lookups
-from shardwright.core.cluster import Tier
+from shardwright.core.cluster import Tier, decisive
 from shardwright.core.kinds import is_packed, kind_of
 from shardwright.core.model import ON_DISK, TableSpec
 from shardwright.core.optimizers import BY_ROW
@@ -234,7 +234,7 @@ def _storage(
 ) -> dict[Tier, dict[str, Any]]:
     """Bytes of a shard by tier and kind; its exchange is of ``batches`` at once, None without."""
     device = context.cluster.compute_device
-    near: Tier = "ddr" if device == "cpu" else "hbm"
+    near = decisive(device)
     kept = embedding.shard_bytes(
         demand.rows,
         demand.columns,

@@ -456,7 +456,7 @@ class _StepSearch:
         """What the search of tables finds in ``room``; None in none."""
         if room <= 0:
             return None
-        ranks, tier = self.problem.cluster.world_size, self.problem.decisive_tier
+        ranks, tier = self.problem.cluster.world_size, self.problem.cluster.decisive_tier
         known = self.known.setdefault(variant, [])
         for before in known:
             # Found with more room, it fits this as well, and nothing faster fits in less.
