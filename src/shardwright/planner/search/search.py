@@ -83,7 +83,7 @@ class _BestSoFar:
 
     watch: Watch
     most: int
-    bound: float
+    bound: Bound
     best: Assignment | None = None
     seconds: float = float("inf")
     tried: int = 0
@@ -93,12 +93,22 @@ class _BestSoFar:
         """A start, improved; its end is the best if it is faster."""
         self.tried += 1
         state = improve(start, enough, self.watch, most=self.most, least=self.seconds)
-        if state.fits:
-            self.feasible += 1
-            if state.worst < self.seconds:
-                self.best, self.seconds = state.assignment(), state.worst
-                self.watch.found(self.seconds, self.bound)
+        self.feasible += state.fits
+        if self.keep(state):
+            self.watch.found(self.seconds, self.bound.seconds)
         return state
+
+    def keep(self, state: SearchState) -> bool:
+        """Whether a state is better than the best, which it is then."""
+        is_better = state.fits and state.worst < self.seconds
+        if is_better:
+            self.best, self.seconds = state.assignment(), state.worst
+        return is_better
+
+    def outcome(self, proved: float) -> SearchOutcome:
+        """What there is to tell."""
+        best, seconds = self.best, self.seconds
+        return SearchOutcome(best, seconds, self.bound, self.tried, self.feasible, proved)
 
 
 class Earlier(NamedTuple):
@@ -136,7 +146,7 @@ def search(
     watch = watch or Watch()
     target = max(found.seconds, TINY)
     begun = [] if first is None else [restored(space, target, POWERS[0], first)]
-    best = _BestSoFar(watch, _most_steps(space), found.seconds)
+    best = _BestSoFar(watch, _most_steps(space), found)
     proved = found.seconds
     # More options that leave the bound where it was have nothing to offer but other placements,
     # which one more start shows as well as many.
@@ -161,18 +171,15 @@ def search(
         good = proved * (1 + GOOD_ENOUGH * max(best.feasible, 1))
         if best.seconds <= max(good, enough) or watch.over():
             break
-    if best.best is None:
-        return SearchOutcome(None, float("inf"), found, best.tried, 0)
-    chosen, seconds = best.best, best.seconds
-    if quick:
-        return SearchOutcome(chosen, seconds, found, best.tried, best.feasible, proved)
+    if best.best is None or quick:
+        return best.outcome(proved)
     ways: list[_Way] = []
     # A proof takes time of its own: it is asked for only where there is something left between the
     # plan and the bound.
-    if roomy is not None and seconds > max(proved * (1 + GOOD_ENOUGH), enough):
+    if roomy is not None and best.seconds > max(proved * (1 + GOOD_ENOUGH), enough):
         proved, ways = _proved(whole, best, enough, roomy=roomy)
-    chosen, seconds = _finished(space, chosen, seconds, proved, enough, watch)
-    best.seconds = seconds
+    _finish(space, best, proved, enough)
+    seconds = best.seconds
     for way in ways:
         hopeless = way.seconds > best.seconds + HOPED * (best.seconds - proved)
         if hopeless or best.seconds <= max(proved * (1 + FAR[0]), enough) or watch.over():
@@ -181,8 +188,8 @@ def search(
         best.take(start, max(proved, enough))
     # Polished once more only if a way was better: what was polished before is not likely to move.
     if best.seconds < seconds:
-        chosen, seconds = _finished(space, best.best, best.seconds, proved, enough, watch)
-    return SearchOutcome(chosen, seconds, found, best.tried, best.feasible, proved)
+        _finish(space, best, proved, enough)
+    return best.outcome(proved)
 
 
 class _Way(NamedTuple):
@@ -287,38 +294,30 @@ def _fresh(
     yield from (placed(space, own, target) for own in rest if worthwhile(own))
 
 
-def _finished(
-    space: Space, best: Assignment, seconds: float, bound: float, enough: float, watch: Watch
-) -> tuple[Assignment, float]:
-    """The ``best`` that was found and what it takes, polished until no item alone can do better."""
-    target = max(bound, TINY)
-    improved = functools.partial(improve, bound=bound, watch=watch)
+def _finish(space: Space, best: _BestSoFar, bound: float, enough: float) -> None:
+    """Polish the ``best`` that was found until no item alone can do better."""
+    assert best.best is not None
+    target, over = max(bound, TINY), best.watch.over
+    improved = functools.partial(improve, bound=bound, watch=best.watch)
     good = bound * (1 + GOOD_ENOUGH)
-    if seconds > max(good, enough) and not space.constrained:
+    if best.seconds > max(good, enough) and not space.constrained:
         moved = functools.partial(improved, reoption=False)
-        polished = polish(space, best, target, good, moved)
-        if polished.worst < seconds:
-            best, seconds = polished.assignment(), polished.worst
+        best.keep(polish(space, best.best, target, good, moved))
         is_small = len(space.items) <= MAX_ANNEALED and space.ranks <= MOST_ANNEALED_RANKS
-        before = seconds
+        before = best.seconds
         for seed in range(len(FAR) if is_small else 0):
-            if seconds <= max(bound * (1 + FAR[seed]), enough):
+            if best.seconds <= max(bound * (1 + FAR[seed]), enough):
                 break
-            other = annealed(space, best, target, improved, watch.over, seed)
-            if other.worst < seconds:
-                best, seconds = other.assignment(), other.worst
-            elif seconds == before:
+            other = annealed(space, best.best, target, improved, over, seed)
+            if not best.keep(other) and best.seconds == before:
                 break
     near = GOOD_ENOUGH if space.has_many else CLOSE_ENOUGH
     settling = max(bound * (1 + near), enough)
-    if seconds > settling:
-        state = settled(restored(space, target, POWERS[0], best), settling, watch.over)
-        if state.fits and state.worst < seconds:
-            best, seconds = state.assignment(), state.worst
-    if not watch.over():
-        coarse = coarsened(restored(space, target, POWERS[0], best), seconds)
-        best, seconds = coarse.assignment(), coarse.worst
-    return best, seconds
+    if best.seconds > settling:
+        best.keep(settled(restored(space, target, POWERS[0], best.best), settling, over))
+    if not over():
+        coarse = coarsened(restored(space, target, POWERS[0], best.best), best.seconds)
+        best.best, best.seconds = coarse.assignment(), coarse.worst
 
 
 def _most_steps(space: Space) -> int:
