@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardwright.core.amount import ceil, minimum, named, noted, rounded, total, where
-from shardwright.core.cluster import Tier, decisive
+from shardwright.core.cluster import Device, Tier, decisive
 from shardwright.core.sharding import Traits, traits
 
 QUANTIZED = ("quant", "quant_uvm", "quant_uvm_caching")  # in inference only
@@ -42,7 +42,7 @@ class ShardScheme(NamedTuple):
 
     sharding_type: str
     kernel: str
-    device: str
+    device: Device
     pooled: bool = True
     weighted: bool = False
     prefetched: bool = False
