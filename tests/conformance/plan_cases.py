@@ -16,7 +16,12 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.errors import NoPlanError
 from shardwright.core.model import TableSpec
 from shardwright.cost.reservation import Reservation, reserve
-from shardwright.job.planner import PartitionerSection, ProposerSection, ReservationSection
+from shardwright.job.planner import (
+    PartitionerSection,
+    PlannerSection,
+    ProposerSection,
+    ReservationSection,
+)
 from shardwright.planner.choice import Choice
 from shardwright.planner.pricing.evaluate import PricingContext
 from shardwright.planner.statistics.ranks import each_rank, unevenness
@@ -24,7 +29,6 @@ from shardwright.torchrec import partitioners, search
 from shardwright.torchrec.candidate import Bytes, Proposal
 from shardwright.torchrec.pricing import price
 from shardwright.torchrec.profile import critical_terms, torchrec_options
-from shardwright.torchrec.proposers import DEFAULT
 from shardwright.torchrec.search import Proposed
 
 RELATIVE = 1e-9
@@ -129,10 +133,13 @@ def plan(
     for choice in price(priced, cases):
         choices.setdefault(choice.table.name, []).append(choice)
     refused = []
+    section = PlannerSection(
+        proposers=proposer_sections(case), partitioner=partitioner_section(case)
+    )
 
-    def place(section: Any, proposal: Proposal, *more: Any) -> Any:
+    def place(partitioner: Any, proposal: Proposal, *more: Any) -> Any:
         try:
-            return partitioners.place(section, proposal, *more)
+            return partitioners.place(partitioner, proposal, *more)
         except partitioners.NoRoomError:
             hbm, ddr, ssd = (sum(one.storage[tier] for one in proposal) for tier in range(3))
             refused.append((hbm, ddr, ssd))
@@ -143,8 +150,7 @@ def plan(
             list(choices.values()),
             priced.cluster,
             room.capacities,
-            proposer_sections(case) or DEFAULT,
-            partitioner_section(case),
+            section,
             price=lambda changed: price(priced, changed),
         )
     return found, refused

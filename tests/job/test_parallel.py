@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shardwright.core.errors import InputError
-from shardwright.core.llama import LlamaShape
+from shardwright.core.llama import LlamaShape, LocalShape
 from shardwright.job.job import parse_job
 from shardwright.job.parallel import (
     Degrees,
@@ -179,7 +179,8 @@ def test_a_section_gives_the_part_of_a_rank() -> None:
         tensor=2, context=2, expert=4, pipeline=2, routing="capacity", capacity_factor=1.5
     )
     found = degrees(section, 16, 4)
-    local = local_shape(section, found, SHAPE, layers=(0, 2), last=False, loss="parallel")
+    stage = LocalShape(layers=(0, 2), last=False, loss="parallel")
+    local = local_shape(section, found, SHAPE, stage)
     assert (local.tensor, local.context, local.expert, local.sequence_parallel) == (2, 2, 4, True)
     assert (local.layers, local.first, local.last) == ((0, 2), True, False)
     assert (local.capacity_factor, local.expert_load, local.loss) == (1.5, 1.0, "parallel")
@@ -188,4 +189,4 @@ def test_a_section_gives_the_part_of_a_rank() -> None:
 def test_a_model_that_the_degrees_do_not_divide_is_refused() -> None:
     section = ParallelSection(tensor=16)
     with pytest.raises(InputError, match=r"job: parallel\.tensor: expected a divisor of the 8"):
-        local_shape(section, degrees(section, 16), SHAPE)
+        local_shape(section, degrees(section, 16), SHAPE, LocalShape())

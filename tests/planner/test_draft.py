@@ -146,7 +146,7 @@ def test_gradients_are_no_part_of_what_a_step_starts_with(make_job: MakeJob) -> 
 
 def test_buffers_of_the_model_are_there_throughout_a_step(make_job: MakeJob) -> None:
     draft = _draft(make_job(10), ("data_parallel", (0, 1)))
-    peaks = draft.phase_peaks(draft.load(0))
+    peaks = draft.ledger(draft.load(0)).peaks
     pair, places = 1, 2 * 2  # of each product
     assert {kinds["buffer"] for kinds in peaks.values()} == {(pair + places) * 8}
 

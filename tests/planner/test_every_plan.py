@@ -17,11 +17,11 @@ from shardwright.core.errors import InputError
 from shardwright.estimate.recordings import described
 from shardwright.job.job import Job, parse_job
 from shardwright.planner.draft import Found
+from shardwright.planner.planner import search
 from shardwright.planner.problem import make_problem
 from shardwright.planner.search.bound import ROUNDING, lower_bound, table
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.search.widening import least_share
-from shardwright.planner.strategy import search
 from shardwright.planner.strategy.spacing import space_of
 
 ROUNDED = 1e-9  # sums in another order

@@ -26,10 +26,9 @@ from shardwright.job.job import Job, parse_job
 from shardwright.job.plan import Plan
 from shardwright.planner.choice import Placed
 from shardwright.planner.draft import TablesDraft
-from shardwright.planner.planner import written
+from shardwright.planner.planner import bound_of, written
 from shardwright.planner.problem import make_problem
 from shardwright.planner.search.watch import Watch
-from shardwright.planner.strategy import bound_of
 from shardwright.planner.strategy.tables import search_tables
 
 MakeJob = Callable[..., Job]

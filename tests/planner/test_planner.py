@@ -20,10 +20,10 @@ from shardwright.estimate import recordings
 from shardwright.estimate.recordings import described
 from shardwright.job.job import Job
 from shardwright.job.plan import Plan
-from shardwright.planner.assemble import assemble
 from shardwright.planner.choice import Choice, Placed
 from shardwright.planner.draft import Found
 from shardwright.planner.explain import why_not
+from shardwright.planner.planner import assemble
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft

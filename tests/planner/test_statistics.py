@@ -23,11 +23,11 @@ from shardwright.job.plan import (
     write_plan,
 )
 from shardwright.planner.explain import draft_of
+from shardwright.planner.planner import bound_of
 from shardwright.planner.problem import make_problem
 from shardwright.planner.statistics import memory_prices, statistics
 from shardwright.planner.statistics.memory import set_aside
 from shardwright.planner.statistics.ranks import each_rank, medians, parts_of
-from shardwright.planner.strategy import bound_of
 
 MIB, GIB = 2**20, 2**30
 

@@ -15,11 +15,11 @@ from plans import plan
 from shardwright.core.amount import Amount, Step, derivation, leaf, named
 from shardwright.job.job import parse_job
 from shardwright.job.plan import Plan
-from shardwright.planner.assemble import gap, proven
+from shardwright.planner.planner import gap, proven
 from shardwright.planner.search.bound import beyond_room, priced, slowest_rank
 from shardwright.planner.statistics import memory, ranks, tables
 from shardwright.planner.statistics.ranks import RankGroup
-from shardwright.planner.statistics.records import CriticalTerm, Measure
+from shardwright.planner.statistics.records import MEASURE_WORDS, CriticalTerm, Measure
 from shardwright.planner.statistics.tables import Holdings
 from shardwright.planner.strategy.steps import step_seconds
 
@@ -106,7 +106,7 @@ def test_statistics_over_ranks(
 
 
 @PROFILES
-@pytest.mark.parametrize("of", ranks.MEASURES)
+@pytest.mark.parametrize("of", MEASURE_WORDS)
 def test_what_the_shards_of_a_table_take(agree: Agree, constants: str, of: Measure) -> None:
     for placed in Holdings(_plan(constants)).tables:
         choice = placed.choice

@@ -18,7 +18,7 @@ from shardwright.estimate.recordings import found_for
 from shardwright.job.job import BatchSection, Job, parse_job
 from shardwright.job.plan import Plan
 from shardwright.planner import explain
-from shardwright.planner.exclusion import Rules, exclusion
+from shardwright.planner.choices import Rules, exclusion
 from shardwright.planner.explain.replan import forced_table
 from shardwright.planner.planner import written
 from shardwright.planner.problem import make_problem

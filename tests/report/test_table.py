@@ -18,7 +18,7 @@ from shardwright.job.plan import Plan
 from shardwright.planner.statistics import statistics
 from shardwright.report.comparison_sheets import time_verdict
 from shardwright.report.plan_report import plan_report
-from shardwright.report.plan_sheets import fits_line, table_seconds
+from shardwright.report.plan_sheets import fits_line, longest_seconds
 from shardwright.report.table import (
     comparison_summary,
     differences,
@@ -297,7 +297,7 @@ def test_differences_name_table_unit_rank_and_job_key() -> None:
     assert found == {
         ("table", "C3", "sharding"): ("row_wise", "table_wise"),
         ("table", "C3", "ranks"): ("all", "1"),
-        ("table", "C3", "seconds"): (table_seconds(a.tables[0]), table_seconds(moved)),
+        ("table", "C3", "seconds"): (longest_seconds(a.tables[:1]), longest_seconds((moved,))),
         ("table", "C9", "presence"): ("there", None),
         ("unit", "top", "presence"): ("there", None),
         ("unit", "head", "presence"): (None, "there"),

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from shardwright.core.cluster import Cluster
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option, ShardRun, shard_runs
-from shardwright.job.planner import PartitionerSection, ProposerSection
+from shardwright.job.planner import PlannerSection, ProposerSection
 from shardwright.planner.choice import Choice, Placed, cost
 from shardwright.planner.search.watch import Watch
 from shardwright.torchrec import proposers
 from shardwright.torchrec.candidate import Bytes, Offer, Proposals, add_often
 from shardwright.torchrec.profile import critical_terms
-from shardwright.torchrec.proposers import DEFAULT
 from shardwright.torchrec.search import Proposed, propose
 
 MACHINE = Cluster("test", 4, 2, "cuda", 0, 0, 0, 2, {})
@@ -48,8 +47,7 @@ def capacities(hbm: int) -> list[Bytes]:
 def proposed(
     tables: list[list[Choice]], *sections: ProposerSection, hbm: int = MANY, **more: Any
 ) -> Proposed:
-    greedy = PartitionerSection()
-    return propose(tables, MACHINE, capacities(hbm), sections or DEFAULT, greedy, **more)
+    return propose(tables, MACHINE, capacities(hbm), PlannerSection(proposers=sections), **more)
 
 
 def drawn(seed: int) -> list[list[Choice]]:

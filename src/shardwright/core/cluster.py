@@ -37,6 +37,11 @@ class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     date: str
 
 
+def decisive(device: Device) -> Tier:
+    """The memory that weights live in: HBM on an accelerator, its host's on a CPU."""
+    return "ddr" if device == "cpu" else "hbm"
+
+
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``world_size`` ranks, ``local_world_size`` to a host; capacities are bytes per rank.
 
@@ -61,9 +66,14 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return None if self.group >= self.world_size else self.group
 
     @property
+    def decisive_tier(self) -> Tier:
+        """The memory that weights live in."""
+        return decisive(self.compute_device)
+
+    @property
     def memory_per_rank(self) -> int:
-        """Bytes a rank may fill: HBM on an accelerator, its share of host memory on a CPU."""
-        return self.ddr_cap if self.compute_device == "cpu" else self.hbm_cap
+        """Bytes a rank may fill of that."""
+        return self.capacity[TIERS.index(self.decisive_tier)]
 
     @property
     def capacity(self) -> tuple[int, int, int]:

@@ -105,27 +105,27 @@ def parse_toml(raw: bytes | str, where: str, what: str) -> dict[str, Any]:
 def read_document(path: Path | str, kind: type[T], schema: str, made_by: str) -> T:
     """Decode ``path`` as ``kind``; another schema, an unknown field, bad JSON: InputError."""
     name = schema.split("/")[0].split(".")[-1]
-    raw = read_bytes(path, name, f"Make one with `{made_by}`.")
-    # Decoded without a type first: a document of another schema has other fields, and msgspec would
-    # name one of those instead of the schema, which is what is wrong.
-    found = _schema_of(raw, path, name, made_by)
-    if found != schema:
-        raise InputError(
-            expected(
-                f"{path}: schema",
-                f"'{schema}'",
-                f"'{found}'" if found else "none",
-                f"Make it again with `{made_by}`.",
-            )
-        )
-    try:
-        return decode_json(raw, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise InputError(f"{path}: not a valid {name}: {error}.") from None
-
-
-def _schema_of(raw: bytes, path: Path | str, name: str, made_by: str) -> str:
     remedy = f"Make one with `{made_by}`."
+    raw = read_bytes(path, name, remedy)
+    document: Any = None
+    wrong = ""
+    try:
+        document = decode_json(raw, kind)
+        found = document.schema
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # A document of another schema has other fields, and msgspec may name one of those instead
+        # of the schema, which is what is wrong.
+        found, wrong = _schema_of(raw, path, name, remedy), str(error)
+    if found != schema:
+        got, again = f"'{found}'" if found else "none", f"Make it again with `{made_by}`."
+        raise InputError(expected(f"{path}: schema", f"'{schema}'", got, again))
+    if wrong:
+        raise InputError(f"{path}: not a valid {name}: {wrong}.")
+    valid: T = document
+    return valid
+
+
+def _schema_of(raw: bytes, path: Path | str, name: str, remedy: str) -> str:
     try:
         document: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -10,7 +10,7 @@ tensor. ``ValueError``-like types are the user's to mend; an ``AssertionError`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 EXIT_OK = 0
@@ -88,6 +88,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     shown = names if len(names) <= NEAREST else ([*close, *within] or names)[:NEAREST]
     more = f" and {len(names) - len(shown):,} more" if len(names) > len(shown) else ""
     return ", ".join(f"'{each}'" for each in shown) + more
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first of the names, at ``most`` so many, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def check_type(value: object, kind: type, where: str, remedy: str = "") -> None:

@@ -9,6 +9,7 @@ reached by gather. Free of torch.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -247,6 +248,10 @@ class ModelSpec(msgspec.Struct, frozen=True, dict=True):
         """Every parameter, tables first."""
         dense = tuple(tensor for unit in self.units for tensor in unit.tensors)
         return tuple(table.tensor for table in self.tables) + dense
+
+    def units_of(self, members: Collection[str]) -> tuple[UnitSpec, ...]:
+        """The units that a unit of these ``members`` is made of."""
+        return tuple(unit for unit in self.units if set(unit.members) <= set(members))
 
     def table(self, name: str) -> TableSpec:
         """A table by name or fqn."""

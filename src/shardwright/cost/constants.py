@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwright.core.cluster import Calibration, Cluster, Constant, Device, SourcedFigure
+from shardwright.core.cluster import (
+    Calibration,
+    Cluster,
+    Constant,
+    Device,
+    SourcedFigure,
+    decisive,
+)
 from shardwright.core.document import unknown_key
 from shardwright.core.errors import InputError, expected
 from shardwright.core.quantities import parse_bytes
@@ -44,7 +51,7 @@ def cluster(
     capacities = {key: _capacity(section, key, preset, device) for key in CAPACITIES}
     found = Cluster(name, world_size, local, device, **capacities, group=group, constants=constants)
     if found.memory_per_rank == 0:
-        key = _decisive(device)
+        key = f"{found.decisive_tier}_cap"
         raise InputError(
             expected(f"cluster.{key}", "the bytes a rank may fill", "0", "Set it in the job.")
         )
@@ -171,11 +178,6 @@ def _capacity(section: ClusterSection, key: str, preset: Preset, device: Device)
     return 0 if (device, key) == ("cpu", "hbm_cap") else size
 
 
-def _decisive(device: Device) -> str:
-    """The capacity that a plan cannot do without."""
-    return "ddr_cap" if device == "cpu" else "hbm_cap"
-
-
 def _assumptions(
     section: ClusterSection, profile: Profile, preset: Preset, found: Cluster
 ) -> tuple[str, ...]:
@@ -191,7 +193,7 @@ def _assumptions(
             f"cluster.local_world_size not given: {found.local_world_size} ranks per host, "
             f"{hosts} host{'s' if hosts > 1 else ''}"
         )
-    key = _decisive(found.compute_device)
+    key = f"{found.decisive_tier}_cap"
     if getattr(section, key) is None:
         notes.append(
             f"cluster.{key} is {whose}: {found.memory_per_rank:,} B per rank ({preset.capacities})"
@@ -251,16 +253,16 @@ def calibrated(found: Calibration, where: str) -> Preset:
     for name, figure in found.capacities.items():
         _check_capacity(f"{where}: capacities.{name}", figure)
     sizes = {name: int(figure.value) for name, figure in found.capacities.items()}
-    decisive = "ddr_cap" if found.compute_device == "cpu" else "hbm_cap"
-    if not sizes.get(decisive):
-        raise InputError(expected(f"{where}: capacities.{decisive}", "bytes per rank", "none"))
+    key = f"{decisive(found.compute_device)}_cap"
+    if not sizes.get(key):
+        raise InputError(expected(f"{where}: capacities.{key}", "bytes per rank", "none"))
     return Preset(
         found.world_size,
         found.compute_device,
         sizes.get("hbm_cap", 0),
         sizes.get("ddr_cap", 0),
         sizes.get("ssd_cap", 0),
-        found.capacities[decisive].source,
+        found.capacities[key].source,
         {name: _constant(figure) for name, figure in found.constants.items()},
     )
 

@@ -185,16 +185,14 @@ class LlamaModel:
     def _request(self, parallel: ParallelSection, stage: ModelStage) -> StageRequest:
         section, batch = memory_of(self.job), self.job.batch
         assert section.param_dtype, "a llama's is known"
-        local = local_shape(
-            parallel,
-            self.degrees,
-            self.shape,
+        own = LocalShape(
             layers=stage.layers,
             first=stage.first,
             last=stage.last,
             loss=section.loss,
             fp32_logits=bool(section.fp32_logits),
         )
+        local = local_shape(parallel, self.degrees, self.shape, own)
         return StageRequest(
             shape=self.shape,
             local=local,

@@ -77,7 +77,7 @@ def found_for(job: Job, watch: Watch, record: Recorded | None = None) -> Found:
 
     def look(sure: bool) -> Found:
         if not job.model.traits.is_function:
-            return find_kinds(job, lambda its: find(its, models, watch, sure))
+            return find_kinds(job, lambda its: find(its, [models], watch, sure))
         return find_with_tables(job, own, watch, found_at_all=at_all, sure=sure)
 
     return surely_or_perhaps(look)

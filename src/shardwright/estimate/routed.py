@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET
 from torch import nn
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError, expected, listed
 from shardwright.core.recording import Collected, RecordedTable, Recording, Unfolded
 from shardwright.estimate.with_tables import COULD, LARGE, NOTE
 from shardwright.runtime.embeddings.bags import Keyed, features_of
@@ -80,9 +80,8 @@ class Routed:
         left = [path for path, part, reason in found if not reason and part.weight.nbytes >= LARGE]
         if not left or self.tables:
             return ""
-        more = f" and {len(left) - MOST_NAMED} more" if len(left) > MOST_NAMED else ""
-        named = ", ".join(f"'{path}'" for path in left[:MOST_NAMED])
-        return f"{COULD} {named}{more}: train.table_optimizer takes them out of dense units"
+        named = listed([f"'{path}'" for path in left], MOST_NAMED)
+        return f"{COULD} {named}: train.table_optimizer takes them out of dense units"
 
     def _check_collections(self) -> None:
         """UnsupportedError for one whose tables a plan cannot have."""

@@ -81,6 +81,7 @@ class _Estimate:
         experts = experts_of(self.parallel, job.model.traits)
         block = optimizer_of(job).block
         self.sharding = sharding(self.section, self.degrees, self.device == "cuda", experts, block)
+        self.machine = machine_of(self.section, self.sharding)
         self.treatment = Treatment(
             self.device,
             self.section.policy,
@@ -97,7 +98,7 @@ class _Estimate:
         # GPU's, a compiler's and fp8's are known by rules.
         exact = self.device == "cpu" and not self.section.compile and not self.section.float8
         setting = Setting(
-            machine_of(self.section, self.sharding),
+            self.machine,
             self.sharding,
             self.device == "cuda",
             AllocatorSettings.parse(self.section.allocator),
@@ -167,7 +168,8 @@ class _Estimate:
                 name = ", ".join(filter(None, (stage, holding, title))) or "all ranks"
                 ranks = count if share is None else max(1, round(count * share))
                 ranks = ranks * holders // degrees.shards if holders else ranks
-                yield RankClass(name, ranks, where, self._step(rank, section))
+                step = self._step(rank, section)
+                yield RankClass(name, ranks, where, step, step.ledger(self.machine))
 
     def _loads(self) -> Iterator[tuple[str, float | None, ParallelSection]]:
         """Ranks whose experts receive more than others, where routing is uneven."""

@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 from msgspec import UNSET
 
-from shardwright.core.errors import InputError, ShardwrightError, UnsupportedError, expected
+from shardwright.core.errors import InputError, ShardwrightError, expected
 from shardwright.core.model import DENSE, ModelSpec
 from shardwright.core.optimizers import TableOptimizer
 from shardwright.core.quantities import format_bytes
@@ -66,20 +66,13 @@ def find_with_tables(
     reasons = tuple(note for note in notes if note.startswith(NOTE))
     collected = {table.name for table in everything.tables or () if table.collected}
     _check_said(job, tables, collected, reasons, () if found_at_all else (UNSAID,))
-    searched: list[Found] = []
-    errors: list[ShardwrightError] = []
-    for paths in _ways(job, tables, collected, everything):
-        # All that can be is one recording, which is made already: asked for by paths it would be
-        # made again under another key.
-        given = None if paths == tables and wanted else paths
-        try:
-            searched.append(find(job, _described(recorded, given, reasons, wanted), watch, sure))
-        except UnsupportedError as error:  # a sparse gradient goes to a table alone
-            errors.append(error)
-    if not searched:
-        raise errors[0]
-    # Of equally fast ways the first, which has most tables.
-    best = min(searched, key=lambda found: found.seconds)
+    # All that can be is one recording, which is made already: asked for by paths it would be made
+    # again under another key. A way without some may be none: a sparse gradient goes to a table
+    # alone.
+    ways = _ways(job, tables, collected, everything)
+    given = (None if paths == tables and wanted else paths for paths in ways)
+    models = (_described(recorded, paths, reasons, wanted) for paths in given)
+    best = find(job, models, watch, sure)
     if best.draft is None:
         best = replace(best, remark=_no_tables(everything, reasons))
     if best.draft is None and any(note.startswith(COULD) for note in everything.notes):

@@ -28,13 +28,15 @@ MODELLED: tuple[Kind, ...] = ("activation", "temporary", "output")  # what kerne
 
 @dataclass(frozen=True, slots=True)
 class RankClass:
-    """Ranks that do the same. ``tables`` are bytes of weights of what no unit has, by path;
-    ``kept`` is what is there between steps, where it is known one by one."""
+    """Ranks that do the same: their ``step``, and the ``ledger`` of one. ``tables`` are bytes of
+    weights of what no unit has, by path; ``kept`` is what is there between steps, where it is known
+    one by one."""
 
     name: str
     ranks: int
     coordinates: dict[str, int]
     step: RankStep
+    ledger: Ledger
     tables: Mapping[str, int] = field(default_factory=dict)
     kept: Sequence[Alive] = ()
 
@@ -42,9 +44,8 @@ class RankClass:
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What the classes of a job have in common: their runtime, as a machine that ``make`` makes,
-    and the device. Figures of ``modelled`` kinds rest on a model; ``fine`` has every phase of a
-    run, not only forward, backward and step. With ``enough`` nobody asks what allocators hold
-    beyond that."""
+    and the device. Figures of ``modelled`` kinds rest on a model. With ``enough`` nobody asks what
+    allocators hold beyond that."""
 
     make: MakeMachine
     sharding: Sharding
@@ -52,7 +53,6 @@ class Setting:
     allocator: AllocatorSettings
     capacity: int | None
     modelled: Collection[Kind] = MODELLED
-    fine: bool = False
     enough: int | None = None
 
 
@@ -64,18 +64,7 @@ def rank_memories(
     On an accelerator those close to the highest peak have what the allocator holds; with
     ``details`` the first, and one that is ``named``, have modules, largest tensors and a timeline.
     """
-    found = [
-        rank_memory(
-            each.name,
-            each.ranks,
-            each.coordinates,
-            each.step,
-            setting.make,
-            modelled=setting.modelled,
-            fine=setting.fine,
-        )
-        for each in classes
-    ]
+    found = [_memory(each, setting.modelled) for each in classes]
     # Allocators are replayed only near the highest peak: a class far below it would need more than
     # a tenth of its bytes in gaps to be the fullest, and a replay plays every allocation of a step
     # twice.
@@ -134,31 +123,18 @@ def _one_by_one(alive: Sequence[Alive], kept: Sequence[Alive]) -> list[Alive]:
     return sorted([*others, *kept], key=lambda each: -each.bytes)
 
 
-def rank_memory(
-    name: str,
-    ranks: int,
-    coordinates: dict[str, int],
-    step: RankStep,
-    make: MakeMachine,
-    *,
-    modelled: Collection[Kind] = MODELLED,
-    fine: bool = False,
-) -> RankMemory:
-    """Run a steady step of the class. Figures of ``modelled`` kinds rest on a model; ``fine`` tells
-    every phase of a run."""
-    heap = Ledger(fine=fine)
-    step.run(heap, make)
+def _memory(each: RankClass, modelled: Collection[Kind]) -> RankMemory:
+    """The peaks of a class; figures of ``modelled`` kinds rest on a model."""
+    where = each.ledger.where
     phases = tuple(
-        PhasePeak(
-            phase, sum(kinds.values()), dict(sorted(kinds.items())), heap.where.get(phase, "")
-        )
-        for phase, kinds in heap.peaks.items()
+        PhasePeak(phase, sum(kinds.values()), dict(sorted(kinds.items())), where.get(phase, ""))
+        for phase, kinds in each.ledger.peaks.items()
     )
     worst = max(phases, key=lambda phase: phase.bytes)
     return RankMemory(
-        name=name,
-        ranks=ranks,
-        coordinates=coordinates,
+        name=each.name,
+        ranks=each.ranks,
+        coordinates=each.coordinates,
         peak_bytes=worst.bytes,
         peak_phase=worst.phase,
         by_category=worst.by_category,

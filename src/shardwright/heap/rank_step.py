@@ -325,6 +325,12 @@ class RankStep:
         heap.free(f"sent.{chunk}")
         heap.take(f"sent.{chunk}", "communication", self.chunks[chunk].sent)
 
+    def ledger(self, make: MakeMachine, *, fine: bool = False) -> Ledger:
+        """The sums of a steady step; ``fine`` ones are of every phase of a run."""
+        heap = Ledger(fine=fine)
+        self.run(heap, make)
+        return heap
+
     def taped(self, make: MakeMachine) -> Tape:
         """A steady step with every event written down."""
         tape = Tape([chunk.slots for chunk in self.chunks])

@@ -210,12 +210,13 @@ def overlap_of(job: Job, ranks: int) -> Overlap:
 
 
 def checkpointing_of(job: Job) -> tuple[str, ...]:
-    """The checkpointing policies that a plan of the job may have: the first is tried first."""
+    """The checkpointing policies that a plan of the job may have, none first, which is tried first;
+    the others as the job lists them."""
     if not job.model.traits.has_blocks:
         return ("none",)
     open_, given = job.planner.dense.checkpointing, memory_of(job).checkpointing
     if open_ is not UNSET:
-        return tuple(dict.fromkeys(open_))
+        return tuple(sorted(dict.fromkeys(open_), key=lambda name: name != "none"))
     return CHOSEN_FROM if given is UNSET else (given,)
 
 

@@ -22,7 +22,6 @@ from shardwright.core.llama import (
     Degree,
     LlamaShape,
     LocalShape,
-    LossKind,
     check_local,
 )
 from shardwright.job.model import ModelTraits
@@ -220,7 +219,7 @@ def check_divides(
     where: str = "job",
 ) -> None:
     """Refuse degrees that do not divide a llama or the ``sequence`` of its samples."""
-    local_shape(section, found, shape, where=f"{where}: parallel")
+    local_shape(section, found, shape, LocalShape(), f"{where}: parallel")
     pieces = found.pipeline * found.chunks
     if pieces > shape.layers:
         raise InputError(
@@ -273,27 +272,19 @@ def local_shape(
     section: ParallelSection,
     found: Degrees,
     shape: LlamaShape,
-    *,
-    layers: tuple[int, int] | None = None,
-    first: bool = True,
-    last: bool = True,
-    loss: LossKind = "gathered",
-    fp32_logits: bool = False,
+    stage: LocalShape,
     where: str = "job: parallel",
 ) -> LocalShape:
-    """The part of a llama on one rank of the mesh; InputError where it cannot be divided so."""
-    local = LocalShape(
+    """The part of a llama on one rank of the mesh, of the layers, and with the loss, of a
+    ``stage``; InputError where it cannot be divided so."""
+    local = msgspec.structs.replace(
+        stage,
         tensor=found.tensor,
         sequence_parallel=found.sequence,
         context=found.context,
         expert=found.expert,
-        first=first,
-        last=last,
-        layers=layers,
         expert_load=expert_load(section, shape.experts, section.expert_load),
         capacity_factor=capacity_of(section),
-        loss=loss,
-        fp32_logits=fp32_logits,
     )
     check_local(shape, local, where)
     return local

@@ -170,7 +170,7 @@ class TablesDraft(Draft):
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        return tuple(self.tier_bytes[self.problem.decisive_tier])
+        return tuple(self.tier_bytes[self.problem.cluster.decisive_tier])
 
     @property
     def fills(self) -> Sequence[Filled]:
@@ -181,7 +181,7 @@ class TablesDraft(Draft):
         ]
 
     def totals(self, rank: int) -> RankTotals:
-        kinds = self.tally.kinds(self.problem.decisive_tier, rank)
+        kinds = self.tally.kinds(self.problem.cluster.decisive_tier, rank)
         return RankTotals(
             rank=rank,
             peak_bytes=self.peak_bytes[rank],

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.core.batch import MADE_UP_ZIPF, Batch
-from shardwright.core.cluster import TIERS, Cluster, Tier
+from shardwright.core.cluster import TIERS, Cluster
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.footprint import Extra
 from shardwright.core.model import ModelSpec, TableSpec
@@ -24,8 +24,7 @@ from shardwright.job.job import Job, checkpointing_of, degrees_of, memory_of
 from shardwright.job.model_of_job import placed_tables, step_dtypes
 from shardwright.job.planner import EstimatorSection, trained_communication
 from shardwright.planner import profiles
-from shardwright.planner.choices import Tables, table_choices
-from shardwright.planner.exclusion import Rules, uncut_notes
+from shardwright.planner.choices import Rules, Tables, table_choices, uncut_notes
 from shardwright.planner.pricing.evaluate import PricingContext
 from shardwright.planner.unit_choice import DenseContext, UnitChoice
 from shardwright.planner.units import UnitSpace
@@ -98,18 +97,13 @@ class Problem:
 
     @property
     def decisive_capacity(self) -> int:
-        """Bytes per rank of the memory that weights live in: HBM, on a CPU its host's."""
-        return self.capacity[TIERS.index(self.decisive_tier)]
-
-    @property
-    def decisive_tier(self) -> Tier:
-        """The memory that weights live in."""
-        return "ddr" if self.cluster.compute_device == "cpu" else "hbm"
+        """Bytes per rank of the memory that weights live in."""
+        return self.capacity[TIERS.index(self.cluster.decisive_tier)]
 
     def capacity_with(self, nbytes: int) -> tuple[int, int, int]:
         """``capacity`` with ``nbytes`` of the memory that weights live in."""
         hbm, ddr, ssd = self.capacity
-        return (hbm, nbytes, ssd) if self.decisive_tier == "ddr" else (nbytes, ddr, ssd)
+        return (hbm, nbytes, ssd) if self.cluster.decisive_tier == "ddr" else (nbytes, ddr, ssd)
 
     @cached_property
     def order(self) -> tuple[int, ...]:

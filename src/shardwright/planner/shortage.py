@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from shardwright.core.cluster import MAX_PLANNED, TIERS, Tier
-from shardwright.core.errors import NoPlanError, ShardwrightError
+from shardwright.core.errors import NoPlanError, ShardwrightError, listed
 from shardwright.core.model import ModelSpec
 from shardwright.core.placement import Zero
 from shardwright.core.quantities import exact_bytes
@@ -80,11 +80,10 @@ def _no_ranks(problem: Problem) -> NoPlanError:
     """The refusal where rules, not memory, leave a table without a rank."""
     rules = problem.job.planner.constraints
     names = list(dict.fromkeys([*(n for g in rules.apart for n in g), *rules.ranks]))
-    text = ", ".join(names[:MAX_NAMED])
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return NoPlanError(
-        f"no plan found that keeps planner.constraints: apart and ranks leave a table of {text}"
-        f"{more} no rank of its own. Pin fewer tables, or allow them more ranks."
+        f"no plan found that keeps planner.constraints: apart and ranks leave a table of "
+        f"{listed(names, MAX_NAMED)} no rank of its own. "
+        "Pin fewer tables, or allow them more ranks."
     )
 
 
@@ -125,7 +124,7 @@ def _largest(draft: Draft, rank: int) -> str:
     """What the rank has most of: of what passes through a step its kind, else the part that it
     keeps most of."""
     if isinstance(draft, StepDraft):
-        phases = draft.phase_peaks(draft.load(rank))
+        phases = draft.ledger(draft.load(rank)).peaks
         phase, kinds = max(phases.items(), key=lambda item: sum(item[1].values()))
         passing = [(size, kind) for kind, size in kinds.items() if kind not in OF_PARTS]
         size, kind = max(passing, default=(0, "temporary"))
@@ -327,9 +326,8 @@ def _host_memory(attempt: _Try) -> str:
     count = _first(fits, 1, len(order), attempt.watch)
     if count is None:
         return ""
-    names = ", ".join(t.name for t in order[:count][:MAX_NAMED])
-    more = f" and {count - MAX_NAMED} more" if count > MAX_NAMED else ""
-    return f"{names}{more} with compute_kernels fused_uvm fits"
+    names = listed([table.name for table in order[:count]], MAX_NAMED)
+    return f"{names} with compute_kernels fused_uvm fits"
 
 
 def _units_on_host(attempt: _Try) -> str:
@@ -368,9 +366,8 @@ def _fewer_limits(attempt: _Try) -> str:
     what = "no sharding_types and min_partition"
     if not attempt.fits({"tables": free}, what):
         return ""
-    names = ", ".join(limited[:MAX_NAMED])
-    more = f" and {len(limited) - MAX_NAMED} more" if len(limited) > MAX_NAMED else ""
-    return f"without the sharding_types and min_partition of {names}{more} a plan fits"
+    names = listed(limited, MAX_NAMED)
+    return f"without the sharding_types and min_partition of {names} a plan fits"
 
 
 WAYS: tuple[Callable[[_Try], str], ...] = (
@@ -442,6 +439,6 @@ def _step_fits(problem: Problem) -> bool:
     # Bytes that are kept are a sum; a peak takes a run of the step.
     if loads[fullest] > capacity:
         return False
-    peaks = draft.phase_peaks(draft.load(fullest))
+    peaks = draft.ledger(draft.load(fullest)).peaks
     alone = max(sum(kinds.values()) for kinds in peaks.values())
     return alone <= capacity and draft.fits  # one rank can say no for all of them

@@ -139,7 +139,7 @@ class StepDraft(Draft):
         for placed in self.tables:
             fqn = placed.choice.table.tensor.fqn
             for rank, cost in zip(placed.ranks, placed.choice.shard_costs, strict=True):
-                kept = cost.kinds(self.problem.decisive_tier)
+                kept = cost.kinds(self.problem.cluster.decisive_tier)
                 for phase, kind in _TABLE_EVENTS:
                     if kept.get(kind):
                         key = (phase, kind, fqn)
@@ -150,29 +150,38 @@ class StepDraft(Draft):
         """What the symbolic step of ``rank`` starts from."""
         return self._load(self.exact_of(rank), self.traffic(rank))
 
+    @cached_property
+    def _away(self) -> frozenset[str]:
+        """Names of exact bytes that an accelerator does not have."""
+        units = [choice.unit.name for choice in self.units if choice.away]
+        roles = (f"{name}.{role}" for name in units for role in get_args(Role))
+        return frozenset((*units, *roles))
+
+    @cached_property
+    def _beside(self) -> int:
+        """Bytes of units that stay whole between steps in another dtype than their shares: a device
+        has the share that is updated, and the whole that is computed with."""
+        return sum(
+            unit_sizes(choice.layout, self.sharding, on_host=choice.offloaded).whole
+            for choice in self.units
+            if choice.stays
+        )
+
     def kept(self, exact: Exact) -> Iterator[tuple[Kind, str, int]]:
         """Of the ``exact`` bytes of a rank what its device has between steps: kind, name, bytes."""
-        away = {name for choice in self.units if choice.away for name in _names(choice)}
         for (phase, kind, name), size in exact.items():
             # Gradients are there from a reduce to the step, not between steps: the heap takes them
             # itself.
             passes = kind == "gradient" or (kind == "padding" and phase == "reduce")
-            if name not in away and not passes:
+            if name not in self._away and not passes:
                 yield kind, name, size
 
     def _load(self, exact: Exact, traffic: dict[str, Traffic]) -> RankLoad:
         resident: dict[Kind, int] = {}
         for kind, _, size in self.kept(exact):
             resident[kind] = resident.get(kind, 0) + size
-        beside = sum(
-            unit_sizes(choice.layout, self.sharding, on_host=choice.offloaded).whole
-            for choice in self.units
-            if choice.stays
-        )
-        # Of units that stay whole between steps the device has both: the share that is updated, and
-        # the whole in the dtype that is computed in.
-        if beside:  # whole parameters in another dtype than their shares
-            resident["gathered_weight"] = beside
+        if self._beside:
+            resident["gathered_weight"] = self._beside
         return RankLoad(resident, traffic)
 
     @cached_property
@@ -209,11 +218,9 @@ class StepDraft(Draft):
         layouts = {c.unit.name: c.layout for c in self.units if not c.replicated}
         return FlatUnits(heap, units, self.sharding, frozen, layouts)
 
-    def phase_peaks(self, load: RankLoad) -> dict[Phase, dict[Kind, int]]:
-        """Live bytes by kind at the peak of each phase of a steady step of a rank."""
-        heap = Ledger(fine=True)
-        self.rank_step(load).run(heap, self.machine)
-        return heap.peaks
+    def ledger(self, load: RankLoad) -> Ledger:
+        """A steady step of a rank: live bytes by kind at the peak of each phase."""
+        return self.rank_step(load).ledger(self.machine, fine=True)
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -235,11 +242,15 @@ class StepDraft(Draft):
         return tuple((load, tuple(ranks)) for load, ranks in alike.values())
 
     @cached_property
+    def ledgers(self) -> tuple[Ledger, ...]:
+        """A steady step of each of the classes."""
+        return tuple(self.ledger(load) for load, _ in self.classes)
+
+    @cached_property
     def peaks(self) -> tuple[dict[Phase, dict[Kind, int]], ...]:
         """Live bytes by kind at each phase's peak, of each rank; ranks loaded alike share them."""
-        found: dict[int, dict[Phase, dict[Kind, int]]] = {}
-        for load, ranks in self.classes:
-            found.update(dict.fromkeys(ranks, self.phase_peaks(load)))
+        classes = zip(self.classes, self.ledgers, strict=True)
+        found = {rank: ledger.peaks for (_, ranks), ledger in classes for rank in ranks}
         return tuple(found[rank] for rank in range(self.ranks))
 
     @cached_property
@@ -257,8 +268,7 @@ class StepDraft(Draft):
         exact: Exact = {}
         for choice in self.units:
             exact.update(unit_events(choice, None))
-        load = self._load(exact, self.traffic(0))
-        phases = self.phase_peaks(load)
+        phases = self.ledger(self._load(exact, self.traffic(0))).peaks
         return max(sum(kinds.values()) for kinds in phases.values())
 
     @property
@@ -276,8 +286,9 @@ class StepDraft(Draft):
 
     @property
     def fills(self) -> Sequence[Filled]:
-        tier, fullest = self.problem.decisive_tier, self.peak_bytes.index(max(self.peak_bytes))
-        return [Filled(tier, fullest, self.demand, self.problem.decisive_capacity)]
+        fullest, problem = self.peak_bytes.index(max(self.peak_bytes)), self.problem
+        tier, capacity = problem.cluster.decisive_tier, problem.decisive_capacity
+        return [Filled(tier, fullest, self.demand, capacity)]
 
     @cached_property
     def needs(self) -> tuple[int, int]:
@@ -356,8 +367,8 @@ class StepDraft(Draft):
             exact=exact,
             seconds=self.rank_seconds[rank],
             parts=self.seconds[rank],
-            hbm_bytes=peak if self.problem.decisive_tier == "hbm" else 0,
-            ddr_bytes=peak if self.problem.decisive_tier == "ddr" else self.host_bytes,
+            hbm_bytes=peak if self.problem.cluster.decisive_tier == "hbm" else 0,
+            ddr_bytes=peak if self.problem.cluster.decisive_tier == "ddr" else self.host_bytes,
             ssd_bytes=self.disk_bytes[rank],
         )
 
@@ -385,20 +396,12 @@ _TABLE_EVENTS: tuple[tuple[Phase, Kind], ...] = (
     ("setup", "cache"),
     ("reduce", "gradient"),
 )
-
-
 Exact = dict[tuple[Phase, Kind, str], int]
 
 
 def _unit_total(choice: UnitChoice) -> int:
     """Bytes of a unit in all roles: the same on every rank, for padding is stored like weights."""
     return sum(unit_events(choice, None).values())
-
-
-def _names(choice: UnitChoice) -> Iterator[str]:
-    """Under which the exact bytes of a unit are told."""
-    yield choice.unit.name
-    yield from (f"{choice.unit.name}.{role}" for role in get_args(Role))
 
 
 def unit_events(choice: UnitChoice, rank: int | None) -> Exact:
@@ -457,7 +460,6 @@ def memories(
         AllocatorSettings.parse(memory_of(draft.problem.job).allocator),
         draft.problem.decisive_capacity,
         modelled=(*(MODELLED if on_gpu else ()), *(OF_IDS if draft.tables else ())),
-        fine=True,
         enough=enough,
     )
     classes = [
@@ -466,6 +468,7 @@ def memories(
             len(ranks),
             {"rank": ranks[0]},
             draft.rank_step(load),
+            ledger,
             {
                 name.rpartition(".")[0]: nbytes
                 for (_, kind, name), nbytes in draft.tables_exact[ranks[0]].items()
@@ -477,7 +480,7 @@ def memories(
                 if nbytes
             ],
         )
-        for load, ranks in draft.classes
+        for (load, ranks), ledger in zip(draft.classes, draft.ledgers, strict=True)
     ]
     return rank_memories(classes, setting, details=details, named=named)
 

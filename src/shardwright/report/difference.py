@@ -14,7 +14,7 @@ import msgspec
 
 from shardwright.job.job import Job
 from shardwright.job.plan import Plan, RankTotals, TablePlan, UnitPlan
-from shardwright.report.plan_sheets import table_bytes, table_seconds
+from shardwright.report.plan_sheets import longest_seconds, table_bytes
 from shardwright.report.wording import placement_text, ranks_text
 
 Value = int | float | str | None
@@ -157,7 +157,7 @@ def _table_facts(table: TablePlan, world_size: int) -> Facts:
         "optimizer": (table.optimizer, ""),
         "ranks": (ranks_text(table.ranks, world_size), ""),
         "bytes": (table_bytes(table), "bytes"),
-        "seconds": (table_seconds(table), "seconds"),
+        "seconds": (longest_seconds((table,)), "seconds"),
     }
 
 

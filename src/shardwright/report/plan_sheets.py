@@ -80,17 +80,17 @@ def _dtypes(plan: Plan) -> str:
 
 def fits_line(plan: Plan) -> str:
     """What the fullest rank needs beside what it may fill."""
-    held = f"{_decisive(plan)}_bytes"
+    held = f"{plan.cluster.decisive_tier}_bytes"
     fullest = max(plan.ranks, key=lambda totals: getattr(totals, held))
     inside = f" in {fullest.peak_phase}" if plan.units else ""
     where = f"rank {fullest.rank}, the fullest{printable(inside)}"
-    text = fitting(*plan.needed, plan.budget, where, _decisive(plan).upper())
+    text = fitting(*plan.needed, plan.budget, where, plan.cluster.decisive_tier.upper())
     return f"{text}{_elsewhere(plan)}"
 
 
 def _elsewhere(plan: Plan) -> str:
     """What lies in slower memories."""
-    slower = (f"{tier}_bytes" for tier in TIERS if tier != _decisive(plan))
+    slower = (f"{tier}_bytes" for tier in TIERS if tier != plan.cluster.decisive_tier)
     sizes = {held: sum(getattr(totals, held) for totals in plan.ranks) for held in slower}
     words = [f"{format_bytes(size)} in {held[:3].upper()}" for held, size in sizes.items() if size]
     return f" Beside it all ranks together have {' and '.join(words)}." if words else ""
@@ -149,11 +149,6 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
 def table_bytes(table: TablePlan) -> int:
     """Bytes on all ranks together."""
     return sum(shard.run.count * sum(shard.storage) for shard in table.shards)
-
-
-def table_seconds(table: TablePlan) -> float:
-    """Seconds per step on the rank where the table takes longest."""
-    return longest_seconds((table,))
 
 
 def longest_seconds(tables: Iterable[TablePlan]) -> float:
@@ -465,15 +460,11 @@ def _rank_cells(plan: Plan) -> list[Cell[RankTotals]]:
         *map(at_peak, kinds),
         *([number("rest", rest)] if plan.units else []),
         number(
-            "peak" if plan.units else _decisive(plan).upper(),
+            "peak" if plan.units else plan.cluster.decisive_tier.upper(),
             lambda totals: format_bytes(totals.peak_bytes),
         ),
         number("used", used, spare=1),
-        *(tier(name) for name in TIERS if name != _decisive(plan)),
+        *(tier(name) for name in TIERS if name != plan.cluster.decisive_tier),
         *peak_in,
         number("s/step", lambda totals: format_seconds(totals.seconds)),
     ]
-
-
-def _decisive(plan: Plan) -> str:
-    return "ddr" if plan.cluster.compute_device == "cpu" else "hbm"

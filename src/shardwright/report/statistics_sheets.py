@@ -11,6 +11,7 @@ from shardwright.core.sharding import traits
 from shardwright.core.timeline import category
 from shardwright.job.plan import Plan
 from shardwright.planner.statistics.records import (
+    MEASURE_WORDS,
     Bottleneck,
     Measure,
     MemoryLedger,
@@ -23,12 +24,6 @@ from shardwright.report.plan_sheets import MOST_RANKS, by_rank
 from shardwright.report.sheet import Cell, Sheet, number, sheet_of, text
 from shardwright.report.wording import percent, printable, ranks_text
 
-MEASURE_WORDS: dict[Measure, str] = {
-    "seconds": "seconds",
-    "hbm_bytes": "HBM",
-    "ddr_bytes": "DDR",
-    "ssd_bytes": "SSD",
-}
 PART_TITLES = {
     "fwd_compute": "forward\ncompute",
     "fwd_comms": "forward\ncomms",

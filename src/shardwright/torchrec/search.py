@@ -21,7 +21,12 @@ from shardwright.core.model import CacheSpec, ModelSpec, TableSpec
 from shardwright.core.option import Option
 from shardwright.job.job import Job
 from shardwright.job.plan import Attempt
-from shardwright.job.planner import ConstraintsSection, PartitionerSection, ProposerSection
+from shardwright.job.planner import (
+    ConstraintsSection,
+    PartitionerSection,
+    PlannerSection,
+    ProposerSection,
+)
 from shardwright.planner.choice import Choice, Cost, Placed
 from shardwright.planner.choices import Tables, price
 from shardwright.planner.draft import Found, TablesDraft
@@ -57,7 +62,6 @@ def search(job: Job, model: ModelSpec, watch: Watch) -> Found:
             )
         )
     problem = make_problem(job, model)
-    section = job.planner
 
     def priced(cases: Sequence[tuple[TableSpec, Option]]) -> Sequence[Choice]:
         return price(problem.job, problem.context, cases)
@@ -66,8 +70,7 @@ def search(job: Job, model: ModelSpec, watch: Watch) -> Found:
         problem.tables,
         problem.cluster,
         [problem.capacity] * problem.cluster.world_size,
-        section.proposers or DEFAULT,
-        section.partitioner,
+        job.planner,
         price=priced,
         watch=watch,
     )
@@ -166,13 +169,13 @@ def propose(
     choices: Sequence[Sequence[Choice]],
     cluster: Cluster,
     capacities: Sequence[Bytes],
-    proposers: Sequence[ProposerSection],
-    partitioner: PartitionerSection,
+    section: PlannerSection,
     *,
     price: Price | None = None,
     watch: Watch | None = None,
 ) -> Proposed:
-    """Try what the proposers propose; ``choices`` are the ways to shard each table.
+    """Try what the proposers of a section propose, or TorchRec's where it names none; ``choices``
+    are the ways to shard each table.
 
     ``capacities`` are bytes of HBM, DDR and SSD per rank. ``price`` prices options that a proposer
     changes. Each proposer gets an even share of the time that ``watch`` leaves, so that none takes
@@ -181,7 +184,8 @@ def propose(
     watch = watch or Watch()
     known: dict[Key, Candidate] = {}
     tables = _candidates(choices, known)
-    loop = _Loop(cluster, capacities, partitioner, watch)
+    loop = _Loop(cluster, capacities, section.partitioner, watch)
+    proposers = section.proposers or DEFAULT
     attempts = []
     for number, proposer in enumerate(proposers):
         share = watch.part(watch.left / (len(proposers) - number))

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardwright.core.amount import ceil, minimum, named, noted, rounded, total, where
-from shardwright.core.cluster import Tier
+from shardwright.core.cluster import Device, Tier, decisive
 from shardwright.core.sharding import Traits, traits
 
 QUANTIZED = ("quant", "quant_uvm", "quant_uvm_caching")  # in inference only
@@ -42,7 +42,7 @@ class ShardScheme(NamedTuple):
 
     sharding_type: str
     kernel: str
-    device: str
+    device: Device
     pooled: bool = True
     weighted: bool = False
     prefetched: bool = False
@@ -278,5 +278,5 @@ def shard_bytes(
 ) -> dict[Tier, dict[str, Any]]:
     """Bytes of a shard by tier and kind: weight, optimizer_state, cache, input, output."""
     kinds = stored_bytes(scheme, q, c)
-    tier: Tier = "ddr" if scheme.device == "cpu" else "hbm"
+    tier = decisive(scheme.device)
     return {**kinds, tier: kinds.get(tier, {}) | transient_bytes(scheme, q, ranks, c)}

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardwright.planner.search import proof
-from shardwright.planner.search.bound import lower_bound, table
+from shardwright.planner.search.bound import relaxed
 from shardwright.planner.search.proof import facts_of, prove
 from shardwright.planner.search.search import search
 from shardwright.planner.search.space import Ints, Space
@@ -24,11 +24,10 @@ SEEDS = st.integers(0, 10**9)
 
 def _proved(space: Space, seconds: float, *, roomy: bool = False) -> float:
     """Proven against a plan of ``seconds`` that no way improves on."""
-    options = table(space)
-    found = lower_bound(space, options)
-    facts = facts_of(space, options, found, roomy=roomy)
+    whole = relaxed(space)
+    facts = facts_of(whole, roomy=roomy)
     assert facts is not None
-    return prove(facts, found.seconds, seconds, lambda ways: np.inf)
+    return prove(facts, whole.bound.seconds, seconds, lambda ways: np.inf)
 
 
 @given(
@@ -58,7 +57,7 @@ def test_nothing_is_proven_that_an_assignment_beats(
         proved = _proved(space, best * above, roomy=roomy)
     finally:
         proof.WAYS = before
-    assert lower_bound(space, table(space)).seconds <= proved <= best * (1 + 1e-9)
+    assert relaxed(space).bound.seconds <= proved <= best * (1 + 1e-9)
 
 
 @given(seed=SEEDS, memory=MEMORY)
@@ -66,20 +65,20 @@ def test_what_a_search_proves_holds(
     space_of_seed: SpaceOf, all_of: AllOf, seed: int, memory: str
 ) -> None:
     space = space_of_seed(seed, memory=memory)
-    found = search(space)
+    found = search(relaxed(space))
     assert found.proved <= all_of(space).best(space.capacity) * (1 + 1e-9)
 
 
 def test_more_is_proven_than_the_relaxation_has(space_of_seed: SpaceOf, all_of: AllOf) -> None:
-    relaxed, proved = [], []
+    bounds, proved = [], []
     for seed in range(12):
         space = space_of_seed(seed, memory="tight")
         best = all_of(space).best(space.capacity)
         if not 0 < best < np.inf:
             continue
-        relaxed.append(lower_bound(space, table(space)).seconds / best)
+        bounds.append(relaxed(space).bound.seconds / best)
         proved.append(_proved(space, best) / best)
-    assert np.mean(proved) > np.mean(relaxed) + 0.01
+    assert np.mean(proved) > np.mean(bounds) + 0.01
 
 
 def test_ways_are_numbers_of_options_that_may_take_so_few_seconds(space_of_seed: SpaceOf) -> None:
@@ -90,9 +89,8 @@ def test_ways_are_numbers_of_options_that_may_take_so_few_seconds(space_of_seed:
         taken.append(ways)
         return np.inf
 
-    options = table(space)
-    found = lower_bound(space, options)
-    facts = facts_of(space, options, found)
+    whole = relaxed(space)
+    found, facts = whole.bound, facts_of(whole)
     assert facts is not None
     prove(facts, found.seconds, found.seconds * 4, take)
     assert taken

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 from msgspec import UNSET
 
+from shardwright.core.errors import listed
 from shardwright.core.kinds import KNOWN_AUC, PACKED, SEEDS_VARY, kind_of
 from shardwright.core.kinds import nbytes as nbytes_of
 from shardwright.core.model import TableSpec
@@ -315,9 +316,7 @@ def _key(job: Job, field: str, default: object, otherwise: str = "the default") 
         return f"tables.{field} not given: {otherwise}"
     if len(named) == len(job.tables):
         return f"tables.{field}"
-    more = f" and {len(named) - MOST_NAMES} more" if len(named) > MOST_NAMES else ""
-    rest = f"others {otherwise}"
-    return f"tables.{field} of {', '.join(named[:MOST_NAMES])}{more}, {rest}"
+    return f"tables.{field} of {listed(named, MOST_NAMES)}, others {otherwise}"
 
 
 def _said(given: bool, key: str, otherwise: str = "the default") -> str:

@@ -57,11 +57,11 @@ def finished(
     *,
     ranks: Iterable[int] = (),
     notes: Iterable[str] = (),
-    relative: float = RELATIVE,
-    absolute: float = 0.0,
+    within: float | None = None,
 ) -> Explanation:
-    """The explanation that ends in ``amount``, which has to be what is ``stored``."""
-    if abs(stored - amount.value) > max(relative * abs(stored), absolute):
+    """The explanation that ends in ``amount``, which has to be what is ``stored``, ``within`` what
+    rounding may make of it."""
+    if abs(stored - amount.value) > (RELATIVE * abs(stored) if within is None else within):
         raise disagreement(title, stored, amount.value)
     return Explanation(
         title, stored, amount.unit, tuple(derivation(amount)), tuple(ranks), tuple(notes)

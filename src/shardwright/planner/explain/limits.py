@@ -28,7 +28,6 @@ from shardwright.core.amount import (
 from shardwright.core.batch import feature_batches
 from shardwright.core.cluster import TIERS, Tier
 from shardwright.cost import reservation
-from shardwright.planner.assemble import gap, proven
 from shardwright.planner.exchange import without_hidden
 from shardwright.planner.explain.explanation import (
     REORDERED,
@@ -38,19 +37,19 @@ from shardwright.planner.explain.explanation import (
     rank_groups,
     ranks_label,
 )
+from shardwright.planner.planner import gap, proven
 from shardwright.planner.problem import Problem, reservation_kind
 from shardwright.planner.search.bound import (
     Bound,
-    OptionTable,
+    Relaxed,
     beyond_room,
     cheapest,
-    lower_bound,
     priced,
     priced_options,
+    relaxed,
     slowest_rank,
-    table,
 )
-from shardwright.planner.search.space import Floats, Space
+from shardwright.planner.search.space import Floats
 from shardwright.planner.statistics.memory import (
     DENSE,
     FREE,
@@ -101,12 +100,12 @@ def explain_bound(subject: Subject) -> Iterator[Explanation]:
         plan.lower_bound_seconds,
         proven(bounds, slowest),
         notes=notes,
-        relative=REORDERED,
+        within=REORDERED * plan.lower_bound_seconds,
     )
     if plan.lower_bound_seconds:
         bound = leaf(plan.lower_bound_seconds, "lower_bound", "s", "above")
         title = "share by which the slowest rank is above the bound"
-        yield finished(title, plan.gap, gap(slowest, bound), absolute=REORDERED)
+        yield finished(title, plan.gap, gap(slowest, bound), within=REORDERED)
 
 
 def explain_prices(subject: Subject) -> Iterator[Explanation]:
@@ -121,8 +120,7 @@ def explain_prices(subject: Subject) -> Iterator[Explanation]:
             f"seconds by which the bound falls with 1 GiB more {memory.tier.upper()} per rank",
             memory.bound_falls,
             fall(*(without_hidden(problem, found.seconds, leaf) for found in (now, more))),
-            relative=REORDERED,
-            absolute=REORDERED * max(now.seconds.value, SAME),
+            within=REORDERED * max(memory.bound_falls, now.seconds.value, SAME),
             notes=[
                 f"binding now: {now.binding}",
                 f"binding with 1 GiB more: {more.binding}",
@@ -136,14 +134,13 @@ def relaxation(problem: Problem, capacity: tuple[int, int, int], suffix: str) ->
     if not problem.tables:
         why = "no tables: the least of every unit"
         return Relaxation(leaf(0.0, f"relaxed{suffix}", "s", why), why)
-    space = dataclasses.replace(bounded_space(problem), capacity=capacity)
-    options = table(space)
-    bound = lower_bound(space, options)
+    whole = relaxed(dataclasses.replace(bounded_space(problem), capacity=capacity))
+    space, _, bound = whole
     if not bound.usable:
         why = "no choice of options fits the memory of all ranks together"
         return Relaxation(leaf(0.0, f"relaxed{suffix}", "s", why), why)
     names = [problem.model.tables[item.tables[0]].name for item in space.items]
-    solved = _Solved(space, options, bound, names, suffix)
+    solved = _Solved(whole, names, suffix)
     ranks = leaf(space.ranks, "ranks", "", "cluster.world_size")
     work = solved.work(ranks)
     shard, why = solved.largest_shard(work.value / space.ranks)
@@ -153,23 +150,21 @@ def relaxation(problem: Problem, capacity: tuple[int, int, int], suffix: str) ->
 
 @dataclass(frozen=True)
 class _Solved:
-    """A space with its bound; ``names`` are those of its items."""
+    """The ``whole`` of a space; ``names`` are those of its items."""
 
-    space: Space
-    options: OptionTable
-    bound: Bound
+    whole: Relaxed
     names: list[str]
     suffix: str
 
     @property
     def scarce(self) -> list[int]:
         """The tiers whose bytes have a price."""
-        return [tier for tier in range(len(TIERS)) if self.bound.prices[tier]]
+        return [tier for tier in range(len(TIERS)) if self.whole.bound.prices[tier]]
 
     @property
     def sizes(self) -> Floats:
         """The largest shard of every option that fits a rank."""
-        return np.where(self.options.fits, self.options.largest, np.inf)
+        return np.where(self.whole.options.fits, self.whole.options.largest, np.inf)
 
     def leaf(self, value: float, name: str, unit: str, source: str) -> Amount:
         """An input of this bound."""
@@ -180,9 +175,9 @@ class _Solved:
         source = "of a rank, reservation apart"
         prices, rooms = {}, []
         for tier in self.scarce:
-            price, name = float(self.bound.prices[tier]), f"price_of_{TIERS[tier]}_byte"
+            price, name = float(self.whole.bound.prices[tier]), f"price_of_{TIERS[tier]}_byte"
             prices[tier] = self.leaf(price, name, "s/B", "by bisection")
-            capacity = self.space.capacity[tier]
+            capacity = self.whole.space.capacity[tier]
             room = self.leaf(capacity, f"{TIERS[tier]}_capacity", "B", source) * ranks
             rooms.append((room, prices[tier]))
         terms = [
@@ -194,10 +189,12 @@ class _Solved:
 
     def _cheapest(self) -> dict[str, tuple[float, ...]]:
         """Seconds of every item's cheapest option, and its bytes of each tier."""
-        within = self.sizes <= self.bound.seconds * (1 + SAME)
-        seconds = np.where(within, self.options.seconds, np.inf)
-        rows = cheapest(priced_options(seconds, self.options, self.bound.prices), self.options)
-        columns = [self.options.seconds, *self.options.storage.T[self.scarce]]
+        within = self.sizes <= self.whole.bound.seconds * (1 + SAME)
+        seconds = np.where(within, self.whole.options.seconds, np.inf)
+        rows = cheapest(
+            priced_options(seconds, self.whole.options, self.whole.bound.prices), self.whole.options
+        )
+        columns = [self.whole.options.seconds, *self.whole.options.storage.T[self.scarce]]
         chosen = zip(*(column[rows].tolist() for column in columns), strict=True)
         return dict(zip(self.names, chosen, strict=True))
 
@@ -214,9 +211,9 @@ class _Solved:
 
     def largest_shard(self, work: float) -> tuple[Amount, str]:
         """What some shard takes in any plan; and why, where the bound rests on that."""
-        least = np.minimum.reduceat(self.sizes, self.options.starts)
+        least = np.minimum.reduceat(self.sizes, self.whole.options.starts)
         item = int(least.argmax())
-        floor, name, seconds = float(least[item]), self.names[item], self.bound.seconds
+        floor, name, seconds = float(least[item]), self.names[item], self.whole.bound.seconds
         source = f"{name} in its finest cut"
         why = f"{name} has no cut whose shards all take less" if floor >= work else ""
         if seconds > max(work, floor) * (1 + SAME):

@@ -25,7 +25,7 @@ from shardwright.planner.explain.explanation import (
 )
 from shardwright.planner.pricing.evaluate import constants_of
 from shardwright.planner.statistics import ranks
-from shardwright.planner.statistics.memory import decisive, filled
+from shardwright.planner.statistics.memory import filled
 from shardwright.planner.statistics.ranks import (
     RankGroup,
     idle_seconds,
@@ -35,7 +35,13 @@ from shardwright.planner.statistics.ranks import (
     share_filled,
     unevenness,
 )
-from shardwright.planner.statistics.records import CriticalTerm, Measure, RankStatistics, unit_of
+from shardwright.planner.statistics.records import (
+    MEASURE_WORDS,
+    CriticalTerm,
+    Measure,
+    RankStatistics,
+    unit_of,
+)
 from shardwright.planner.statistics.tables import STORED, on_rank, traffic
 from shardwright.planner.step_draft import StepDraft
 
@@ -61,7 +67,7 @@ def worst_ranks(subject: Subject) -> list[int]:
     """The rank that is asked for, or the slowest and the fullest one."""
     if subject.rank is not None:
         return [subject.rank]
-    nbytes = filled(subject.plan, decisive(subject.plan))
+    nbytes = filled(subject.plan, subject.plan.cluster.decisive_tier)
     return sorted({subject.statistics.waiting.slowest, nbytes.index(max(nbytes))})
 
 
@@ -131,7 +137,7 @@ def _seconds(subject: Subject, record: RankStatistics) -> Explanation:
         record.seconds,
         summed("seconds_of_rank", parts, "s"),
         ranks=[record.rank],
-        relative=REORDERED,
+        within=REORDERED * record.seconds,
     )
 
 
@@ -145,7 +151,7 @@ def _idle(subject: Subject, record: RankStatistics) -> Explanation:
         record.idle_seconds,
         idle_seconds(slowest, own),
         ranks=[record.rank],
-        absolute=REORDERED * subject.plan.max_rank_seconds,
+        within=REORDERED * subject.plan.max_rank_seconds,
     )
 
 
@@ -153,9 +159,9 @@ def _bytes(subject: Subject, record: RankStatistics) -> Iterator[Explanation]:
     plan, rank = subject.plan, record.rank
     for tier, name in zip(TIERS, STORED, strict=True):
         stored = getattr(record, name)
-        if not stored and tier != decisive(plan):
+        if not stored and tier != plan.cluster.decisive_tier:
             continue
-        if plan.units and tier == decisive(plan):
+        if plan.units and tier == plan.cluster.decisive_tier:
             totals = plan.ranks[rank]
             source = f"live at the peak in {totals.peak_phase}, simulated"
             amount = summed(name, [leaf(n, k, "B", source) for k, n in totals.at_peak.items()], "B")
@@ -207,7 +213,7 @@ def explain_bottlenecks(subject: Subject) -> Iterator[Explanation]:
                 table.amount,
                 on_rank(tables[table.name], record.rank, record.of, leaf),
                 ranks=[record.rank],
-                relative=REORDERED,
+                within=REORDERED * table.amount,
                 notes=[f"as much of {record.of}: {ranks_label(record.ranks)}"],
             )
 
@@ -221,7 +227,7 @@ def explain_critical_path(subject: Subject) -> Iterator[Explanation]:
             record.seconds,
             _term(subject, record),
             ranks=[record.rank],
-            relative=REORDERED,
+            within=REORDERED * record.seconds,
         )
     terms: list[Any] = [
         msgspec.structs.replace(record, seconds=leaf(record.seconds, record.name, "s", "above"))
@@ -233,7 +239,7 @@ def explain_critical_path(subject: Subject) -> Iterator[Explanation]:
         "seconds of the critical path",
         path.seconds,
         named("critical_path", found.seconds, "s"),
-        relative=REORDERED,
+        within=REORDERED * path.seconds,
         notes=[note],
     )
 
@@ -251,13 +257,7 @@ def _term(subject: Subject, record: CriticalTerm) -> Any:
     return _sum(record.name, terms)
 
 
-WORDS: dict[Measure, str] = {
-    "seconds": "seconds",
-    "hbm_bytes": "HBM",
-    "ddr_bytes": "DDR",
-    "ssd_bytes": "SSD",
-}
-NEAR = 1e-12  # of measures from 0 to 2: what rounding makes of 0
+NEAR = 2e-12  # of measures from 0 to 2: what rounding makes of them
 HALF = "half of the ranks have at most this"
 ONE = "from 0 to 1, where one rank has all"
 MEASURES = {  # words and range
@@ -293,10 +293,10 @@ def explain_imbalance(subject: Subject) -> Iterator[Explanation]:
         found: Any = unevenness(record.of, _groups(subject, record.of))
         for field, (words, note) in MEASURES.items():
             yield finished(
-                f"{WORDS[record.of]}: {words}",
+                f"{MEASURE_WORDS[record.of]}: {words}",
                 getattr(record, field),
                 getattr(found, field),
-                absolute=NEAR,
+                within=NEAR,
                 notes=[note.format(record)],
             )
 
@@ -313,8 +313,8 @@ def explain_spreads(subject: Subject) -> Iterator[Explanation]:
             ("high_median", "high median of all ranks", (), (HALF,)),
         ):
             stored, amount = getattr(record, field), getattr(found, field)
-            title = f"{WORDS[record.of]}: {words}"
-            yield finished(title, stored, amount, ranks=on, notes=notes, relative=REORDERED)
+            title = f"{MEASURE_WORDS[record.of]}: {words}"
+            yield finished(title, stored, amount, ranks=on, notes=notes, within=REORDERED * stored)
 
 
 def explain_parts(subject: Subject) -> Iterator[Explanation]:
@@ -326,19 +326,19 @@ def explain_parts(subject: Subject) -> Iterator[Explanation]:
         title = f"{record.part}: most of any rank"
         yield finished(title, record.seconds, found.seconds, ranks=record.ranks)
         title = f"{record.part}: mean of all ranks"
-        yield finished(title, record.mean, found.mean, relative=REORDERED)
+        yield finished(title, record.mean, found.mean, within=REORDERED * record.mean)
     yield finished(
         "sum of the maxima of all parts",
         subject.statistics.sum_of_maxima,
         ranks.sum_of_maxima(maxima),
-        relative=REORDERED,
+        within=REORDERED * subject.statistics.sum_of_maxima,
         notes=["a step in which every part takes as long as on the slowest rank for it"],
     )
     yield finished(
         "share by which the slowest rank is above the mean",
         subject.statistics.excess,
         ranks.excess(_groups(subject, "seconds")),
-        absolute=REORDERED,
+        within=REORDERED * (1 + subject.statistics.excess),
     )
 
 
@@ -352,14 +352,14 @@ def explain_waiting(subject: Subject) -> Iterator[Explanation]:
         f"seconds that a rank waits for rank {wait.slowest}, on average",
         wait.mean_seconds,
         mean("idle", waits, "s"),
-        absolute=near,
+        within=near,
     )
     yield finished(
         f"seconds that rank {wait.longest} waits, which waits longest",
         wait.longest_seconds,
         largest("longest_idle", [group.value for group in waits], "s"),
         ranks=[wait.longest],
-        absolute=near,
+        within=near,
     )
     if wait.part:
         source = "--statistic ranks --rank R"
@@ -370,6 +370,6 @@ def explain_waiting(subject: Subject) -> Iterator[Explanation]:
             wait.part_seconds - wait.part_mean,
             named("lost", own - usual, "s"),
             ranks=[wait.slowest],
-            absolute=near,
+            within=near,
             notes=["the part in which the slowest rank loses most"],
         )

@@ -22,16 +22,15 @@ from shardwright.job.job import Job, checkpointing_of
 from shardwright.job.model_of_job import placed_tables
 from shardwright.job.plan import Plan, TablePlan, UnitPlan
 from shardwright.job.tables import check_constraints, check_tables
-from shardwright.planner.assemble import assemble
 from shardwright.planner.choice import Choice, Placed
 from shardwright.planner.choices import offers_slow, price
 from shardwright.planner.draft import Draft, TablesDraft
 from shardwright.planner.explain.explanation import same
+from shardwright.planner.planner import assemble, bound_of
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.proof import is_proven
 from shardwright.planner.statistics.tables import as_planned, ranks_of
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy import bound_of
 from shardwright.planner.strategy.spacing import bounded_space
 from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.units import UnitSpace, cut_evenly
@@ -182,7 +181,7 @@ def _identity_of(choice: Choice) -> str:
 def choice_of(unit: UnitPlan, space: UnitSpace) -> UnitChoice:
     """A unit's choice, found by its modules, placement and whether it reshards."""
     where = f"plan: unit '{unit.name}'"
-    members = tuple(u for u in space.model.units if set(u.members) <= set(unit.members))
+    members = space.model.units_of(unit.members)
     alike = {(found.series or found.name, found.optimizer) for found in members}
     if len(alike) != 1:
         got = " and ".join(repr(name) for name in unit.members[:3]) or "none"

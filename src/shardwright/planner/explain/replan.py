@@ -89,7 +89,7 @@ def forced_unit(plan: Plan, unit: UnitPlan, wanted: str) -> Variation:
     size, stage = plan.model.bucket_size, memory_of(plan.job).zero
     job = plan.job if size or wanted in STAGES else changed(is_open, {BUCKET_SIZE: UNSET})
     place = {"replicated": "replicate", "offloaded": "offload"}.get(wanted, "shard")
-    own = [u.name for u in plan.model.units if set(u.members) <= set(unit.members)]
+    own = [each.name for each in plan.model.units_of(unit.members)]
     job = changed(job, {"planner.units": {**job.planner.units, **dict.fromkeys(own, place)}})
     key = "planner.units = {" + ", ".join(f'"{name}" = "{place}"' for name in own) + "}"
     if wanted in ("resharded", "kept"):
@@ -170,7 +170,7 @@ def replanned(
     job = forced.job if again else checkpointed(forced.job, _policy(plan))
     try:
         models = _models(plan, forced, again)
-        found = surely_or_perhaps(lambda sure: find(job, models, watch, sure))
+        found = surely_or_perhaps(lambda sure: find(job, [models], watch, sure))
     except ShardwrightError as error:
         text = f"{wanted} with the rest planned anew has no plan: {error}"
         return Replanned(None, 0.0, "", "", text)
@@ -202,7 +202,7 @@ def _policy(plan: Plan) -> str:
     """The checkpointing policy that the plan was found with."""
     tried = plan.search.tried
     if tried is UNSET:
-        return min(checkpointing_of(plan.job), key=lambda name: name != "none")
+        return checkpointing_of(plan.job)[0]
     return min(tried, key=lambda its: its.max_rank_seconds or float("inf")).checkpointing
 
 

@@ -96,7 +96,7 @@ def _explain_shard(
     ]
     if choice.dedup:
         notes.append("dedup: a row travels once to a rank that asks for it several times")
-    near = "ddr" if problem.cluster.compute_device == "cpu" else "hbm"
+    near = problem.cluster.decisive_tier
     for tier, stored in zip(TIERS, cost.storage, strict=True):
         if stored or (tier == near and not any(cost.storage)):
             title = f"{where}: {tier.upper()} bytes"
@@ -135,7 +135,8 @@ def explain_tables(subject: Subject) -> Iterator[Explanation]:
         where, ranks = f"{record.fqn}, all shards", record.ranks
         seconds = over_shards(placed.choice, "seconds", leaf)
         title = f"{where}: seconds"
-        yield finished(title, record.seconds, seconds, ranks=ranks, relative=REORDERED)
+        near = REORDERED * record.seconds
+        yield finished(title, record.seconds, seconds, ranks=ranks, within=near)
         for tier, name in zip(TIERS, STORED, strict=True):
             stored = getattr(record, name)
             if stored:
@@ -143,7 +144,7 @@ def explain_tables(subject: Subject) -> Iterator[Explanation]:
                 yield finished(f"{where}: {tier.upper()} bytes", stored, amount, ranks=ranks)
         ids, _ = traffic(subject.draft.problem.context, placed.choice.table, leaf)
         title = f"{record.fqn}: ids of one rank's batch"
-        yield finished(title, record.ids, ids, ranks=ranks, relative=REORDERED)
+        yield finished(title, record.ids, ids, ranks=ranks, within=REORDERED * record.ids)
 
 
 def explain_kernels(subject: Subject) -> Iterator[Explanation]:

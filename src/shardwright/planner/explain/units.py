@@ -340,6 +340,6 @@ def _seconds(
         planned.seconds,
         summed("seconds_of_unit", terms, "s"),
         ranks=range(len(choice.padding)),
-        relative=REORDERED,
+        within=REORDERED * planned.seconds,
         notes=[AHEAD if amounts.draft.prefetch else SERIAL],
     )

@@ -23,9 +23,8 @@ from shardwright.core.sharding import TYPES
 from shardwright.job.job import CHOSEN_FROM, Job
 from shardwright.job.plan import Plan, UnitPlan
 from shardwright.planner.choice import Choice, Placed
-from shardwright.planner.choices import Tables, table_choices
+from shardwright.planner.choices import Rules, Tables, exclusion, table_choices
 from shardwright.planner.draft import Draft
-from shardwright.planner.exclusion import Rules, exclusion
 from shardwright.planner.explain.recompute import (
     choice_of,
     draft_of,
@@ -352,7 +351,7 @@ def _placement(choice: UnitChoice) -> str:
 def _placed(draft: StepDraft, choice: UnitChoice, wanted: str) -> Iterator[Trial]:
     """The unit placed as is wanted, whatever the job forces."""
     space = draft.problem.unit_space
-    members = tuple(u for u in space.model.units if set(u.members) <= set(choice.unit.members))
+    members = space.model.units_of(choice.unit.members)
     for other in unit_choices(members, space.computed, space.context):
         elsewhere = other.offloaded != (wanted == "offloaded" or choice.offloaded)
         if wanted in _placement(other).split(", ") and (other.replicated or not elsewhere):
@@ -371,7 +370,7 @@ def _staged(plan: Plan, unit: UnitPlan, draft: StepDraft, job: Job) -> Iterator[
     for reshard in (False, True) if space.context.zero == 3 else (False,):
         units = []
         for own, each in zip(plan.units, draft.units, strict=True):
-            members = tuple(u for u in space.model.units if set(u.members) <= set(own.members))
+            members = space.model.units_of(own.members)
             replicated = each.replicated and own is not unit
             found = unit_choices(members, space.computed, space.context)
             wanted = (replicated, reshard and not replicated, each.offloaded and not replicated)

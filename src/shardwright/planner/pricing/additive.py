@@ -65,7 +65,7 @@ def _evaluate(
 ) -> tuple[dict[str, Any], dict[Tier, dict[str, Any]]]:
     """Seconds of a shard by part, and its bytes by tier and kind."""
     cluster = context.cluster
-    tier: Tier = "ddr" if cluster.compute_device == "cpu" else "hbm"
+    tier = cluster.decisive_tier
     where = f"tables.{table.name}"
     size = lift(ELEMENT_BYTES[table.dtype], "element_bytes", "B", f"{where}.dtype {table.dtype}")
     ranks = lift(cluster.world_size, "ranks", "", "cluster.world_size")

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardwright.core.amount import Lift, bare, leaf, named, noted, total
 from shardwright.core.batch import distinct_rows, expected_distinct, lookups
-from shardwright.core.cluster import Tier
+from shardwright.core.cluster import Tier, decisive
 from shardwright.core.kinds import is_packed, kind_of
 from shardwright.core.model import ON_DISK, TableSpec
 from shardwright.core.optimizers import BY_ROW
@@ -98,8 +98,7 @@ def price(
         return _facts(context, table, mesh.ranks, c, bare)
 
     def scheme_of(table: TableSpec, option: Option, facts: TableFacts) -> Scheme:
-        scheme = _scheme(context, table, option.sharding_type, option.compute_kernel)
-        return scheme._replace(dedup=_dedups(context, table, option, facts, mesh))
+        return _scheme_of(context, table, option, facts, mesh)
 
     def costs_of(scheme: Scheme, exact: list[Any]) -> list[Cost]:
         # Seconds as doubles, which are fast and as exact as the constants; bytes by the same
@@ -129,12 +128,11 @@ def derive(
 ) -> Derived:
     """The price of one shard of a run as derivations, by the formulas that priced it."""
     c = constants_of(context.cluster)
-    scheme = _scheme(context, table, option.sharding_type, option.compute_kernel)
     mesh, numbers = _mesh(context, leaf), _mesh(context, bare)
     # Whether rows travel once is decided by numbers, before anything is derived: a derivation
     # follows the formula that was chosen and cannot choose itself.
     facts = _facts(context, table, numbers.ranks, context.values, bare)
-    scheme = scheme._replace(dedup=_dedups(context, table, option, facts, numbers))
+    scheme = _scheme_of(context, table, option, facts, numbers)
     facts = _facts(context, table, mesh.ranks, c, leaf)
     parts = embedding.row_parts(scheme.sharding_type, *mesh)
     demand = _demand(scheme, *shard_shape(table, option, run_index, parts), facts, c)
@@ -225,7 +223,7 @@ def _storage(
 ) -> dict[Tier, dict[str, Any]]:
     """Bytes of a shard by tier and kind; its exchange is of ``batches`` at once, None without."""
     device = context.cluster.compute_device
-    near: Tier = "ddr" if device == "cpu" else "hbm"
+    near = decisive(device)
     kept = embedding.shard_bytes(
         demand.rows,
         demand.columns,
@@ -265,20 +263,21 @@ def _everywhere(
     return seconds
 
 
-def _dedups(
+def _scheme_of(
     context: PricingContext, table: TableSpec, option: Option, facts: TableFacts, mesh: LinkedRanks
-) -> bool:
-    """Whether a row of ``option`` travels once to a rank that asks for it several times."""
-    routed = option.compute_kernel == "fused" and not option.traits.replicated
-    if context.dedup is False or not routed or not _is_single(table):
-        return False
-    if context.dedup:
-        return True
+) -> Scheme:
+    """The scheme of an option, of which a row may travel once to a rank that asks for it several
+    times: where the job says so, else where that pays."""
     scheme = _scheme(context, table, option.sharding_type, option.compute_kernel)
-    demand = _demand(scheme, option.runs[0].rows, option.runs[0].columns, facts, context.values)
-    return embedding.dedup_pays(
-        demand, option.sharding_type, option.compute_kernel, mesh.ranks, context.values, mesh.local
+    routed = scheme.kernel == "fused" and not option.traits.replicated
+    if context.dedup is False or not routed or not _is_single(table):
+        return scheme
+    run, c = option.runs[0], context.values
+    demand = _demand(scheme, run.rows, run.columns, facts, c)
+    pays = context.dedup or embedding.dedup_pays(
+        demand, scheme.sharding_type, scheme.kernel, mesh.ranks, c, mesh.local
     )
+    return scheme._replace(dedup=pays)
 
 
 def _is_single(table: TableSpec) -> bool:

@@ -23,9 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.amount import maximum, named, total
-from shardwright.planner.search.polish import (
-    MAX_ITEMS,
-)
 from shardwright.planner.search.space import Bools, Floats, Ints, Space
 
 BISECTIONS = 40
@@ -76,13 +73,18 @@ def table(space: Space) -> OptionTable:
     )
 
 
-Relaxed = tuple[OptionTable, Bound]
+class Relaxed(NamedTuple):
+    """A space, its options in rows, and the bound that follows from them."""
+
+    space: Space
+    options: OptionTable
+    bound: Bound
 
 
 def relaxed(space: Space) -> Relaxed:
-    """The options of a space, and the bound that follows from them."""
+    """The space with its bound."""
     options = table(space)
-    return options, lower_bound(space, options)
+    return Relaxed(space, options, lower_bound(space, options))
 
 
 def lower_bound(space: Space, options: OptionTable, *, roomy: bool = False) -> Bound:
@@ -278,14 +280,14 @@ TINY = 1e-12  # a target where the bound is 0
 BYTE_PRICE = 1e-3  # of the target for a full rank, where bytes have no price of their own
 
 
-def starts(space: Space, options: OptionTable, found: Bound) -> Iterator[Ints]:
+def starts(whole: Relaxed) -> Iterator[Ints]:
     """Relaxed choices [items]: as they are, cut finer where that costs next to nothing, and with
     bytes counting for more from one to the next."""
+    space, options, found = whole
     target = max(found.seconds, TINY)
     scale = target / space.capacity_array
     seen = set()
-    many = len(space.items) > MAX_ITEMS
-    for start in STARTS_OF_MANY if many else STARTS:
+    for start in STARTS_OF_MANY if space.has_many else STARTS:
         usable = _small_enough(space, options, start, target)
         factor = start.price_factor
         # Where all bytes fit together their price is 0 and no factor raises it, though single ranks

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.planner.search.space import Floats, Ints, OptionBlock
+from shardwright.planner.search.space import Floats, Ints, OptionBlock, open_slots
 from shardwright.planner.search.state import (
     MANY_RANKS,
     MAX_RATIO,
@@ -113,7 +113,7 @@ def relocations(
     # Moving to a rank outside of the idle ones costs at least `least`. So if the best move among
     # the idle ones is no dearer, it is the best of all, and only else all ranks are looked at: the
     # result is the same, not an approximation.
-    idle, busy = state.idle  # of many ranks, most are too busy
+    idle, busy = state.idle
     moves, least = _relocations(state, ranks, costs, idle, busy)
     if all(move is not None and move.change <= least for move in moves):
         return moves
@@ -222,7 +222,6 @@ def exchanges(
     if not own.items or not there.items:
         return [None] * len(ranks)
     at = partners(state, own, there, others)
-    # of all, at None is one row of them
     # The indices `at` are [own blocks, partners]. Without them (None) numpy adds an axis of one, so
     # that the same lines below serve both: every own block beside every other one.
     seconds, storage, ranks_there = there.seconds[at], there.storage[at], there.ranks[at]
@@ -323,7 +322,7 @@ def host_relocation(state: SearchState, rank: int, costs: Floats) -> Move | None
     # As among ranks: the least busy hosts first, and the others only where the bound says that one
     # of them may be better. Where rules close hosts the best of the near ones may be forbidden, so
     # all are looked at.
-    if len(hosts) >= MANY_HOSTS and not space.constrained:  # most are too busy
+    if len(hosts) >= MANY_HOSTS and not space.constrained:
         busy = state.load.reshape(-1, width).sum(axis=1)[hosts] / width
         near = least_first(busy, NEAR_SLOTS)
         least = float(np.delete(busy, near).min())
@@ -357,7 +356,7 @@ def _host_relocation(
         for row, (item, _, _) in enumerate(found):
             mask = state.allowed(item)
             if mask is not None:
-                change[row, ~mask.reshape(-1, width)[hosts].all(axis=1)] = np.inf
+                change[row, ~open_slots(mask, width)[hosts]] = np.inf
     best = int(change.argmin())
     row, column = divmod(best, len(hosts))
     item, number, _ = found[row]

@@ -24,6 +24,7 @@ from shardwright.planner.search.space import (
     Ints,
     OptionBlock,
     Space,
+    open_slots,
 )
 from shardwright.planner.search.state import MAX_RATIO, NEAR_SLOTS, SearchState, least_first
 
@@ -244,10 +245,10 @@ def _place(
             return int(near[added.argmin()]) * block.width
     added = (state.cost(load + block.seconds, memory + block.storage) - costs).sum(axis=1)
     if mask is not None:
-        open_slots = mask.reshape(-1, block.width).all(axis=1)
-        if not open_slots.any():
+        slots = open_slots(mask, block.width)
+        if not slots.any():
             return None
-        added = np.where(open_slots, added, np.inf)
+        added = np.where(slots, added, np.inf)
     return int(added.argmin()) * block.width
 
 
@@ -304,7 +305,7 @@ def _widely_placed(
         busy[np.maximum.reduce(filled, axis=1) > space.capacity[tier]] = np.inf
     allowed = space.items[item].allowed
     if allowed is not None:
-        busy[~allowed.reshape(-1, width).all(axis=1)] = np.inf
+        busy[~open_slots(allowed, width)] = np.inf
     place = int(busy.argmin())
     return place * width if np.isfinite(busy[place]) else None
 

@@ -22,7 +22,6 @@ from shardwright.planner.search.placing import ROUNDED_UP, Fallen, longest_first
 from shardwright.planner.search.space import Assignment, Floats, ItemOption, Space
 from shardwright.planner.search.state import SearchState, restored
 
-MAX_ITEMS = 300
 MAX_STEPS = 40
 WORST_RANKS = 2
 PROMISING = 1.02  # of the best so far, for a quick placement to be improved
@@ -47,7 +46,7 @@ def polish(
     state = restored(space, target, SHARPEST, best)
     # Every step places all blocks anew for dozens of changes. Of many items a single one changes
     # little, and what time there is goes to more starts instead (`STARTS_OF_MANY`).
-    if len(space.items) > MAX_ITEMS or space.ranks == 1:
+    if space.has_many or space.ranks == 1:
         return state
     for _ in range(MAX_STEPS):
         if state.worst <= good:

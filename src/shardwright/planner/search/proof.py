@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.planner.search.bound import Bound, OptionTable, lower_bound, table
+from shardwright.planner.search.bound import Relaxed, relaxed
 from shardwright.planner.search.space import Bools, Floats, Ints, ItemOption, Space
 
 COUNTS = (1, 2, 3, 4, 6, 9)  # k: parts that may share a rank
@@ -63,8 +63,7 @@ def prove(facts: ProofFacts, low: float, high: float, take: Callable[[Ints], flo
 
 def is_proven(space: Space, seconds: float, *, roomy: bool) -> bool:
     """Whether no plan takes less than ``seconds``, as far as ``prove`` can tell."""
-    options = table(space)
-    facts = facts_of(space, options, lower_bound(space, options), roomy=roomy)
+    facts = facts_of(relaxed(space), roomy=roomy)
     return facts is not None and facts.ways(seconds * (1 - SAME)) is None
 
 
@@ -243,11 +242,10 @@ def _merged(ways: Floats, budgets: Floats) -> tuple[Floats, Ints]:
     return found, order[cuts]
 
 
-def facts_of(
-    space: Space, options: OptionTable, bound: Bound, *, roomy: bool = False
-) -> ProofFacts | None:
+def facts_of(whole: Relaxed, *, roomy: bool = False) -> ProofFacts | None:
     """None where there is too much to look at, or not all options are listed. ``roomy``: as if
     memory were no matter but for what fits no rank alone."""
+    space, options, bound = whole
     # The floor of an item is below its options and none of them: it has no parts that could be
     # counted.
     if len(space.items) > MOST_ITEMS or not options.listed.all():

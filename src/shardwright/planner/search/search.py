@@ -18,19 +18,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from shardwright.planner.search import moves
-from shardwright.planner.search.bound import TINY, Bound, OptionTable, Relaxed, starts
-from shardwright.planner.search.bound import relaxed as relax
+from shardwright.planner.search.bound import TINY, Bound, Relaxed, starts
 from shardwright.planner.search.placing import longest_first, placed
 from shardwright.planner.search.polish import (
     MAX_ANNEALED,
-    MAX_ITEMS,
     MOST_ANNEALED_RANKS,
     annealed,
     coarsened,
@@ -85,7 +83,7 @@ class _BestSoFar:
 
     watch: Watch
     most: int
-    bound: float
+    bound: Bound
     best: Assignment | None = None
     seconds: float = float("inf")
     tried: int = 0
@@ -95,49 +93,66 @@ class _BestSoFar:
         """A start, improved; its end is the best if it is faster."""
         self.tried += 1
         state = improve(start, enough, self.watch, most=self.most, least=self.seconds)
-        if state.fits:
-            self.feasible += 1
-            if state.worst < self.seconds:
-                self.best, self.seconds = state.assignment(), state.worst
-                self.watch.found(self.seconds, self.bound)
+        self.feasible += state.fits
+        if self.keep(state):
+            self.watch.found(self.seconds, self.bound.seconds)
         return state
+
+    def keep(self, state: SearchState) -> bool:
+        """Whether a state is better than the best, which it is then."""
+        is_better = state.fits and state.worst < self.seconds
+        if is_better:
+            self.best, self.seconds = state.assignment(), state.worst
+        return is_better
+
+    def outcome(self, proved: float) -> SearchOutcome:
+        """What there is to tell."""
+        best, seconds = self.best, self.seconds
+        return SearchOutcome(best, seconds, self.bound, self.tried, self.feasible, proved)
+
+
+class Earlier(NamedTuple):
+    """What was found in a space of fewer options, by the numbers of these: where it ended, if
+    anywhere (``first``), its ``bound``, and the options of its first ``start``, which need no
+    second look."""
+
+    first: Assignment | None = None
+    bound: float = float("inf")
+    start: tuple[int, ...] = ()
 
 
 def search(
-    space: Space,
+    whole: Relaxed,
     watch: Watch | None = None,
-    first: Assignment | None = None,
+    earlier: Earlier | None = None,
     enough: float = 0.0,
-    known_bound: float = float("inf"),
     quick: bool = False,
-    relaxed: Relaxed | None = None,
-    known_start: Sequence[int] = (),
     roomy: bool | None = False,
 ) -> SearchOutcome:
     """The fastest assignment found; the same space gives the same one unless time runs out.
 
-    ``first`` is improved before any other start, so the outcome is never worse than it. Of many
-    items no start is placed whose work, shared evenly, takes nearly as long as the best so far. At
-    ``enough`` seconds nothing better is looked for. Where the bound is not below ``known_bound``,
-    that of the space which ``first`` is from, or ``quick`` is asked for, one more start is all that
-    is tried, of many items a few until one is near the bound; and what is found quickly is not
-    polished. ``relaxed`` is the space's own relaxation where it is known, ``known_start`` the
-    options of a start that needs no second look. ``roomy``: beside the options of the space there
-    are others that take less memory, so nothing is proved by what is full; None: nothing is proved.
+    The end of an ``earlier`` search is improved before any other start, so the outcome is never
+    worse than it. Of many items no start is placed whose work, shared evenly, takes nearly as long
+    as the best so far. At ``enough`` seconds nothing better is looked for. Where the bound is not
+    below the earlier one, or ``quick`` is asked for, one more start is all that is tried, of many
+    items a few until one is near the bound; and what is found quickly is not polished. ``roomy``:
+    beside the options of the space there are others that take less memory, so nothing is proved by
+    what is full; None: nothing is proved.
     """
-    options, found = relaxed or relax(space)
+    space, _, found = whole
+    first, known_bound, known_start = earlier or Earlier()
     if not found.usable:
         return SearchOutcome(None, float("inf"), found, 0, 0)
     watch = watch or Watch()
     target = max(found.seconds, TINY)
     begun = [] if first is None else [restored(space, target, POWERS[0], first)]
-    best = _BestSoFar(watch, _most_steps(space), found.seconds)
+    best = _BestSoFar(watch, _most_steps(space), found)
     proved = found.seconds
     # More options that leave the bound where it was have nothing to offer but other placements,
     # which one more start shows as well as many.
     few = quick or found.seconds >= known_bound * (1 - SAME_BOUND)
-    most = (1 if quick or len(space.items) <= MAX_ITEMS else FEW_OF_MANY) if few else None
-    fresh = _fresh(space, options, found, best, known_start, most)
+    most = (FEW_OF_MANY if space.has_many and not quick else 1) if few else None
+    fresh = _fresh(whole, best, known_start, most)
     # `fresh` makes each start when it is asked for, so that it sees what the ones before have found
     # and none is placed in vain.
     for start in itertools.chain(begun, fresh):
@@ -149,25 +164,22 @@ def search(
         # in twice as many steps (of many items in as many) are given up; what the search was given
         # to improve says nothing of that, for it was nearly done.
         if best.seconds < before and start not in begun:
-            patience = PATIENCE if len(space.items) <= MAX_ITEMS else 1
+            patience = 1 if space.has_many else PATIENCE
             best.most = min(best.most, max(patience * state.steps, LEAST_STEPS))
         # The more starts have ended near here, the less another one is likely to bring: what is
         # good enough grows with them.
         good = proved * (1 + GOOD_ENOUGH * max(best.feasible, 1))
         if best.seconds <= max(good, enough) or watch.over():
             break
-    if best.best is None:
-        return SearchOutcome(None, float("inf"), found, best.tried, 0)
-    chosen, seconds = best.best, best.seconds
-    if quick:
-        return SearchOutcome(chosen, seconds, found, best.tried, best.feasible, proved)
+    if best.best is None or quick:
+        return best.outcome(proved)
     ways: list[_Way] = []
     # A proof takes time of its own: it is asked for only where there is something left between the
     # plan and the bound.
-    if roomy is not None and seconds > max(proved * (1 + GOOD_ENOUGH), enough):
-        proved, ways = _proved(space, options, best, found, enough, roomy=roomy)
-    chosen, seconds = _finished(space, chosen, seconds, proved, enough, watch)
-    best.seconds = seconds
+    if roomy is not None and best.seconds > max(proved * (1 + GOOD_ENOUGH), enough):
+        proved, ways = _proved(whole, best, enough, roomy=roomy)
+    _finish(space, best, proved, enough)
+    seconds = best.seconds
     for way in ways:
         hopeless = way.seconds > best.seconds + HOPED * (best.seconds - proved)
         if hopeless or best.seconds <= max(proved * (1 + FAR[0]), enough) or watch.over():
@@ -176,8 +188,8 @@ def search(
         best.take(start, max(proved, enough))
     # Polished once more only if a way was better: what was polished before is not likely to move.
     if best.seconds < seconds:
-        chosen, seconds = _finished(space, best.best, best.seconds, proved, enough, watch)
-    return SearchOutcome(chosen, seconds, found, best.tried, best.feasible, proved)
+        _finish(space, best, proved, enough)
+    return best.outcome(proved)
 
 
 class _Way(NamedTuple):
@@ -190,16 +202,11 @@ class _Way(NamedTuple):
 
 
 def _proved(
-    space: Space,
-    options: OptionTable,
-    best: _BestSoFar,
-    bound: Bound,
-    enough: float,
-    *,
-    roomy: bool,
+    whole: Relaxed, best: _BestSoFar, enough: float, *, roomy: bool
 ) -> tuple[float, list[_Way]]:
     """Seconds that no plan takes less than, and the best of the ways that may come near them."""
-    facts = facts_of(space, options, bound, roomy=roomy)
+    space, _, bound = whole
+    facts = facts_of(whole, roomy=roomy)
     if facts is None:
         return bound.seconds, []
     fallen: list[_Way] = []  # the best, in order
@@ -259,28 +266,23 @@ def _others(
 
 
 def _fresh(
-    space: Space,
-    options: OptionTable,
-    found: Bound,
-    best: _BestSoFar,
-    known_start: Sequence[int],
-    most: int | None,
+    whole: Relaxed, best: _BestSoFar, known_start: tuple[int, ...], most: int | None
 ) -> Iterator[SearchState]:
     """At ``most`` so many relaxed choices, placed; of many items only those whose work, shared
     evenly, is less than the ``best`` takes."""
+    space, options, found = whole
     target = max(found.seconds, TINY)
-    many = len(space.items) > MAX_ITEMS
 
     def even(chosen: Ints) -> float:
         return float(options.seconds[options.starts + chosen].sum()) / space.ranks
 
     def worthwhile(chosen: Ints) -> bool:
-        if tuple(chosen.tolist()) == tuple(known_start):
+        if tuple(chosen.tolist()) == known_start:
             return False
-        return not many or even(chosen) < best.seconds * WORTHWHILE
+        return not space.has_many or even(chosen) < best.seconds * WORTHWHILE
 
-    chosen = itertools.islice(starts(space, options, found), most)
-    if not space.ranks > len(space.items) > MAX_ITEMS:
+    chosen = itertools.islice(starts(whole), most)
+    if not space.has_many or space.ranks <= len(space.items):
         yield from (placed(space, own, target) for own in chosen if worthwhile(own))
         return
     known = list(filter(worthwhile, chosen))  # the most promising first: the rest is cut
@@ -292,38 +294,30 @@ def _fresh(
     yield from (placed(space, own, target) for own in rest if worthwhile(own))
 
 
-def _finished(
-    space: Space, best: Assignment, seconds: float, bound: float, enough: float, watch: Watch
-) -> tuple[Assignment, float]:
-    """The ``best`` that was found and what it takes, polished until no item alone can do better."""
-    target = max(bound, TINY)
-    improved = functools.partial(improve, bound=bound, watch=watch)
+def _finish(space: Space, best: _BestSoFar, bound: float, enough: float) -> None:
+    """Polish the ``best`` that was found until no item alone can do better."""
+    assert best.best is not None
+    target, over = max(bound, TINY), best.watch.over
+    improved = functools.partial(improve, bound=bound, watch=best.watch)
     good = bound * (1 + GOOD_ENOUGH)
-    if seconds > max(good, enough) and not space.constrained:
+    if best.seconds > max(good, enough) and not space.constrained:
         moved = functools.partial(improved, reoption=False)
-        polished = polish(space, best, target, good, moved)
-        if polished.worst < seconds:
-            best, seconds = polished.assignment(), polished.worst
+        best.keep(polish(space, best.best, target, good, moved))
         is_small = len(space.items) <= MAX_ANNEALED and space.ranks <= MOST_ANNEALED_RANKS
-        before = seconds
+        before = best.seconds
         for seed in range(len(FAR) if is_small else 0):
-            if seconds <= max(bound * (1 + FAR[seed]), enough):
+            if best.seconds <= max(bound * (1 + FAR[seed]), enough):
                 break
-            other = annealed(space, best, target, improved, watch.over, seed)
-            if other.worst < seconds:
-                best, seconds = other.assignment(), other.worst
-            elif seconds == before:
+            other = annealed(space, best.best, target, improved, over, seed)
+            if not best.keep(other) and best.seconds == before:
                 break
-    near = CLOSE_ENOUGH if len(space.items) <= MAX_ITEMS else GOOD_ENOUGH
+    near = GOOD_ENOUGH if space.has_many else CLOSE_ENOUGH
     settling = max(bound * (1 + near), enough)
-    if seconds > settling:
-        state = settled(restored(space, target, POWERS[0], best), settling, watch.over)
-        if state.fits and state.worst < seconds:
-            best, seconds = state.assignment(), state.worst
-    if not watch.over():
-        coarse = coarsened(restored(space, target, POWERS[0], best), seconds)
-        best, seconds = coarse.assignment(), coarse.worst
-    return best, seconds
+    if best.seconds > settling:
+        best.keep(settled(restored(space, target, POWERS[0], best.best), settling, over))
+    if not over():
+        coarse = coarsened(restored(space, target, POWERS[0], best.best), best.seconds)
+        best.best, best.seconds = coarse.assignment(), coarse.worst
 
 
 def _most_steps(space: Space) -> int:

@@ -33,6 +33,7 @@ Ints = NDArray[np.int64]
 Storage = tuple[int, int, int]  # bytes of HBM, DDR and SSD
 
 MAX_KEPT = 1024  # ranks of a block that is kept
+MAX_ITEMS = 300  # above which a search looks at fewer ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,11 @@ class Space:
     group: int
     capacity: Storage
     constrained: bool = False
+
+    @property
+    def has_many(self) -> bool:
+        """Whether there are so many items that none gets the search's full attention."""
+        return len(self.items) > MAX_ITEMS
 
     @functools.cached_property
     def used_tiers(self) -> tuple[tuple[int, float], ...]:
@@ -315,6 +321,12 @@ def _folded(seconds: Floats, storage: Floats, width: int) -> tuple[Floats, Float
     np.add.at(folded[0], place, seconds)
     np.add.at(folded[1], place, storage)
     return folded
+
+
+def open_slots(allowed: Bools, width: int) -> Bools:
+    """Which slots of so many ranks, such as hosts, have none that is not ``allowed``."""
+    found: Bools = np.logical_and.reduce(allowed.reshape(-1, width), axis=1)
+    return found
 
 
 def fill(option: ItemOption, slots: Sequence[int], load: Floats, memory: Floats, sign: int) -> None:

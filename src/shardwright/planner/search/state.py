@@ -27,6 +27,7 @@ from shardwright.planner.search.space import (
     OptionBlock,
     Space,
     fill,
+    open_slots,
 )
 
 OVERFLOW_PENALTY = 1e9  # times what the slowest rank costs
@@ -334,8 +335,7 @@ class SearchState:
         mask = self.allowed(item)
         if mask is None:
             return np.zeros(self.space.ranks // width, bool)
-        closed: Bools = np.logical_or.reduce(~mask.reshape(-1, width), axis=1)
-        return closed
+        return ~open_slots(mask, width)
 
 
 def restored(space: Space, target: float, power: float, found: Assignment) -> SearchState:

@@ -36,7 +36,7 @@ from shardwright.planner.search.bound import (
     relaxed,
     table,
 )
-from shardwright.planner.search.search import SAME_BOUND, SearchOutcome, search
+from shardwright.planner.search.search import SAME_BOUND, Earlier, SearchOutcome, search
 from shardwright.planner.search.space import (
     Assignment,
     Floats,
@@ -50,28 +50,27 @@ from shardwright.planner.search.watch import Watch
 
 
 def search_widening(
-    space: Space,
+    whole: Relaxed,
     narrow: Callable[[Item, ItemOption], bool],
-    watch: Watch | None = None,
+    watch: Watch,
     *,
     quick: bool = False,
-    whole: Relaxed | None = None,
     roomy: bool = False,
 ) -> SearchOutcome:
     """First among the ``narrow`` options, then, from what that found, among all; where the bounds
     say that more options help, among all, and then the others only where that found nothing faster
     than their bound. Where nothing fits, memory alone is looked at before giving up.
-    ``quick``: all of it is a start for another search; ``whole``: the space's own relaxation where
-    it is known; ``roomy``: there are options that take less memory beside those of the space."""
-    watch = watch or Watch()
-    outcome = _widened(space, narrow, watch, quick, whole or relaxed(space), roomy=roomy)
+    ``quick``: all of it is a start for another search; ``roomy``: there are options that take less
+    memory beside those of the space."""
+    space = whole.space
+    outcome = _widened(whole, narrow, watch, quick=quick, roomy=roomy)
     if outcome.best is not None or not outcome.bound.usable:
         return outcome
     least = least_memory(space, watch.part())
     fits = least.seconds <= 1 or len(space.used_tiers) > 1  # of several memories it knows too much
     if least.best is None or least.bound.seconds > 1 + ROUNDING or not fits:
         return replace(outcome, tried=outcome.tried + least.tried)
-    found = search(space, watch, least.best, roomy=roomy)
+    found = search(whole, watch, Earlier(least.best), roomy=roomy)
     return replace(
         found,
         tried=outcome.tried + least.tried + found.tried,
@@ -80,57 +79,47 @@ def search_widening(
 
 
 def _widened(
-    space: Space,
+    whole: Relaxed,
     narrow: Callable[[Item, ItemOption], bool],
     watch: Watch,
-    quick: bool,
-    whole: Relaxed,
     *,
+    quick: bool,
     roomy: bool,
 ) -> SearchOutcome:
+    space = whole.space
     kept = [
         [number for number, option in enumerate(item.options) if narrow(item, option)]
         or list(range(len(item.options)))
         for item in space.items
     ]
     if all(len(k) == len(i.options) for k, i in zip(kept, space.items, strict=True)):
-        return search(space, watch, quick=quick, relaxed=whole, roomy=roomy)
+        return search(whole, watch, quick=quick, roomy=roomy)
     items = tuple(
         replace(item, options=tuple(item.options[number] for number in numbers), floor=None)
         for item, numbers in zip(space.items, kept, strict=True)
     )
-    small = replace(space, items=items)
-    part = relaxed(small)
-    if whole[1].seconds < part[1].seconds * (1 - SAME_BOUND):  # more options help
-        outer = search(space, watch, quick=quick, relaxed=whole, roomy=roomy)
-        if outer.seconds <= part[1].seconds or watch.over():
+    part = relaxed(replace(space, items=items))
+    if whole.bound.seconds < part.bound.seconds * (1 - SAME_BOUND):  # more options help
+        outer = search(whole, watch, quick=quick, roomy=roomy)
+        if outer.seconds <= part.bound.seconds or watch.over():
             return outer
-        inner = search(small, watch, quick=True, relaxed=part)
+        inner = search(part, watch, quick=True)
         outer = _added(outer, inner)
         if inner.seconds >= outer.seconds:
             return outer
-        more = search(space, watch, _widely(kept, inner), quick=True, relaxed=whole)
+        more = search(whole, watch, _widely(kept, inner), quick=True)
         return replace(_added(more, outer), proved=outer.proved)
-    inner = search(small, watch, quick=quick, relaxed=part, roomy=None)
-    known = inner.bound.seconds if inner.best is not None else float("inf")
-    outer = search(
-        space,
-        watch,
-        _widely(kept, inner),
-        known_bound=known,
-        quick=quick,
-        relaxed=whole,
-        roomy=roomy,
-    )
+    inner = search(part, watch, quick=quick, roomy=None)
+    outer = search(whole, watch, _widely(kept, inner), quick=quick, roomy=roomy)
     return _added(outer, inner)
 
 
-def _widely(kept: Sequence[Sequence[int]], found: SearchOutcome) -> Assignment | None:
+def _widely(kept: Sequence[Sequence[int]], found: SearchOutcome) -> Earlier | None:
     """What was found among the options that were kept, by their numbers among all."""
     if found.best is None:
         return None
     options = (numbers[own] for numbers, own in zip(kept, found.best.options, strict=True))
-    return Assignment(tuple(options), found.best.slots)
+    return Earlier(Assignment(tuple(options), found.best.slots), found.bound.seconds)
 
 
 def _added(outcome: SearchOutcome, before: SearchOutcome) -> SearchOutcome:
@@ -155,7 +144,7 @@ def least_memory(space: Space, watch: Watch | None = None) -> SearchOutcome:
 def _least(space: Space, watch: Watch, enough: float = 0.0) -> SearchOutcome:
     """What the search finds; packed anew where that is above a whole rank of the one memory."""
     weighed = _weighed_space(space)
-    found = search(weighed, watch, enough=enough)
+    found = search(relaxed(weighed), watch, enough=enough)
     if found.best is None or found.seconds <= 1 or len(space.used_tiers) > 1 or watch.over():
         return found
     ((tier, _),) = space.used_tiers
@@ -200,7 +189,8 @@ def fits_somehow(space: Space, watch: Watch) -> bool:
         return True
     if len(space.used_tiers) < 2:
         return False
-    return search(space, watch, found.best, enough=float("inf")).best is not None
+    before = Earlier(found.best)
+    return search(relaxed(space), watch, before, enough=float("inf")).best is not None
 
 
 def _weighed_space(space: Space) -> Space:

@@ -17,7 +17,7 @@ def statistics(plan: Plan) -> Statistics:
     held = Holdings(plan)
     parts = ranks.part_maxima(plan)
     return Statistics(
-        decisive=memory.decisive(plan),
+        decisive=plan.cluster.decisive_tier,
         ranks=ranks.rank_statistics(plan, held),
         tables=tables.table_statistics(plan, held),
         kernels=tables.kernel_statistics(held),

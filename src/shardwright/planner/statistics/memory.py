@@ -14,7 +14,7 @@ from shardwright.core.timeline import Kind, decode
 from shardwright.job.plan import Plan
 from shardwright.planner.exchange import without_hidden
 from shardwright.planner.problem import Problem, make_problem
-from shardwright.planner.search.bound import Bound, lower_bound, table
+from shardwright.planner.search.bound import Bound, relaxed
 from shardwright.planner.search.space import Space
 from shardwright.planner.statistics.records import LedgerLine, MemoryLedger, MemoryPrice, PeakTier
 from shardwright.planner.statistics.tables import Holdings
@@ -33,11 +33,6 @@ FREE = "free"
 SUBTRACTING = ("heuristic", "inference")
 
 
-def decisive(plan: Plan) -> Tier:
-    """The memory that weights live in: HBM on an accelerator, its host's on a CPU."""
-    return "ddr" if plan.cluster.compute_device == "cpu" else "hbm"
-
-
 def filled(plan: Plan, tier: Tier) -> list[int]:
     """Bytes of every rank in a tier."""
     return [getattr(totals, f"{tier}_bytes") for totals in plan.ranks]
@@ -45,7 +40,8 @@ def filled(plan: Plan, tier: Tier) -> list[int]:
 
 def peak_tiers(plan: Plan) -> tuple[PeakTier, ...]:
     """The fullest ranks, then the fullest of the others, and so on."""
-    left = sorted(enumerate(filled(plan, decisive(plan))), key=lambda pair: (-pair[1], pair[0]))
+    nbytes = enumerate(filled(plan, plan.cluster.decisive_tier))
+    left = sorted(nbytes, key=lambda pair: (-pair[1], pair[0]))
     tiers: list[PeakTier] = []
     while left and len(tiers) < MOST_TIERS:
         most = left[0][1]
@@ -60,7 +56,7 @@ def ledgers(plan: Plan, held: Holdings) -> tuple[MemoryLedger, ...]:
     found = []
     for tier, capacity in zip(TIERS, plan.cluster.capacity, strict=True):
         nbytes = filled(plan, tier)
-        if any(nbytes) or tier == decisive(plan):
+        if any(nbytes) or tier == plan.cluster.decisive_tier:
             rank = nbytes.index(max(nbytes, default=0))
             found.append(
                 MemoryLedger(tier, rank, capacity, _lines(plan, held, tier, rank, capacity))
@@ -83,8 +79,8 @@ def _lines(
     plan: Plan, held: Holdings, tier: Tier, rank: int, capacity: int
 ) -> tuple[LedgerLine, ...]:
     totals = plan.ranks[rank]
-    kinds = totals.at_peak if tier == decisive(plan) else held.tally.kinds(tier, rank)
-    if tier == "ddr" != decisive(plan):
+    kinds = totals.at_peak if tier == plan.cluster.decisive_tier else held.tally.kinds(tier, rank)
+    if tier == "ddr" != plan.cluster.decisive_tier:
         kinds = _with_units(plan, kinds, rank)
     lines = [LedgerLine(what, n) for what, n in set_aside(plan, tier).items() if n]
     ordered = sorted(kinds.items(), key=lambda entry: KINDS.index(entry[0]))
@@ -148,5 +144,4 @@ def with_more(capacity: tuple[int, int, int], index: int) -> tuple[int, int, int
 
 def bound_at(space: Space, capacity: tuple[int, int, int]) -> Bound:
     """The bound of the same items with other capacities."""
-    roomy = dataclasses.replace(space, capacity=capacity)
-    return lower_bound(roomy, table(roomy))
+    return relaxed(dataclasses.replace(space, capacity=capacity)).bound

@@ -34,8 +34,9 @@ from shardwright.core.quantities import SAME_SECONDS
 from shardwright.core.timeline import PHASES
 from shardwright.job.plan import Plan
 from shardwright.planner import profiles
-from shardwright.planner.statistics.memory import decisive, filled
+from shardwright.planner.statistics.memory import filled
 from shardwright.planner.statistics.records import (
+    MEASURE_WORDS,
     Bottleneck,
     CriticalPath,
     CriticalTerm,
@@ -49,8 +50,6 @@ from shardwright.planner.statistics.records import (
     unit_of,
 )
 from shardwright.planner.statistics.tables import Holdings, on_rank, traffic
-
-MEASURES: tuple[Measure, ...] = ("seconds", "hbm_bytes", "ddr_bytes", "ssd_bytes")
 
 
 def rank_statistics(plan: Plan, held: Holdings) -> tuple[RankStatistics, ...]:
@@ -114,7 +113,7 @@ def _shards(plan: Plan, held: Holdings) -> list[tuple[str, NDArray[np.int64]]]:
 
 def measured(plan: Plan) -> Iterator[tuple[Measure, list[float]]]:
     """Seconds and the bytes of every memory that is used, of each rank."""
-    for measure in MEASURES:
+    for measure in MEASURE_WORDS:
         values = [getattr(totals, measure) for totals in plan.ranks]
         if sum(values):
             yield measure, values
@@ -232,7 +231,7 @@ def path_of(terms: tuple[CriticalTerm, ...]) -> CriticalPath:
 
 def bottlenecks(plan: Plan, held: Holdings) -> tuple[Bottleneck, ...]:
     """What fills the worst ranks: the slowest ones, and those with most bytes."""
-    tier = decisive(plan)
+    tier = plan.cluster.decisive_tier
     most: tuple[tuple[Measure, list[float]], ...] = (
         ("seconds", [totals.seconds for totals in plan.ranks]),
         ("hbm_bytes" if tier == "hbm" else "ddr_bytes", [*filled(plan, tier)]),

@@ -13,6 +13,12 @@ import msgspec
 from shardwright.core.cluster import Tier
 
 Measure = Literal["seconds", "hbm_bytes", "ddr_bytes", "ssd_bytes"]
+MEASURE_WORDS: dict[Measure, str] = {
+    "seconds": "seconds",
+    "hbm_bytes": "HBM",
+    "ddr_bytes": "DDR",
+    "ssd_bytes": "SSD",
+}
 
 
 def unit_of(measure: Measure) -> str:

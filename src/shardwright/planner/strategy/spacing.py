@@ -29,6 +29,7 @@ from shardwright.planner.search.space import (
     Space,
     floor_option,
     item_option,
+    open_slots,
     shard_ranks,
 )
 
@@ -116,7 +117,7 @@ def _may_lie(option: ItemOption, allowed: Bools | None, room: int) -> bool:
     width = option.widths[0]
     if width > room:
         return False
-    return allowed is None or bool(allowed.reshape(-1, width).all(axis=1).any())
+    return allowed is None or bool(open_slots(allowed, width).any())
 
 
 def _options(

@@ -33,8 +33,8 @@ from shardwright.planner.choices import Tables
 from shardwright.planner.draft import Found
 from shardwright.planner.exchange import least_latencies, windows_of, without_hidden
 from shardwright.planner.problem import Problem, make_problem
-from shardwright.planner.search.bound import lower_bound, table
-from shardwright.planner.search.polish import MAX_ITEMS, SHARPEST, changes, relieving
+from shardwright.planner.search.bound import relaxed
+from shardwright.planner.search.polish import SHARPEST, changes, relieving
 from shardwright.planner.search.search import search
 from shardwright.planner.search.space import Assignment, Space
 from shardwright.planner.search.state import restored
@@ -110,7 +110,7 @@ def _faster(draft: StepDraft, space: Space) -> Iterator[StepDraft]:
         return
     # A change may make a rank slower by itself and still pay off by a collective that no table
     # needs any more: so much slower it may be.
-    latency = draft.shared_latency if len(space.items) <= MAX_ITEMS else 0.0
+    latency = 0.0 if space.has_many else draft.shared_latency
     state = restored(space, draft.max_rank_seconds, SHARPEST, found)
     for item in relieving(state, state.worst + latency):
         for change in sorted(changes(state, item, state.worst + latency)):
@@ -140,7 +140,7 @@ def _least(problem: Problem, tables: Tables) -> float:
         if tables is not problem.tables:  # what is left breaks the job's rules
             return math.inf
         raise
-    return lower_bound(space, table(space)).seconds
+    return relaxed(space).bound.seconds
 
 
 def shared_seconds(problem: Problem) -> dict[str, float]:
@@ -455,7 +455,7 @@ class _StepSearch:
         """What the search of tables finds in ``room``; None in none."""
         if room <= 0:
             return None
-        ranks, tier = self.problem.cluster.world_size, self.problem.decisive_tier
+        ranks, tier = self.problem.cluster.world_size, self.problem.cluster.decisive_tier
         known = self.known.setdefault(variant, [])
         for before in known:
             # Found with more room, it fits this as well, and nothing faster fits in less.
@@ -473,7 +473,7 @@ class _StepSearch:
             if tables is not self.problem.tables:  # what is left breaks the job's rules
                 return None
             raise
-        found = search(space, self.watch.part()).best
+        found = search(relaxed(space), self.watch.part()).best
         return None if found is None else placed_tables(space, found)
 
 

@@ -15,9 +15,8 @@ from shardwright.planner.draft import Found, TablesDraft
 from shardwright.planner.options import USUAL_MIN_PARTITION
 from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search import exact
-from shardwright.planner.search.bound import Relaxed, lower_bound, relaxed, starts, table
-from shardwright.planner.search.polish import MAX_ITEMS
-from shardwright.planner.search.search import SearchOutcome, search
+from shardwright.planner.search.bound import Relaxed, lower_bound, relaxed, starts
+from shardwright.planner.search.search import Earlier, SearchOutcome, search
 from shardwright.planner.search.space import Assignment, Item, ItemOption, Space
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.search.widening import search_widening
@@ -36,14 +35,18 @@ NEARLY_FULL = 0.8  # of its HBM: other kernels may help though all ranks togethe
 
 @dataclass(frozen=True)
 class _Searched:
-    """A problem's space, its relaxation, and what its search brought, which may have been a
+    """A problem, its space as a ``whole``, and what its search brought, which may have been a
     ``quick`` one."""
 
     problem: Problem
-    space: Space
-    relaxed: Relaxed
+    whole: Relaxed
     outcome: SearchOutcome
     quick: bool = False
+
+    @property
+    def space(self) -> Space:
+        """What was searched."""
+        return self.whole.space
 
     @cached_property
     def draft(self) -> TablesDraft | None:
@@ -61,16 +64,15 @@ def search_tables(job: Job, model: ModelSpec, watch: Watch) -> Found:
     else fits a rank, then all of them, unless memory is no matter.
     """
     problem = make_problem(job, model, slow=False)
-    space = space_of(problem, problem.tables, problem.capacity)
+    whole = relaxed(space_of(problem, problem.tables, problem.capacity))
     offered = offers_slow(model, job, problem.cluster)
-    known = relaxed(space)
     # Kernels with weights in host memory multiply the options. Where the bound would be the same
     # with more memory they cannot make a plan faster than it, so they are looked at only if the
     # search stays far above its bound on ranks that are nearly full.
-    more = _of_all_kernels(problem) if offered and _is_short(space, known) else None
+    more = _of_all_kernels(problem) if offered and _is_short(whole) else None
     quick = more is not None
-    outcome = search_widening(space, _narrow(space), watch, quick=quick, whole=known, roomy=offered)
-    done = _Searched(problem, space, known, outcome, quick)
+    outcome = search_widening(whole, _narrow(whole.space), watch, quick=quick, roomy=offered)
+    done = _Searched(problem, whole, outcome, quick)
     if more is None and offered and _memory_matters(done):
         more = _of_all_kernels(problem)
     tried, feasible = outcome.tried, outcome.feasible
@@ -93,19 +95,16 @@ def _widened(done: _Searched, problem: Problem, watch: Watch) -> _Searched:
     space = space_of(problem, problem.tables, problem.capacity, done.space)
     whole = relaxed(space)
     if done.draft is None or done.outcome.best is None:
-        outcome = search_widening(space, _narrow(space), watch, whole=whole)
-        return _Searched(problem, space, whole, outcome)
+        outcome = search_widening(whole, _narrow(space), watch)
+        return _Searched(problem, whole, outcome)
     best = done.outcome.best
-    known = math.inf if done.quick and len(space.items) <= MAX_ITEMS else done.outcome.bound.seconds
-    outcome = search(
-        space,
-        watch,
+    known = done.outcome.bound.seconds if space.has_many or not done.quick else math.inf
+    earlier = Earlier(
         Assignment(_again(done.space, space, best.options), best.slots),
-        known_bound=known,
-        relaxed=whole,
-        known_start=_again(done.space, space, next(starts(done.space, *done.relaxed)).tolist()),
+        known,
+        _again(done.space, space, next(starts(done.whole)).tolist()),
     )
-    return _Searched(problem, space, whole, outcome)
+    return _Searched(problem, whole, search(whole, watch, earlier))
 
 
 def _options(problem: Problem) -> int:
@@ -115,20 +114,20 @@ def _options(problem: Problem) -> int:
 def _memory_matters(done: _Searched) -> bool:
     """Whether the bound, or the plan found, may be another with more memory."""
     draft, bound = done.draft, done.outcome.bound
-    if draft is None or not bound.usable or _is_short(done.space, done.relaxed):
+    if draft is None or not bound.usable or _is_short(done.whole):
         return True
     hbm = max(draft.tier_bytes["hbm"]) / max(done.problem.capacity[0], 1)
-    gap = WIDE_GAP if len(done.space.items) <= MAX_ITEMS else WIDE_GAP_OF_MANY
+    gap = WIDE_GAP_OF_MANY if done.space.has_many else WIDE_GAP
     return hbm > NEARLY_FULL and done.outcome.seconds > bound.seconds * (1 + gap)
 
 
-def _is_short(space: Space, known: Relaxed) -> bool:
+def _is_short(whole: Relaxed) -> bool:
     """Whether the bound would be another with more memory.
 
     Where it is the same without a limit on the bytes of all ranks together, it holds for slower
     kernels as well: each takes as long as the fused one that fits, or longer.
     """
-    options, bound = known
+    space, options, bound = whole
     roomy = lower_bound(space, options, roomy=True)
     return bound.seconds > roomy.seconds * (1 + ROUNDING)
 
@@ -170,7 +169,7 @@ def search_exactly(job: Job, model: ModelSpec, watch: Watch) -> Found:
     space = space_of(problem, problem.tables, problem.capacity)
     # The solver alone may find nothing in its time. From a plan it has a ceiling, which cuts off
     # most of the tree, and at the end there is never less than the bounded search has.
-    start = search(space, watch)
+    start = search(relaxed(space), watch)
     left = DEFAULT_SECONDS if watch.left == float("inf") else max(watch.left, LEAST_SECONDS)
     # After the options that the search knows, so that their numbers in what it found stay what they
     # are.
@@ -191,5 +190,4 @@ def search_exactly(job: Job, model: ModelSpec, watch: Watch) -> Found:
 
 def tables_bound(problem: Problem) -> float:
     """No plan of these tables is faster."""
-    space = bounded_space(problem)
-    return lower_bound(space, table(space)).seconds
+    return relaxed(bounded_space(problem)).bound.seconds

@@ -187,7 +187,7 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """torch's function of this name with the kernel that CUDA would run; the first argument is the
     kernel that is tried first."""
-    inputs = (query, key, value, attn_mask, is_causal, enable_gqa)
+    inputs = (query, key, value), attn_mask, is_causal, enable_gqa
     # In torch's order of trying: each kernel keeps other tensors for the backward, and "math" keeps
     # the whole matrix of scores, so a kernel that is taken for another one makes a wrong peak.
     backend = next(name for name in (wanted, *FALLBACKS) if _takes(name, *inputs))
@@ -211,17 +211,17 @@ def scaled_dot_product_attention(
 
 def _takes(
     name: Attention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    heads: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     is_causal: bool,
     grouped: bool,
 ) -> bool:
+    """Whether a kernel is for these ``heads`` of queries, keys and values."""
     if name == "math":
         return True
-    if any(tensor.dim() != 4 or tensor.stride(-1) != 1 for tensor in (query, key, value)):
+    if any(tensor.dim() != 4 or tensor.stride(-1) != 1 for tensor in heads):
         return False
+    query, key, value = heads
     same_heads = query.size(1) == key.size(1) == value.size(1)
     even = query.size(-1) == key.size(-1) == value.size(-1)
     if name == "flash":
