@@ -25,11 +25,11 @@ from shardwright.core.footprint import Alive, RankMemory, needs_of
 from shardwright.core.optimizers import OPTIMIZERS, trained
 from shardwright.core.schedule import Action, Merged, Modes, Prefetch, training_step
 from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase, stretches
-from shardwright.cost import dense, embedding, optimizer
+from shardwright.cost import dense, embedding
 from shardwright.cost.pipeline import by_phase
 from shardwright.heap.allocator import AllocatorSettings
 from shardwright.heap.classes import MODELLED, RankClass, Setting, rank_memories
-from shardwright.heap.flat import FlatUnits, unit_sizes
+from shardwright.heap.flat import FlatUnits
 from shardwright.heap.ledger import Ledger
 from shardwright.heap.machine import Sharding, Units
 from shardwright.heap.rank_step import RankStep
@@ -170,11 +170,7 @@ class StepDraft(Draft):
         resident: dict[Kind, int] = {}
         for kind, _, size in self.kept(exact):
             resident[kind] = resident.get(kind, 0) + size
-        beside = sum(
-            unit_sizes(choice.layout, self.sharding, on_host=choice.offloaded).whole
-            for choice in self.units
-            if choice.stays
-        )
+        beside = sum(choice.buffers.room for choice in self.units if choice.stays)
         # Of units that stay whole between steps the device has both: the share that is updated, and
         # the whole in the dtype that is computed in.
         if beside:  # whole parameters in another dtype than their shares
@@ -212,8 +208,8 @@ class StepDraft(Draft):
 
     def machine(self, heap: Ledger, units: Units, frozen: frozenset[str]) -> FlatUnits:
         """The runtime that follows this draft, on a heap."""
-        layouts = {c.unit.name: c.layout for c in self.units if not c.replicated}
-        return FlatUnits(heap, units, self.sharding, frozen, layouts)
+        buffers = {c.unit.name: c.buffers for c in self.units if not c.replicated}
+        return FlatUnits(heap, units, self.sharding, frozen, buffers)
 
     def phase_peaks(self, load: RankLoad) -> dict[Phase, dict[Kind, int]]:
         """Live bytes by kind at the peak of each phase of a steady step of a rank."""
@@ -431,8 +427,7 @@ def unit_events(choice: UnitChoice, rank: int | None) -> Exact:
         events["reduce", "gradient", name] = kept["gradient"]
         events["reduce", "padding", f"{name}.gradient"] = trained_padding
     if kept["optimizer_state"]:
-        rest = elements and elements[1]
-        extra = optimizer.dense_padding_state_bytes(trained_padding, kind, rest)
+        extra = kept["padding"] - padding - trained_padding
         events["step", "optimizer_state", name] = kept["optimizer_state"]
         events["step", "padding", f"{name}.optimizer_state"] = extra
     return events
