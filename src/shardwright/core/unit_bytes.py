@@ -32,7 +32,7 @@ class Dtypes(msgspec.Struct, frozen=True, kw_only=True):
     def copied(self, tensors: Iterable[TensorSpec], *, on_host: bool) -> set[str]:
         """Dtypes of ``tensors``, whose shares may be in host memory, that are cast before they are
         sent: from there all are copied, so all count as cast."""
-        return {t.dtype for t in tensors if on_host or self.casts(t.dtype)}
+        return {d for d in {t.dtype for t in tensors} if on_host or self.casts(d)}
 
     def computed(self, dtype: str) -> int:
         """Bytes of an element that is computed with."""
@@ -109,6 +109,15 @@ class UnitBytes:
     layout: UnitLayout
     segments: tuple[SegmentBytes, ...]
 
+    @classmethod
+    def of(cls, layout: UnitLayout, dtypes: Dtypes, copied: Collection[str]) -> UnitBytes:
+        """Those of a unit of which what is kept in ``copied`` dtypes is copied to be sent."""
+        segments = (
+            SegmentBytes(s, dtypes.computed(s.dtype), dtypes.reduced(s.dtype), s.dtype in copied)
+            for s in layout.segments
+        )
+        return cls(layout, tuple(segments))
+
     @cached_property
     def trained(self) -> tuple[SegmentBytes, ...]:
         """The segments whose gradients are summed."""
@@ -131,8 +140,7 @@ class UnitBytes:
 
     @cached_property
     def room(self) -> int:
-        """Memory for the whole unit beside what a rank keeps of it; any number of ranks that share
-        it divides this."""
+        """Memory for the whole unit beside what a rank keeps of it, in equal parts for all ranks."""
         parts = self.layout.world_size
         return ceil_div(sum(each.room for each in self.segments), parts) * parts
 
@@ -163,12 +171,3 @@ class UnitBytes:
     @property
     def _chunked(self) -> list[SegmentBytes]:
         return [each for each in self.segments if each.segment.cut == "chunks"]
-
-
-def unit_bytes(layout: UnitLayout, dtypes: Dtypes, copied: Collection[str]) -> UnitBytes:
-    """Of a unit laid out so; what a rank keeps of ``copied`` dtypes is copied to be sent."""
-    segments = (
-        SegmentBytes(s, dtypes.computed(s.dtype), dtypes.reduced(s.dtype), s.dtype in copied)
-        for s in layout.segments
-    )
-    return UnitBytes(layout, tuple(segments))

@@ -64,18 +64,7 @@ def rank_memories(
     On an accelerator those close to the highest peak have what the allocator holds; with
     ``details`` the first, and one that is ``named``, have modules, largest tensors and a timeline.
     """
-    found = [
-        rank_memory(
-            each.name,
-            each.ranks,
-            each.coordinates,
-            each.step,
-            setting.make,
-            modelled=setting.modelled,
-            fine=setting.fine,
-        )
-        for each in classes
-    ]
+    found = [_rank_memory(each, setting) for each in classes]
     # Allocators are replayed only near the highest peak: a class far below it would need more than
     # a tenth of its bytes in gaps to be the fullest, and a replay plays every allocation of a step
     # twice.
@@ -134,20 +123,10 @@ def _one_by_one(alive: Sequence[Alive], kept: Sequence[Alive]) -> list[Alive]:
     return sorted([*others, *kept], key=lambda each: -each.bytes)
 
 
-def rank_memory(
-    name: str,
-    ranks: int,
-    coordinates: dict[str, int],
-    step: RankStep,
-    make: MakeMachine,
-    *,
-    modelled: Collection[Kind] = MODELLED,
-    fine: bool = False,
-) -> RankMemory:
-    """Run a steady step of the class. Figures of ``modelled`` kinds rest on a model; ``fine`` tells
-    every phase of a run."""
-    heap = Ledger(fine=fine)
-    step.run(heap, make)
+def _rank_memory(each: RankClass, setting: Setting) -> RankMemory:
+    """Run a steady step of the class."""
+    heap = Ledger(fine=setting.fine)
+    each.step.run(heap, setting.make)
     phases = tuple(
         PhasePeak(
             phase, sum(kinds.values()), dict(sorted(kinds.items())), heap.where.get(phase, "")
@@ -156,13 +135,13 @@ def rank_memory(
     )
     worst = max(phases, key=lambda phase: phase.bytes)
     return RankMemory(
-        name=name,
-        ranks=ranks,
-        coordinates=coordinates,
+        name=each.name,
+        ranks=each.ranks,
+        coordinates=each.coordinates,
         peak_bytes=worst.bytes,
         peak_phase=worst.phase,
         by_category=worst.by_category,
-        certainty={k: "modelled" if k in modelled else "exact" for k in worst.by_category},
+        certainty={k: "modelled" if k in setting.modelled else "exact" for k in worst.by_category},
         phases=phases,
     )
 

@@ -25,7 +25,7 @@ from shardwright.core.placement import Flat, Replicate, Shard
 from shardwright.core.schedule import Action, Direction, Modes, PlannedFlow
 from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import Kind
-from shardwright.core.unit_bytes import SegmentBytes, UnitBytes, unit_bytes
+from shardwright.core.unit_bytes import SegmentBytes, UnitBytes
 from shardwright.heap.ledger import STAYING
 from shardwright.heap.machine import Machine
 
@@ -63,7 +63,7 @@ class FlatUnits(Machine):
             cast=copied,
             block=sharding.block,
         )
-        return unit_bytes(layout, sharding, copied)
+        return UnitBytes.of(layout, sharding, copied)
 
     def state(self) -> object:
         """What the flow of every chunk has under way, and whose gradients are there."""

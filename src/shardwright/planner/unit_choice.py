@@ -22,7 +22,7 @@ from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.placement import Flat, Placement, Replicate, Roles, Zero, roles
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import Phase
-from shardwright.core.unit_bytes import Dtypes, UnitBytes, unit_bytes
+from shardwright.core.unit_bytes import Dtypes, UnitBytes
 from shardwright.cost import dense, optimizer
 from shardwright.cost.pipeline import ComputeSeconds, UnitSeconds
 from shardwright.job.memory import Offload
@@ -345,7 +345,7 @@ def unit_choices(
             cast=copied,
             block=OPTIMIZERS[unit.optimizer].block,
         )
-        buffers = unit_bytes(layout, context, copied)
+        buffers = UnitBytes.of(layout, context, copied)
         # Kept before resharded, and replicated before sharded: whoever takes the first of equally
         # fast choices takes the one with fewer collectives.
         for reshard in (False, True) if sharded and zero == 3 else (False,):
