@@ -140,9 +140,10 @@ class UnitBytes:
 
     @cached_property
     def room(self) -> int:
-        """Memory for the whole unit beside what a rank keeps of it, in equal parts for all ranks."""
-        parts = self.layout.world_size
-        return ceil_div(sum(each.room for each in self.segments), parts) * parts
+        """Memory for the whole unit beside what a rank keeps of it, a multiple of the ranks."""
+        ranks = self.layout.world_size
+        share: int = ceil_div(sum(each.room for each in self.segments), ranks)
+        return share * ranks
 
     @cached_property
     def row(self) -> int:

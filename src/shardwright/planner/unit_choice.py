@@ -231,8 +231,9 @@ class UnitChoice:
     def moved_bytes(self, calls: Calls) -> int:
         """Full buffers of all collectives of a step."""
         its = self.sizes
+        gathered: int = calls.gathers * its.gathered
         summed: int = calls.reduces * (its.reduced + its.part_reduced + self.note_bytes)
-        return calls.gathers * its.gathered + self.kept_bytes + summed
+        return gathered + self.kept_bytes + summed
 
     @property
     def note_bytes(self) -> int:
