@@ -269,8 +269,8 @@ def test_padding_is_what_no_piece_needs_and_is_bounded_without_common_multiples(
                     for rank in {s.placement.rank for s in segment.slots}  # type: ignore[union-attr]
                 )
                 assert segment.share_bytes <= fullest
-    for rank in _ranks(layout):
-        assert 0 <= layout.padding_bytes(rank) <= layout.shard_bytes
+    for padding in layout.paddings(stored=False):
+        assert 0 <= padding <= layout.shard_bytes
 
 
 def _paddings(layout: UnitLayout, kept: bool) -> list[int]:
@@ -290,11 +290,9 @@ def _paddings(layout: UnitLayout, kept: bool) -> list[int]:
 
 
 def _check_paddings(layout: UnitLayout) -> None:
-    """Of one rank and of all, of shares and of all that a rank keeps."""
-    ranks = range(layout.world_size)
-    own, stored = (_paddings(layout, kept=kept) for kept in (False, True))
-    assert list(layout.paddings(stored=False)) == list(map(layout.padding_bytes, ranks)) == own
-    assert list(layout.paddings(stored=True)) == list(map(layout.stored_padding, ranks)) == stored
+    """Of shares, and of all that a rank keeps."""
+    for stored in (False, True):
+        assert list(layout.paddings(stored=stored)) == _paddings(layout, stored)
 
 
 @given(layouts(st.integers(1, 40)))
@@ -396,7 +394,7 @@ def test_frozen_tensors_have_a_segment_of_their_own_without_gradient() -> None:
 def test_a_flat_cut_may_go_through_a_row() -> None:
     layout = unit_layout([TensorSpec("w", (3, 5))], Flat(), 2)
     assert [p.offsets + p.sizes for r in (0, 1) for p in layout.pieces(r)] == [(0, 8), (8, 7)]
-    assert [layout.padding_bytes(rank) for rank in (0, 1)] == [0, 4]
+    assert layout.paddings(stored=False) == (0, 4)
 
 
 def test_ceiling_chunks_leave_the_last_ranks_less_or_nothing() -> None:

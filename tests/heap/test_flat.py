@@ -174,19 +174,13 @@ def test_a_reduce_before_a_later_call_brings_the_gradient_leaves_none(machine: M
     assert found.heap.live["gradient"] == 4 * (NUMEL // 4 + NOTE)
 
 
-def test_few_ranks_keep_their_part_after_a_forward(machine: Make) -> None:
-    found = machine(prefetch=0, ranks_after_forward=2)
-    forward(found)
-    assert found.heap.live["gathered_weight"] == 3 * 2 * NUMEL // 2
-
-
 def test_frozen_tensors_are_gathered_but_have_no_gradients_and_states() -> None:
     units = {"unit": (TensorSpec("trained", (64, 4)), TensorSpec("still", (128, 4)))}
     found = FlatUnits(Ledger(), units, Sharding(shards=2), frozenset(["still"]))
     assert found.resident() == {"weight": 4 * (256 + 512) // 2}
     assert [each.numel for each in found.updated()] == [256 // 2]
-    assert found.sizes["unit"].whole == 4 * (256 + 512)
-    assert [way.row for way in found.sizes["unit"].reduced] == [4 * (256 // 2 + NOTE)]
+    assert found.sizes["unit"].room == 4 * (256 + 512)
+    assert [way.row for way in found.sizes["unit"].trained] == [4 * (256 // 2 + NOTE)]
 
 
 @pytest.mark.parametrize("param_dtype", ["bf16", "fp32"])

@@ -93,15 +93,6 @@ def test_kept_units_are_whole_after_a_forward(machine: Make) -> None:
     assert found.heap.live["gathered_weight"] == 3 * 2 * PADDED
 
 
-def test_few_ranks_share_a_unit_after_its_forward(machine: Make) -> None:
-    found = machine(ranks_after_forward=2)
-    forward(found)
-    assert found.heap.live["gathered_weight"] == 3 * 2 * PADDED // 2
-    before = found.heap.total
-    found.enter_backward("last")
-    assert found.heap.total == before + 2 * PADDED - PADDED + 2 * PADDED  # the next one is filled
-
-
 def test_a_backward_fills_the_buffer_of_the_unit_before(machine: Make) -> None:
     found = machine()
     forward(found)
@@ -231,15 +222,12 @@ def test_offloaded_shares_are_on_the_device_only_while_they_move(machine: Make) 
 
 
 @pytest.mark.parametrize("reduces", ["each", "last", "end"])
-@pytest.mark.parametrize("few", [0, 2])
 @pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shards", [1, 4])
 def test_a_step_leaves_what_was_there_before(
-    machine: Make, reduces: str, few: int, reduce_dtype: str, shards: int
+    machine: Make, reduces: str, reduce_dtype: str, shards: int
 ) -> None:
-    found = machine(
-        reduces=reduces, ranks_after_forward=few, reduce_dtype=reduce_dtype, shards=shards
-    )
+    found = machine(reduces=reduces, reduce_dtype=reduce_dtype, shards=shards)
     before = found.heap.total
     for last in (False, False, True):
         found.begin(NAMES, NAMES, last=last)

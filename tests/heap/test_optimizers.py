@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import weakref
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -16,13 +18,7 @@ from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.optimizers import DENSE, OPTIMIZERS, Optimizer, optimizer_named
 from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import StorageChange
-from shardwright.heap.rank_step import (
-    StateTensor,
-    peak_bytes,
-    state_bytes,
-    states,
-    step_temporaries,
-)
+from shardwright.heap.rank_step import Place, StateTensor, states, step_temporaries
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHAPES = ((64, 32), (128, 16), (300,), (40, 40), (3, 5, 7), (), (9,))
@@ -42,6 +38,16 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("adagrad", {"weight_decay": 0.1}),
     ("adafactor", {}),
 ]
+
+
+def state_bytes(optimizer: Optimizer, tensor: TensorSpec, place: Place = "device") -> int:
+    """Bytes that are kept for ``tensor`` in one place."""
+    return sum(each.bytes for each in states(optimizer, tensor) if each.place == place)
+
+
+def peak_bytes(changes: Iterable[StorageChange]) -> int:
+    """The most that is alive at once."""
+    return max(accumulate((change.bytes for change in changes), initial=0))
 
 
 class _Live(TorchDispatchMode):

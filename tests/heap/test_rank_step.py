@@ -194,7 +194,6 @@ def shardings(draw: st.DrawFn) -> Sharding:
         param_dtype=draw(st.sampled_from(["", "bf16"])),
         reduce_dtype=draw(st.sampled_from(["", "fp32"])),
         reshard_after_forward=draw(st.booleans()),
-        ranks_after_forward=draw(st.sampled_from([0, 2])),
         kept=draw(st.sampled_from([frozenset(), frozenset(("",)), frozenset(("1",))])),
         prefetch=draw(st.sampled_from([0, 1])),
         flat=draw(st.booleans()),

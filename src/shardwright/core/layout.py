@@ -258,19 +258,8 @@ class UnitLayout(msgspec.Struct, frozen=True):
         return any(segment.stays for segment in self.segments)
 
     @property
-    def sent_bytes(self) -> int:
-        """Bytes for one rank when gradients of the layout's own dtypes are summed."""
-        return sum(s.sent * element_bytes(s.dtype) for s in self.segments if s.trainable)
-
-    def whole_bytes(self, dtype: str = "", *, trained: bool = False) -> int:
-        """Bytes of the unsharded buffer in ``dtype``, each segment in its own where that is empty;
-        of segments that get a gradient alone where ``trained``."""
-        segments = [s for s in self.segments if s.trainable or not trained]
-        return sum(s.whole * element_bytes(dtype or s.dtype) for s in segments)
-
-    @property
     def note_bytes(self) -> int:
-        """Bytes of these that are no gradients."""
+        """Bytes that travel with one rank's gradients, in the layout's own dtypes."""
         return sum(s.note * element_bytes(s.dtype) for s in self.segments if s.trainable)
 
     @property
@@ -296,17 +285,9 @@ class UnitLayout(msgspec.Struct, frozen=True):
         """Whether anything gets a gradient."""
         return any(segment.trainable for segment in self.segments)
 
-    def padding_bytes(self, rank: int) -> int:
-        """Bytes of ``rank``'s shares that belong to no tensor."""
-        held = sum(sum(s.held(range(rank, rank + 1))) for s in self.segments)
-        return self.shard_bytes - held
-
-    def stored_padding(self, rank: int) -> int:
-        """Bytes of ``rank``'s buffer that belong to no tensor."""
-        return self.stored_bytes - sum(sum(s.held(s.keepers(rank))) for s in self.segments)
-
     def paddings(self, *, stored: bool) -> tuple[int, ...]:
-        """One of the two of every rank; ranks that keep the same shares are counted once."""
+        """Bytes of every rank's share that belong to no tensor, or of all shares that are
+        ``stored`` there; ranks that keep the same ones are counted once."""
         held = [0] * self.world_size
         for segment in self.segments:
             shares = segment.held(range(self.world_size))

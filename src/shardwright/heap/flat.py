@@ -3,15 +3,15 @@
 A flat unit is cut evenly and gathered straight into place; one whose parameters are cut each by
 itself arrives in a stage and is put together from there. Gradients stay where autograd leaves them
 until their unit's backward is over; then they are copied to where each rank's share lies together,
-and summed over ranks into the share that the optimizer reads. Below are the bytes of a unit.
+and summed over ranks into the share that the optimizer reads.
 """
 
 # Why the schedule is not written here: ``core.schedule.UnitFlow`` says what is gathered, freed
 # and reduced when, to the runtime and to this heap alike. What is here is what each action
 # allocates, and in which order within it: in a reduce the buffer that is sent is there before the
 # gradients that are copied into it go, and the sum is there before the buffer goes. The bytes are
-# those of ``runtime.units``; tests train and hold the two against each other to the byte, so a
-# buffer that is added there is to be added here.
+# those of ``core.unit_bytes``, which ``runtime.units`` allocates; tests train and hold the two
+# against each other to the byte, so a buffer that is added there is to be taken here.
 
 from __future__ import annotations
 
@@ -19,27 +19,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardwright.core.amount import ceil_div
 from shardwright.core.layout import Segment, UnitLayout, unit_layout
 from shardwright.core.optimizer_states import ShardStretch
 from shardwright.core.placement import Flat, Replicate, Shard
 from shardwright.core.schedule import Action, Direction, Modes, PlannedFlow
-from shardwright.core.tensor import TensorSpec, element_bytes
+from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import Kind
-from shardwright.heap.ledger import STAYING, GradientRule
-from shardwright.heap.machine import Machine, Sharding
+from shardwright.core.unit_bytes import SegmentBytes, UnitBytes
+from shardwright.heap.ledger import STAYING
+from shardwright.heap.machine import Machine
 
 
 @dataclass(slots=True)
 class FlatUnits(Machine):
     """Units of our runtime on a rank, driven by the schedule that it follows."""
 
-    layouts: dict[str, UnitLayout] = field(default_factory=dict)  # given as far as they are known
-    sizes: dict[str, FlatBytes] = field(init=False)
+    sizes: dict[str, UnitBytes] = field(default_factory=dict)  # given as far as they are known
     flows: dict[Sequence[str], PlannedFlow] = field(default_factory=dict)
     flow: PlannedFlow = field(init=False)
     last: bool = True
-    adding: bool = False
     # Bytes of gradients that no reduce has taken, by unit and dtype; segments that are reduced
     # though none of their gradients is there; and what goes to host memory.
     come: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -47,28 +45,25 @@ class FlatUnits(Machine):
     landing: list[LandedMean] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.layouts = {
-            name: self.layouts.get(name) or self._layout(name, its)
-            for name, its in self.units.items()
-        }
         self.sizes = {
-            name: unit_sizes(layout, self.sharding, on_host=self.sharding.on_host(name))
-            for name, layout in self.layouts.items()
+            name: self.sizes.get(name) or self._bytes(name, its) for name, its in self.units.items()
         }
 
-    def _layout(self, name: str, tensors: Sequence[TensorSpec]) -> UnitLayout:
-        whole, kept = name in self.sharding.replicated, self.sharding.kept_of(name)
-        on_host = self.sharding.on_host(name)
-        return unit_layout(
+    def _bytes(self, name: str, tensors: Sequence[TensorSpec]) -> UnitBytes:
+        sharding = self.sharding
+        whole, kept = name in sharding.replicated, sharding.kept_of(name)
+        copied = sharding.copied(tensors, on_host=sharding.on_host(name))
+        layout = unit_layout(
             tensors,
-            Replicate() if whole else Flat() if self.sharding.flat else Shard(0),
-            self.sharding.shards_of(name) * kept,
+            Replicate() if whole else Flat() if sharding.flat else Shard(0),
+            sharding.shards_of(name) * kept,
             self.frozen,
-            zero=self.sharding.zero,
+            zero=sharding.zero,
             kept=kept,
-            cast={t.dtype for t in tensors if on_host or self.sharding.casts(t)},
-            block=self.sharding.block,
+            cast=copied,
+            block=sharding.block,
         )
+        return UnitBytes.of(layout, sharding, copied)
 
     def state(self) -> object:
         """What the flow of every chunk has under way, and whose gradients are there."""
@@ -77,11 +72,9 @@ class FlatUnits(Machine):
 
     def resident(self) -> dict[Kind, int]:
         """The parameters' shares; of units that stay what they compute with."""
-        here = [sizes.stored for name, sizes in self.sizes.items() if not self.sharding.away(name)]
-        found: dict[Kind, int] = {"weight": sum(here)}
-        staying = sum(
-            sizes.whole for name, sizes in self.sizes.items() if self.sharding.stays(name)
-        )
+        here = [its.layout for name, its in self.sizes.items() if not self.sharding.away(name)]
+        found: dict[Kind, int] = {"weight": sum(layout.stored_bytes for layout in here)}
+        staying = sum(its.room for name, its in self.sizes.items() if self.sharding.stays(name))
         return found | {"gathered_weight": staying} if staying else found
 
     def updated(self) -> list[TensorSpec]:
@@ -89,16 +82,11 @@ class FlatUnits(Machine):
         rank that has most to keep of it; what is in another memory is updated there."""
         return [
             tensor
-            for name, layout in self.layouts.items()
-            for index, segment in enumerate(layout.segments)
+            for name, sizes in self.sizes.items()
+            for index, segment in enumerate(sizes.layout.segments)
             if segment.trainable and not self.sharding.away(name)
-            for tensor in _flat_tensors(f"{name}.{index}", segment, layout)
+            for tensor in _flat_tensors(f"{name}.{index}", segment, sizes.layout)
         ]
-
-    def rule(self) -> GradientRule:
-        """A gradient stays until its unit's backward is over, unless one of an earlier microbatch
-        is there, of the same dtype: autograd adds to that."""
-        return "added" if self.adding else "stays"
 
     def begin(self, forward: Sequence[str], backward: Sequence[str], last: bool) -> None:
         """Only the last microbatch's gradient is reduced, unless every one's is."""
@@ -124,9 +112,9 @@ class FlatUnits(Machine):
         """Whether its whole parameters are filled to compute with them: by ranks that share them,
         or with a copy of a replica in another dtype. What stays and is never updated is there."""
         sizes = self.sizes[unit]
-        if self.sharding.stays(unit) and not sizes.reduced:
+        if self.sharding.stays(unit) and not sizes.trained:
             return False
-        return unit not in self.sharding.replicated or bool(sizes.whole)
+        return unit not in self.sharding.replicated or bool(sizes.room)
 
     # ---- forward -------------------------------------------------------------------------------
 
@@ -180,7 +168,7 @@ class FlatUnits(Machine):
         for flow in self.flows.values():
             flow.update()
         for unit, sizes in self.sizes.items():
-            for index, _ in enumerate(sizes.reduced):
+            for index, _ in enumerate(sizes.trained):
                 self.heap.free(f"{unit}.{index}.gradient")
 
     # ---- actions -------------------------------------------------------------------------------
@@ -200,58 +188,53 @@ class FlatUnits(Machine):
         """Take room for the whole unit and begin to fill it."""
         sizes = self.sizes[unit]
         if not self.sharding.stays(unit):
-            self.heap.take(f"{unit}.full", "gathered_weight", sizes.whole)
-        if self.heap.holds(f"{unit}.few"):
-            return
+            self.heap.take(f"{unit}.full", "gathered_weight", sizes.room)
         self.heap.take(f"{unit}.stage", "all_gather", sizes.stage)
         with self.heap.passing("all_gather", sizes.parts):
             self.heap.take(f"{unit}.cast", "all_gather", sizes.cast)
         # One rank sends nothing to anybody: nothing reads the cast after the copy.
-        if self.layouts[unit].world_size == 1:
+        if sizes.layout.world_size == 1:
             self.heap.free(f"{unit}.cast")
 
     def _arrive(self, unit: str) -> None:
         """The unit is there; what took it there goes."""
-        for part in ("cast", "stage", "few"):
-            self.heap.free(f"{unit}.{part}")
+        self.heap.free(f"{unit}.cast")
+        self.heap.free(f"{unit}.stage")
 
     def _free(self, unit: str, action: Action) -> None:
-        """Free the whole unit, or after its forward leave it to few ranks."""
+        """Free the whole unit."""
         self._arrive(unit)
-        few = self.sizes[unit].few
-        if action.phase == "forward" and few:
-            self.heap.take(f"{unit}.few", "gathered_weight", few)
         self.heap.free(f"{unit}.full")
 
     def _hold(self, unit: str, action: Action) -> None:
         """Hold a gradient back in the dtype of sums, or let autograd go on adding to it."""
-        for index, way in enumerate(self.sizes[unit].reduced):
-            came = (unit, way.dtype) in self.come
+        for index, way in enumerate(self.sizes[unit].trained):
+            came = (unit, way.segment.dtype) in self.come
             if came and way.held and not self.heap.holds(f"{unit}.{index}.held"):
                 self.heap.take(f"{unit}.{index}.held", STAYING, way.held)
             if way.held:
                 self._let_go(unit, way)
 
-    def _let_go(self, unit: str, way: Reduced) -> None:
+    def _let_go(self, unit: str, way: SegmentBytes) -> None:
         """A segment's gradient as autograd left it goes; those of others stay."""
         # Gradients of a unit stand under one name, but segments of different dtypes are reduced one
         # after the other: those of the others are still where autograd left them.
-        rest = self.heap.free(f"{unit}.unreduced") - self.come.pop((unit, way.dtype), 0)
+        rest = self.heap.free(f"{unit}.unreduced") - self.come.pop((unit, way.segment.dtype), 0)
         if rest > 0:
             self.heap.take(f"{unit}.unreduced", STAYING, rest)
 
     def _reduce(self, unit: str, action: Action) -> None:
         """Begin to sum over ranks, segment by segment."""
-        heap = self.heap
-        for index, way in enumerate(self.sizes[unit].reduced):
-            name = f"{unit}.{index}"
+        heap, parts = self.heap, self.sizes[unit].layout.world_size
+        for index, way in enumerate(self.sizes[unit].trained):
+            name, sent = f"{unit}.{index}", way.row * parts
             if heap.holds(f"{name}.held"):  # to which this backward's is added
                 self._let_go(unit, way)
-            elif (unit, way.dtype) not in self.come:  # a later call of its modules brings it
-                self.absent.add(name)
+            elif (unit, way.segment.dtype) not in self.come:
+                self.absent.add(name)  # a later call of its modules brings it
             # The order is the runtime's and decides the peak: the buffer to be sent is there before
             # the gradients that are copied into it go.
-            heap.take(f"{name}.send", "reduce_scatter", way.send)
+            heap.take(f"{name}.send", "reduce_scatter", sent)
             with heap.passing("temporary", way.note):
                 pass
             if heap.holds(f"{name}.held"):
@@ -261,16 +244,18 @@ class FlatUnits(Machine):
             heap.take(f"{name}.row", "gradient", way.row)
             if unit in self.sharding.replicated:  # summed where it lies
                 heap.free(f"{name}.send")
-            heap.take(f"{name}.kept", "communication", way.kept)
-            heap.take(f"{name}.received", "communication", way.received)
+            heap.take(f"{name}.kept", "communication", way.again)
+            # gloo: an all-to-all, and a sum of what came
+            sums_itself = not self.sharding.on_gpu and sent > max(way.row, way.again)
+            heap.take(f"{name}.received", "communication", sent if sums_itself else 0)
 
     def _collect(self, unit: str, action: Action) -> None:
         """The sum is there: what took it there goes, its mean stays."""
         heap = self.heap
-        for index, way in enumerate(self.sizes[unit].reduced):
+        for index, way in enumerate(self.sizes[unit].trained):
             name = f"{unit}.{index}"
             heap.free(f"{name}.received")
-            with heap.passing("communication", way.between):
+            with heap.passing("communication", 0 if self.sharding.on_gpu else way.again):
                 pass
             heap.free(f"{name}.kept")
             heap.free(f"{name}.send")
@@ -282,7 +267,7 @@ class FlatUnits(Machine):
                     # only after the backward.
                     landing = LandedMean(name, f"{name}.landing.{len(self.landing)}", absent)
                     self.landing.append(landing)
-                    heap.take(landing.copy, "gradient", way.landing)
+                    heap.take(landing.copy, "gradient", way.segment.share_bytes)
                 with heap.passing("gradient", way.mean):
                     heap.free(f"{name}.row")
                 continue
@@ -334,116 +319,3 @@ def _flat_tensors(name: str, segment: Segment, layout: UnitLayout) -> Iterable[T
         if there[place]:
             how = {"quantized": place == 0, "longest": max(lengths)}
             yield ShardStretch(name, (own[place],), segment.dtype, **how)
-
-
-@dataclass(frozen=True, slots=True)
-class Reduced:
-    """A segment of a unit while its gradient is summed: its dtype, the same ``held`` back
-    in the dtype of sums (0 where that is the same), what is sent with the ``note`` in it, the
-    ``row`` that comes back, the parts ``received`` where the rank itself sums them, what replicas
-    cut again, ``kept`` until they sent each other the parts that come ``between`` them, the
-    ``mean`` where its dtype is another one, and the same ``landing`` in other memory."""
-
-    dtype: str
-    held: int
-    send: int
-    note: int
-    row: int
-    received: int
-    kept: int
-    between: int
-    mean: int
-    landing: int
-
-
-@dataclass(frozen=True, slots=True)
-class FlatBytes:
-    """Of gathering: the whole unit, the ``stage`` that chunks arrive in, shares ``cast`` to be sent
-    and the ``parts`` that those are put together from, and what ``few`` ranks keep after a forward.
-    Of reducing: its segments. ``stored`` is what the rank keeps."""
-
-    whole: int
-    stage: int
-    cast: int
-    parts: int
-    few: int
-    reduced: tuple[Reduced, ...]
-    stored: int
-
-
-def unit_sizes(layout: UnitLayout, sharding: Sharding, *, on_host: bool = False) -> FlatBytes:
-    """Bytes that a unit has on a rank, its shares perhaps in host memory, from where they are
-    copied to be sent."""
-    all_parts = layout.world_size
-    here = [
-        s.stays or (s.cut == "replicated" and not on_host and not _cast(s, sharding))
-        for s in layout.segments
-    ]
-    whole = sum(
-        segment.whole * _computed(segment, sharding)
-        for segment, is_here in zip(layout.segments, here, strict=True)
-        if not is_here
-    )
-    chunked = [segment for segment in layout.segments if segment.cut == "chunks"]
-    others = [segment for segment in layout.segments if segment.cut != "chunks"]
-    row = sum(segment.share * _computed(segment, sharding) for segment in chunked)
-    copied = _sent if on_host else _cast
-    parts = sum(copied(segment, sharding) for segment in chunked)
-    # chunks are put together first: if one is cast, the buffer of all is one more
-    joined = sum(_sent(segment, sharding) for segment in chunked) if parts else 0
-    direct = [copied(s, sharding) for s in others if s.cut != "replicated"]
-    after = sharding.ranks_after_forward
-    return FlatBytes(
-        # Equal shares for a gather straight into place: the buffer is as long as all of them
-        # together, padding included.
-        whole=ceil_div(whole, all_parts) * all_parts,
-        stage=row * all_parts,
-        # one rank sends nothing: each is let go before the next
-        cast=(sum(direct) if all_parts > 1 else max(direct, default=0)) + joined,
-        parts=parts,
-        few=whole // after if after else 0,
-        reduced=tuple(_reduced(s, sharding, all_parts) for s in layout.segments if s.trainable),
-        stored=layout.stored_bytes,
-    )
-
-
-def _computed(segment: Segment, sharding: Sharding) -> int:
-    """Bytes of an element as the unit computes with it."""
-    return sharding.computed(_element(segment))
-
-
-def _sent(segment: Segment, sharding: Sharding) -> int:
-    """What a rank keeps as it is sent."""
-    return segment.kept * segment.share * _computed(segment, sharding)
-
-
-def _cast(segment: Segment, sharding: Sharding) -> int:
-    """The same where it has to be cast before."""
-    return _sent(segment, sharding) if sharding.casts(_element(segment)) else 0
-
-
-def _reduced(segment: Segment, sharding: Sharding, parts: int) -> Reduced:
-    """The way of a segment's gradient."""
-    again = 1 if segment.stays else segment.kept
-    computed, reduced = _computed(segment, sharding), sharding.reduced(_element(segment))
-    stored = element_bytes(segment.dtype)
-    payload = sum(slot.tensor.numel for slot in segment.slots)
-    row = segment.sent * reduced
-    # gloo: an all-to-all, and a sum of what came
-    sums_itself = not sharding.on_gpu and parts > again
-    return Reduced(
-        dtype=segment.dtype,
-        held=payload * reduced if computed != reduced else 0,
-        send=row * parts,
-        note=segment.note * reduced,
-        row=row,
-        received=row * parts if sums_itself else 0,
-        kept=row * again if again > 1 else 0,
-        between=row * again if again > 1 and not sharding.on_gpu else 0,
-        mean=segment.share * stored if reduced != stored else 0,
-        landing=segment.share * stored,
-    )
-
-
-def _element(segment: Segment) -> TensorSpec:
-    return TensorSpec("", (1,), segment.dtype)

@@ -26,7 +26,7 @@ import msgspec
 
 from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import Kind
-from shardwright.heap.ledger import STAYING, GradientRule
+from shardwright.heap.ledger import STAYING
 from shardwright.heap.machine import Count, Machine, Sharding
 
 
@@ -44,9 +44,7 @@ class FSDP2(Machine):
     before: dict[str, list[Count]] = field(default_factory=dict)
     chunk: Sequence[str] = ()
     last: bool = True
-    adding: bool = False
     present: set[str] = field(default_factory=set)
-    narrow: set[str] = field(default_factory=set)  # shared by few since their forward
     filled: set[str] = field(default_factory=set)  # gathered, not yet copied out
     left: set[str] = field(default_factory=set)  # whose backward is over
     buffers: dict[str, str] = field(default_factory=dict)  # of what is filled, by name
@@ -56,7 +54,7 @@ class FSDP2(Machine):
 
     def __post_init__(self) -> None:
         self.sizes = {
-            name: unit_sizes(
+            name: FSDP2Bytes(
                 tensors,
                 self.sharding,
                 self.sharding.shards_of(name),
@@ -68,7 +66,7 @@ class FSDP2(Machine):
 
     def state(self) -> object:
         """What is gathered, and which buffers are held."""
-        sets = (self.present, self.narrow, self.filled, self.left)
+        sets = (self.present, self.filled, self.left)
         before = [(unit, [each.value for each in its]) for unit, its in self.before.items()]
         return (
             [frozenset(each) for each in sets],
@@ -83,24 +81,12 @@ class FSDP2(Machine):
 
     def resident(self) -> dict[Kind, int]:
         """The parameters' shares."""
-        stored = sum(sizes.stored for sizes in self.sizes.values())
-        return {} if self.sharding.offload else {"weight": stored}
+        kept = [chunk.nbytes for sizes in self.sizes.values() for chunk in sizes.chunks]
+        return {} if self.sharding.offload else {"weight": sum(kept)}
 
     def updated(self) -> list[TensorSpec]:
         """The first rank's chunk of every parameter."""
-        return [
-            local_chunk(
-                tensor, self.sharding.shards_of(name), experts=self.sharding.is_experts(name)
-            )
-            for name, tensors in self.units.items()
-            for tensor in tensors
-            if tensor.fqn not in self.frozen
-        ]
-
-    def rule(self) -> GradientRule:
-        """A gradient stays until its unit's backward is over, unless one of an earlier microbatch
-        is there, of the same dtype: autograd adds to that."""
-        return "added" if self.adding else "stays"
+        return [chunk for sizes in self.sizes.values() for chunk in sizes.updated]
 
     def begin(self, forward: Sequence[str], backward: Sequence[str], last: bool) -> None:
         """A pass through the units of a chunk begins."""
@@ -130,14 +116,8 @@ class FSDP2(Machine):
         else:
             its.append(Count(ahead))
         self.latest = unit
-        if unit in self.sharding.kept or not self.sharding.reshard_after_forward:
-            return
-        self._free(unit)
-        if self.sharding.ranks_after_forward:
-            sizes = self.sizes[unit]
-            with self.heap.passing("gathered_weight", sizes.narrowing):
-                self.heap.take(f"{unit}.narrow", "gathered_weight", sizes.narrow)
-            self.narrow.add(unit)
+        if unit not in self.sharding.kept and self.sharding.reshard_after_forward:
+            self._free(unit)
 
     def finish(self) -> None:
         """After the root's forward."""
@@ -200,11 +180,6 @@ class FSDP2(Machine):
         self.filled.clear()
         self.latest = None
         self.before.clear()
-
-    def zero_grad(self) -> None:
-        """Gradients go."""
-        for unit in self.sizes:
-            self.heap.free(f"{unit}.gradient")
 
     # ---- what they are made of -----------------------------------------------------------------
 
@@ -272,10 +247,7 @@ class FSDP2(Machine):
 
     def _fill(self, unit: str) -> None:
         sizes = self.sizes[unit]
-        cast = sizes.cast
-        if unit in self.narrow and cast:
-            cast = sizes.narrow
-        with self.heap.passing("all_gather", cast):
+        with self.heap.passing("all_gather", sizes.cast):
             # a unit that runs twice in a row has two for a moment
             again = self.held == f"{unit}.all_gather"
             self.buffers[unit] = f"{unit}{'.again' if again else ''}.all_gather"
@@ -286,8 +258,6 @@ class FSDP2(Machine):
         sizes = self.sizes[unit]
         with self.heap.passing("all_gather", sizes.copied):
             self.heap.take(f"{unit}.full", "gathered_weight", sizes.unsharded)
-        self.heap.free(f"{unit}.narrow")
-        self.narrow.discard(unit)
         self.filled.discard(unit)
         self.present.add(unit)
 
@@ -306,32 +276,57 @@ class FSDP2(Machine):
             self.heap.free(f"{self.reducing.pop(0)}.reduce_scatter")
 
 
-@dataclass(frozen=True, slots=True)
 class FSDP2Bytes:
-    """Buffers: ``gathered`` from ``cast`` shares and copied out to ``unsharded``, beside which
-    ``copied`` more are alive meanwhile; ``reduced`` to ``scattered``, the share where its dtype is
-    not the parameters', and to ``gradient``. ``stored`` is the share of the parameters, ``narrow``
-    what a rank keeps of the whole ones where few share them after their forward, and ``narrowing``
-    what is there beside while it is copied. ``accumulated`` are gradients in the dtype they are
-    reduced in, 0 where autograd makes them in it, and ``accumulating`` what is there beside while
-    they are cast. ``last`` and ``last_accumulated`` are gradients of the last parameter, ``turned``
-    the same where it is copied before, for it is cut along another dimension."""
+    """Buffers of a unit of ``tensors`` on the first of so many ``shards``; ``experts``: it has
+    nothing else.
 
-    gathered: int
-    cast: int
-    unsharded: int
-    copied: int
-    reduced: int
-    scattered: int
-    gradient: int
-    stored: int
-    narrow: int
-    narrowing: int
-    accumulated: int
-    accumulating: int
-    last: int
-    last_accumulated: int
-    turned: int
+    ``gathered`` from ``cast`` shares and copied out to ``unsharded``, beside which ``copied`` more
+    are alive meanwhile; ``reduced`` to ``scattered``, the share where its dtype is not the
+    parameters', and to ``gradient``. ``chunks`` are what is kept, ``updated`` those that are
+    trained. ``accumulated`` are gradients in the dtype they are reduced in, 0 where autograd makes
+    them in it, and ``accumulating`` what is there beside while they are cast. ``last`` and
+    ``last_accumulated`` are gradients of the last parameter, ``turned`` the same where it is copied
+    before, for it is cut along another dimension.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[TensorSpec],
+        sharding: Sharding,
+        shards: int,
+        *,
+        experts: bool,
+        frozen: Collection[str],
+    ) -> None:
+        self.chunks = [local_chunk(tensor, shards, experts=experts) for tensor in tensors]
+        self.updated = [chunk for chunk in self.chunks if chunk.fqn not in frozen]
+        # A single rank gathers and reduces nothing: FSDP2 then copies each parameter by itself.
+        several = shards > 1 and bool(tensors)
+        # by parameter, whole with the padding of equal shares; those cut along another dimension
+        # than the first are put together from a copy
+        whole = [c.numel * shards * sharding.computed(c.dtype) for c in self.chunks]
+        casts = [_cast(chunk, sharding) for chunk in self.chunks]
+        turned = [cut_dim(tensor, shards, experts=experts) > 0 for tensor in tensors]
+        copied = sum(size for size, is_turned in zip(whole, turned, strict=True) if is_turned)
+        self.gathered = sum(whole) if several else 0
+        self.cast = sum(casts) if several else 0
+        self.unsharded = sum(whole)
+        self.copied = copied if several else _beside(casts, whole)
+        # full gradients as autograd makes them, and in the dtype of sums
+        trained = [tensor for tensor in tensors if tensor.fqn not in frozen]
+        gradients = [tensor.numel * sharding.computed(tensor.dtype) for tensor in trained]
+        totals = [tensor.numel * sharding.reduced(tensor.dtype) for tensor in trained]
+        scattered = sum(chunk.numel * sharding.reduced(chunk.dtype) for chunk in self.updated)
+        self.reduced = scattered * shards
+        self.gradient = sum(chunk.nbytes for chunk in self.updated)
+        self.scattered = scattered if scattered != self.gradient else 0
+        is_cast = gradients != totals
+        self.accumulated = sum(totals) if is_cast else 0
+        self.accumulating = _beside_new(gradients, totals) if is_cast else 0
+        # a loop variable of foreach_reduce keeps the last gradient until it returns
+        self.last = gradients[-1] if several and trained else 0
+        self.last_accumulated = totals[-1] if several and trained else 0
+        self.turned = self.last if turned and turned[-1] else 0
 
 
 def cut_dim(tensor: TensorSpec, shards: int, *, experts: bool = False) -> int:
@@ -350,59 +345,11 @@ def local_chunk(tensor: TensorSpec, shards: int, *, experts: bool = False) -> Te
     return msgspec.structs.replace(tensor, shape=tuple(shape))
 
 
-def unit_sizes(
-    tensors: Sequence[TensorSpec],
-    sharding: Sharding,
-    shards: int,
-    *,
-    experts: bool = False,
-    frozen: Collection[str] = (),
-) -> FSDP2Bytes:
-    """Bytes that a unit of ``tensors`` has on a rank; ``experts``: it has nothing else."""
-    chunks = [local_chunk(tensor, shards, experts=experts) for tensor in tensors]
-    # by parameter, whole with the padding of equal shares; those cut along another dimension than
-    # the first are put together from a copy
-    whole = [c.numel * shards * sharding.computed(t) for t, c in zip(tensors, chunks, strict=True)]
-    casts = [_cast(chunk, sharding) for chunk in chunks]
-    turned = [cut_dim(tensor, shards, experts=experts) > 0 for tensor in tensors]
-    trained = [k for k, tensor in enumerate(tensors) if tensor.fqn not in frozen]
-    # full gradients as autograd makes them, and in the dtype of sums
-    gradients = [tensors[k].numel * sharding.computed(tensors[k]) for k in trained]
-    totals = [tensors[k].numel * sharding.reduced(tensors[k]) for k in trained]
-    scattered = sum(chunks[k].numel * sharding.reduced(tensors[k]) for k in trained)
-    gradient = sum(chunks[k].nbytes for k in trained)
-    # A single rank gathers and reduces nothing: FSDP2 then copies each parameter by itself.
-    several = shards > 1 and bool(tensors)
-    copied = sum(size for size, is_turned in zip(whole, turned, strict=True) if is_turned)
-    ranks = sharding.ranks_after_forward
-    narrow = [size // ranks for size in whole] if ranks else []
-    is_cast = gradients != totals
-    # a loop variable of foreach_reduce keeps the last gradient until it returns
-    last = gradients[-1] if several and trained else 0
-    return FSDP2Bytes(
-        gathered=sum(whole) if several else 0,
-        cast=sum(casts) if several else 0,
-        unsharded=sum(whole),
-        copied=copied if several else _beside(casts, whole),
-        reduced=scattered * shards,
-        scattered=scattered if scattered != gradient else 0,
-        gradient=gradient,
-        stored=sum(chunk.nbytes for chunk in chunks),
-        narrow=sum(narrow),
-        narrowing=_beside_new(whole, narrow) if ranks else 0,
-        accumulated=sum(totals) if is_cast else 0,
-        accumulating=_beside_new(gradients, totals) if is_cast else 0,
-        last=last,
-        last_accumulated=totals[-1] if several and trained else 0,
-        turned=last if turned and turned[-1] else 0,
-    )
-
-
 def _cast(chunk: TensorSpec, sharding: Sharding) -> int:
     """A share as it is sent, where that is not what the rank keeps: cast, or on its way from the
     host in the dtype it is stored in."""
-    if sharding.casts(chunk):
-        return chunk.numel * sharding.computed(chunk)
+    if sharding.casts(chunk.dtype):
+        return chunk.numel * sharding.computed(chunk.dtype)
     return chunk.nbytes if sharding.offload else 0
 
 

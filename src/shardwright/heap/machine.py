@@ -12,16 +12,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
-
-import msgspec
 
 from shardwright.core.llama import LLAMA_EXPERTS
 from shardwright.core.placement import Zero
 from shardwright.core.schedule import Prefetch
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
+from shardwright.core.unit_bytes import Dtypes
 from shardwright.heap.ledger import GradientRule, Ledger
 from shardwright.job.parallel import fits
 
@@ -34,29 +34,25 @@ Reduces = Literal["each", "last", "end"]
 Shares = Literal["all", "states", "nothing"]
 
 
-class Sharding(msgspec.Struct, frozen=True):
-    """How parameters are spread over data ranks and in which dtypes they are used.
+class Sharding(Dtypes, frozen=True):
+    """How parameters, which have the dtype they are stored in, are spread over data ranks and in
+    which dtypes they are used.
 
-    ``tensors`` of units have the dtype they are stored in; ``param_dtype`` and ``reduce_dtype`` are
-    those of computing and of summing gradients, empty where they are left as they are. Every rank
-    has the ``replicated`` units. Units in ``kept`` stay whole from their forward to their backward;
-    ``ranks_after_forward`` share the others meanwhile, where it is not 0. ``prefetch``, ``flat``
-    and ``zero`` are of our own runtime: how many units are on their way while one computes, whether
-    a unit is cut as one buffer or each of its parameters by itself, and below 3 that units which
-    are shared are whole between steps, too. Shares, gradients and states of all units with
-    ``offload``, or of those in ``offloaded``, are in host memory. Gradients and states of shards
-    that are cut ``twice`` are cut over ``replicas``, too. ``reduce_scatter_inputs`` and
-    ``holds_all_reduced`` are of FSDP2 (``job.memory.Fsdp2Section``). Large tensors are cut
-    between blocks of ``block`` elements. ``experts`` name units, with ``*`` for any part.
+    Every rank has the ``replicated`` units. Units in ``kept`` stay whole from their forward to
+    their backward. ``prefetch``, ``flat`` and ``zero`` are of our own runtime: how many units are
+    on their way while one computes, whether a unit is cut as one buffer or each of its parameters
+    by itself, and below 3 that units which are shared are whole between steps, too. Shares,
+    gradients and states of all units with ``offload``, or of those in ``offloaded``, are in host
+    memory. Gradients and states of shards that are cut ``twice`` are cut over ``replicas``, too.
+    ``reduce_scatter_inputs`` and ``holds_all_reduced`` are of FSDP2 (``job.memory.Fsdp2Section``).
+    Large tensors are cut between blocks of ``block`` elements. ``experts`` name units, with ``*``
+    for any part.
     """
 
     shards: int = 1
     expert_shards: int = 1
     replicas: int = 1
-    param_dtype: str = ""
-    reduce_dtype: str = ""
     reshard_after_forward: bool = True
-    ranks_after_forward: int = 0
     kept: frozenset[str] = frozenset()
     replicated: frozenset[str] = frozenset()
     zero: Zero = 3
@@ -101,28 +97,16 @@ class Sharding(msgspec.Struct, frozen=True):
 
     def parameter_bytes(self, unit: str, tensor: TensorSpec) -> int:
         """What a rank keeps of a parameter, padding apart."""
-        share = -(-tensor.numel // self.shards_of(unit)) * self.stored(tensor)
+        share = -(-tensor.numel // self.shards_of(unit)) * self.stored(tensor.dtype)
         here = 0 if self.away(unit) else share
         if not self.stays(unit):
             return here
-        apart = self.casts(tensor) or self.on_host(unit)
-        return tensor.numel * self.computed(tensor) + (here if apart else 0)
+        apart = self.casts(tensor.dtype) or self.on_host(unit)
+        return tensor.numel * self.computed(tensor.dtype) + (here if apart else 0)
 
-    def stored(self, tensor: TensorSpec) -> int:
+    def stored(self, dtype: str) -> int:
         """Bytes of an element between steps: whole parameters are kept as they compute."""
-        return element_bytes(tensor.dtype) if self.shares == "all" else self.computed(tensor)
-
-    def casts(self, tensor: TensorSpec) -> bool:
-        """Whether a tensor is computed with in another dtype than it is stored in."""
-        return self.param_dtype not in ("", tensor.dtype)
-
-    def computed(self, tensor: TensorSpec) -> int:
-        """Bytes of an element that is computed with."""
-        return element_bytes(self.param_dtype or tensor.dtype)
-
-    def reduced(self, tensor: TensorSpec) -> int:
-        """Bytes of an element of a gradient that is summed."""
-        return element_bytes(self.reduce_dtype or self.param_dtype or tensor.dtype)
+        return element_bytes(dtype) if self.shares == "all" else self.computed(dtype)
 
 
 @dataclass(slots=True)
@@ -142,6 +126,12 @@ class Machine(ABC):
     units: Units
     sharding: Sharding
     frozen: frozenset[str] = frozenset()
+    adding: bool = field(default=False, init=False)  # to gradients of an earlier microbatch
+
+    @property
+    def trained(self) -> list[TensorSpec]:
+        """The tensors that have gradients, unit by unit."""
+        return [t for its in self.units.values() for t in its if t.fqn not in self.frozen]
 
     @abstractmethod
     def state(self) -> object:
@@ -161,9 +151,10 @@ class Machine(ABC):
     def updated(self) -> list[TensorSpec]:
         """What this rank's optimizer updates, tensor by tensor."""
 
-    @abstractmethod
     def rule(self) -> GradientRule:
-        """What becomes of a gradient of the microbatch whose backward is under way."""
+        """What becomes of a gradient of the microbatch whose backward is under way: it stays until
+        its unit's is over, unless one of an earlier microbatch is there, to which autograd adds."""
+        return "added" if self.adding else "stays"
 
     def begin(self, forward: Sequence[str], backward: Sequence[str], last: bool) -> None:  # noqa: B027
         """A pass through units begins, of which forwards and backwards enter these, some again and
@@ -191,9 +182,10 @@ class Machine(ABC):
     def finish_backward(self) -> None:
         """After the whole backward."""
 
-    @abstractmethod
     def zero_grad(self) -> None:
         """After the optimizer's step: gradients go."""
+        for unit in self.units:
+            self.heap.free(f"{unit}.gradient")
 
 
 class Repetition:
@@ -228,29 +220,26 @@ class Replicated(Machine):
     """Parameters in the dtype they compute in; gradients in buckets beside their own, which are
     reduced in place when all of a backward is over."""
 
-    backwards: int = 0
-
     def state(self) -> object:
         """Whether there was a backward."""
-        return self.backwards > 0
+        return self.adding
 
     def resident(self) -> dict[Kind, int]:
         """Whole parameters, and DDP's buckets where there are ranks to average with."""
-        tensors = [tensor for its in self.units.values() for tensor in its]
-        weights = sum(t.numel * self.sharding.stored(t) for t in tensors)
         several = self.sharding.shards * self.sharding.replicas > 1
-        trained = [t for t in tensors if t.fqn not in self.frozen]
-        buckets = sum(t.numel * self.sharding.computed(t) for t in trained)
-        return {"weight": weights, "communication": buckets if several else 0}
+        buckets = sum(t.numel * self.sharding.computed(t.dtype) for t in self.trained)
+        return {"weight": self._whole, "communication": buckets if several else 0}
+
+    @property
+    def _whole(self) -> int:
+        """Bytes of all parameters."""
+        sizes = (t.numel * self.sharding.stored(t.dtype) for t in chain(*self.units.values()))
+        return sum(sizes)
 
     def updated(self) -> list[TensorSpec]:
         """Every parameter; under ZeRO-1 those of the rank that has most of them."""
-        tensors = [
-            TensorSpec(t.fqn, t.shape, self.sharding.param_dtype or t.dtype)
-            for its in self.units.values()
-            for t in its
-            if t.fqn not in self.frozen
-        ]
+        dtype = self.sharding.param_dtype
+        tensors = [TensorSpec(t.fqn, t.shape, dtype or t.dtype) for t in self.trained]
         if self.sharding.shares == "nothing" or self.sharding.shards == 1:
             return tensors
         shares: list[list[TensorSpec]] = [[] for _ in range(self.sharding.shards)]
@@ -263,21 +252,16 @@ class Replicated(Machine):
             sizes[least] += tensor.numel * element_bytes(tensor.dtype)
         return shares[sizes.index(max(sizes))]
 
-    def rule(self) -> GradientRule:
-        """Gradients of later microbatches are added to those of the first."""
-        return "added" if self.backwards else "stays"
-
     def finish_backward(self) -> None:
-        """One more backward has left its gradients, which are whole and complete."""
-        self.backwards += 1
+        """A backward has left its gradients, to which later microbatches add theirs."""
+        self.adding = True
         for unit in self.units:
             self.heap.become(f"{unit}.unreduced", f"{unit}.gradient", "gradient")
 
     def zero_grad(self) -> None:
         """Gradients go."""
-        for unit in self.units:
-            self.heap.free(f"{unit}.gradient")
-        self.backwards = 0
+        Machine.zero_grad(self)  # super() knows no class with slots
+        self.adding = False
 
 
 class Megatron(Replicated):
@@ -290,15 +274,11 @@ class Megatron(Replicated):
 
     def resident(self) -> dict[Kind, int]:
         """Whole parameters, this rank's copies of them, and the buffer of gradients."""
-        tensors = [tensor for its in self.units.values() for tensor in its]
-        weights = sum(t.numel * self.sharding.stored(t) for t in tensors)
-        if self.sharding.casts(TensorSpec("", (1,), "fp32")):
+        weights = self._whole
+        if self.sharding.casts("fp32"):
             weights += sum(t.numel * element_bytes("fp32") for t in self.updated())
-        trained = [t for t in tensors if t.fqn not in self.frozen]
-        return {"weight": weights, "gradient": sum(map(self._summed, trained))}
-
-    def _summed(self, tensor: TensorSpec) -> int:
-        return tensor.numel * self.sharding.reduced(tensor)
+        gradients = sum(t.numel * self.sharding.reduced(t.dtype) for t in self.trained)
+        return {"weight": weights, "gradient": gradients}
 
     def updated(self) -> list[TensorSpec]:
         """This rank's part of every unit in fp32; of experts that few ranks hold, among these."""

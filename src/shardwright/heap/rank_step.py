@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Literal
 
 import msgspec
@@ -63,11 +62,6 @@ def states(optimizer: Optimizer, tensor: TensorSpec) -> Iterator[StateTensor]:
         yield StateTensor(state.name, nbytes, "host" if on_host else "device")
 
 
-def state_bytes(optimizer: Optimizer, tensor: TensorSpec, place: Place = "device") -> int:
-    """Bytes that are kept for ``tensor`` in one place."""
-    return sum(each.bytes for each in states(optimizer, tensor) if each.place == place)
-
-
 def step_temporaries(
     optimizer: Optimizer, tensors: Iterable[TensorSpec]
 ) -> tuple[StorageChange, ...]:
@@ -88,11 +82,6 @@ def step_temporaries(
         part.step(part, its, names)
         changes += names.closed()
     return tuple(changes)
-
-
-def peak_bytes(changes: Iterable[StorageChange]) -> int:
-    """The most that is alive at once."""
-    return max(accumulate((change.bytes for change in changes), initial=0))
 
 
 class _Locals:
@@ -372,15 +361,14 @@ class RankStep:
         heap.take("received", "communication", self.receives)
 
     def _settle_states(self, heap: Ledger, machine: Machine) -> None:
-        places: tuple[Place, ...] = ("device",)
-        if not machine.sharding.on_gpu:
-            places = ("device", "host")  # the host is the device
-        states = sum(
-            state_bytes(self.optimizer, tensor, place)
+        here = not machine.sharding.on_gpu  # the host is the device
+        kept = sum(
+            state.bytes
             for tensor in machine.updated()
-            for place in places
+            for state in states(self.optimizer, tensor)
+            if here or state.place == "device"
         )
-        heap.take("states", "optimizer_state", states + self.optimizer.shared_bytes)
+        heap.take("states", "optimizer_state", kept + self.optimizer.shared_bytes)
 
     @cached_property
     def _entered(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:

@@ -170,19 +170,20 @@ def make_problem(
     batch = batch_of(job)
     dedup = None if job.planner.dedup is UNSET else job.planner.dedup
     context = PricingContext(cluster, batch, job.planner.estimator, dedup)
-    dtypes = step_dtypes(job)
+    param_dtype, reduce_dtype = step_dtypes(job)
     section = memory_of(job)
     degrees = degrees_of(job, cluster.world_size)
     dense = DenseContext(
         cluster.world_size,
         cluster.linked,
         context.values,
-        *dtypes,
         section.stage,
         section.offload,
         cluster.compute_device != "cpu",
         degrees.data_replicate,
         section.twice,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
     )
     unit_space = UnitSpace(model, dense, job.planner.units, job.planner.dense)
     # The space of units is kept with the model: a search that has to be made again, for what

@@ -25,11 +25,11 @@ from shardwright.core.footprint import Alive, RankMemory, needs_of
 from shardwright.core.optimizers import OPTIMIZERS, trained
 from shardwright.core.schedule import Action, Merged, Modes, Prefetch, training_step
 from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase, stretches
-from shardwright.cost import dense, optimizer
+from shardwright.cost import dense
 from shardwright.cost.pipeline import by_phase
 from shardwright.heap.allocator import AllocatorSettings
 from shardwright.heap.classes import MODELLED, RankClass, Setting, rank_memories
-from shardwright.heap.flat import FlatUnits, unit_sizes
+from shardwright.heap.flat import FlatUnits
 from shardwright.heap.ledger import Ledger
 from shardwright.heap.machine import Sharding, Units
 from shardwright.heap.rank_step import RankStep
@@ -161,11 +161,7 @@ class StepDraft(Draft):
     def _beside(self) -> int:
         """Bytes of units that stay whole between steps in another dtype than their shares: a device
         has the share that is updated, and the whole that is computed with."""
-        return sum(
-            unit_sizes(choice.layout, self.sharding, on_host=choice.offloaded).whole
-            for choice in self.units
-            if choice.stays
-        )
+        return sum(choice.buffers.room for choice in self.units if choice.stays)
 
     def kept(self, exact: Exact) -> Iterator[tuple[Kind, str, int]]:
         """Of the ``exact`` bytes of a rank what its device has between steps: kind, name, bytes."""
@@ -215,8 +211,8 @@ class StepDraft(Draft):
 
     def machine(self, heap: Ledger, units: Units, frozen: frozenset[str]) -> FlatUnits:
         """The runtime that follows this draft, on a heap."""
-        layouts = {c.unit.name: c.layout for c in self.units if not c.replicated}
-        return FlatUnits(heap, units, self.sharding, frozen, layouts)
+        buffers = {c.unit.name: c.buffers for c in self.units if not c.replicated}
+        return FlatUnits(heap, units, self.sharding, frozen, buffers)
 
     def ledger(self, load: RankLoad) -> Ledger:
         """A steady step of a rank: live bytes by kind at the peak of each phase."""
@@ -428,8 +424,7 @@ def unit_events(choice: UnitChoice, rank: int | None) -> Exact:
         events["reduce", "gradient", name] = kept["gradient"]
         events["reduce", "padding", f"{name}.gradient"] = trained_padding
     if kept["optimizer_state"]:
-        rest = elements and elements[1]
-        extra = optimizer.dense_padding_state_bytes(trained_padding, kind, rest)
+        extra = kept["padding"] - padding - trained_padding
         events["step", "optimizer_state", name] = kept["optimizer_state"]
         events["step", "padding", f"{name}.optimizer_state"] = extra
     return events

@@ -22,28 +22,25 @@ from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.placement import Flat, Placement, Replicate, Roles, Zero, roles
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import Phase
+from shardwright.core.unit_bytes import Dtypes, UnitBytes
 from shardwright.cost import dense, optimizer
 from shardwright.cost.pipeline import ComputeSeconds, UnitSeconds
 from shardwright.job.memory import Offload
 
 
-@dataclass(frozen=True, slots=True)
-class DenseContext:
+class DenseContext(Dtypes, frozen=True):
     """Everything but a unit and its placement that the unit's seconds depend on.
 
     ``local`` of the ranks are linked closely, all where it is None; ``c`` are constants by name.
-    Units compute in ``param_dtype`` and sum gradients in ``reduce_dtype``, each tensor in its own
-    where that is empty. Units that are not replicated are shared as a stage of ``zero`` says, and
-    their shards, gradients and states may be, or are all, in host memory as ``offload`` says, which
-    is that of the device unless this is an accelerator. They are shared by the shards of as many
-    ``replicas``, which cut gradients and states again where they are cut ``twice``.
+    Units that are not replicated are shared as a stage of ``zero`` says, and their shards,
+    gradients and states may be, or are all, in host memory as ``offload`` says, which is that of
+    the device unless this is an accelerator. They are shared by the shards of as many ``replicas``,
+    which cut gradients and states again where they are cut ``twice``.
     """
 
     ranks: int
     local: int | None
     c: Mapping[str, float]
-    param_dtype: str = ""
-    reduce_dtype: str = ""
     zero: Zero = 3
     offload: Offload = "none"
     on_gpu: bool = False
@@ -127,10 +124,15 @@ class UnitChoice:
     placement: Placement
     zero: Zero
     reshard: bool
-    layout: UnitLayout
+    buffers: UnitBytes
     computing: ComputeSeconds
     context: DenseContext
     offloaded: bool = False
+
+    @property
+    def layout(self) -> UnitLayout:
+        """Where every element of it lives."""
+        return self.buffers.layout
 
     @property
     def away(self) -> bool:
@@ -138,50 +140,32 @@ class UnitChoice:
         return self.offloaded and self.context.on_gpu
 
     @cached_property
-    def cast(self) -> bool:
-        """Whether tensors of it compute in another dtype than they are kept in."""
-        dtype = self.context.param_dtype
-        return bool(dtype) and any(tensor.dtype != dtype for tensor in self.unit.tensors)
-
-    @cached_property
     def grid(self) -> ReplicaGrid:
         """The ranks of its parts; of a replicated unit all of them alike."""
         return ReplicaGrid(1, self.context.ranks) if self.replicated else self.context.grid
 
     @cached_property
-    def gathered(self) -> int:
-        """Bytes of the whole buffer as it is gathered."""
-        return self.layout.whole_bytes(self.context.param_dtype, trained=self.stays)
-
-    @cached_property
-    def cleared(self) -> int:
-        """Bytes of its gradient before it is summed."""
-        return self.layout.whole_bytes(self.context.param_dtype, trained=True)
-
-    @cached_property
-    def reduced(self) -> int:
-        """Bytes of its gradient as it is summed."""
-        dtype = self.context.reduce_dtype or self.context.param_dtype
-        return self.layout.whole_bytes(dtype, trained=True)
+    def sizes(self) -> UnitSizes:
+        """What its seconds follow from."""
+        context, layout, its = self.context, self.layout, self.buffers
+        return UnitSizes(
+            gathered=its.cleared if self.stays else its.gathered,
+            cleared=its.cleared,
+            reduced=its.reduced,
+            part_reduced=its.reduced // self.grid.shards if self.between else 0,
+            slice=layout.shard_bytes,
+            trained=layout.trained.shard_bytes,
+            stored=layout.stored_bytes,
+            shards=self.grid.shards,
+            local=context.local if self.replicated else context.shards_local,
+            replicas=self.grid.replicas,
+            replicas_local=context.replicas_local,
+        )
 
     @cached_property
     def spent(self) -> UnitSeconds:
         """What its collectives, gradient and update take."""
-        context, layout = self.context, self.layout
-        sizes = UnitSizes(
-            self.gathered,
-            self.cleared,
-            self.reduced,
-            self.part_reduced,
-            layout.shard_bytes,
-            layout.trained.shard_bytes,
-            layout.stored_bytes,
-            self.grid.shards,
-            context.local if self.replicated else context.shards_local,
-            self.grid.replicas,
-            context.replicas_local,
-        )
-        return unit_seconds(self, sizes, context.c)
+        return unit_seconds(self, self.sizes, self.context.c)
 
     @property
     def replicated(self) -> bool:
@@ -194,7 +178,7 @@ class UnitChoice:
         forward fills: ranks send it, or replicas are copied in the dtype of computing. What stays
         and is never updated is filled once in a run."""
         still = self.stays and not self.layout.trains
-        return (self.cast or not self.replicated) and not still
+        return (not self.replicated or self.buffers.room > 0) and not still
 
     @property
     def stays(self) -> bool:
@@ -244,15 +228,12 @@ class UnitChoice:
         """Full buffers with which replicas have what others of them updated in a step."""
         return self.layout.stored_bytes if self.reduces and self.grid.twice else 0
 
-    @property
-    def part_reduced(self) -> int:
-        """Of the gradient what replicas of a shard sum."""
-        return self.reduced // self.grid.shards if self.between else 0
-
     def moved_bytes(self, calls: Calls) -> int:
         """Full buffers of all collectives of a step."""
-        summed = calls.reduces * (self.reduced + self.part_reduced + self.note_bytes)
-        return calls.gathers * self.gathered + self.kept_bytes + summed
+        its = self.sizes
+        gathered: int = calls.gathers * its.gathered
+        summed: int = calls.reduces * (its.reduced + its.part_reduced + self.note_bytes)
+        return gathered + self.kept_bytes + summed
 
     @property
     def note_bytes(self) -> int:
@@ -295,7 +276,7 @@ class UnitChoice:
         """Bytes of optimizer states on the fullest rank, those of padding among them."""
         elements = self.elements(None)
         found: int = optimizer.dense_state_bytes(
-            self.layout.trained.shard_bytes,
+            self.sizes.trained,
             self.unit.optimizer,
             self.layout.trained.flat_tensors,
             elements and elements[0],
@@ -349,15 +330,12 @@ def unit_choices(
         sum(computed[member.name].forward for member in units),
         sum(computed[member.name].backward for member in units),
     )
-    dtype = context.param_dtype
-    # Of a unit in host memory everything is copied before it is sent, so all of it counts as cast,
-    # in whatever dtype it is.
-    cast = {tensor.dtype for tensor in unit.tensors} - {dtype} if dtype else set()
 
     def choices(placement: Placement, zero: Zero = 3, *, offloaded: bool) -> Iterator[UnitChoice]:
         """Kept whole after a forward, and if it can be resharded."""
         sharded = isinstance(placement, Flat)
         grid = context.grid if sharded else ReplicaGrid(1, context.ranks)
+        copied = context.copied(unit.tensors, on_host=offloaded)
         layout = unit_layout(
             unit.tensors,
             placement,
@@ -365,13 +343,14 @@ def unit_choices(
             unit.frozen,
             zero=zero,
             kept=grid.kept,
-            cast={tensor.dtype for tensor in unit.tensors} if offloaded else cast,
+            cast=copied,
             block=OPTIMIZERS[unit.optimizer].block,
         )
+        buffers = UnitBytes.of(layout, context, copied)
         # Kept before resharded, and replicated before sharded: whoever takes the first of equally
         # fast choices takes the one with fewer collectives.
         for reshard in (False, True) if sharded and zero == 3 else (False,):
-            yield UnitChoice(unit, placement, zero, reshard, layout, computing, context, offloaded)
+            yield UnitChoice(unit, placement, zero, reshard, buffers, computing, context, offloaded)
 
     yield from choices(Replicate(), offloaded=False)
     for offloaded in (False, True) if offloads else (False,):
@@ -394,7 +373,7 @@ def unit_seconds(choice: UnitChoice, of: UnitSizes, c: Any) -> UnitSeconds:
         for buffer in (of.gathered, of.reduced)
     )
     gathers, reduces = gather["gather"], reduce["reduce"] if choice.reduces else 0.0
-    if choice.cast and not sharded:  # no rank sends anything, and each fills its own copy
+    if choice.comes and not sharded:  # no rank sends anything, and each fills its own copy
         gathers = dense.copy_seconds(of.gathered, c, away=False)
     replicas = None
     if choice.between:

@@ -53,18 +53,18 @@ class PlacedRun:
     @cached_property
     def at_rest(self) -> int:
         """Bytes of a rank's weights and states in the memory that decides."""
-        return sum(u.layout.stored_bytes + u.state_bytes for u in self.units if not u.away)
+        return sum(u.sizes.stored + u.state_bytes for u in self.units if not u.away)
 
     @cached_property
     def gradients(self) -> int:
         """Bytes of their gradients there."""
-        return sum(u.layout.trained.shard_bytes for u in self.units if not u.away)
+        return sum(u.sizes.trained for u in self.units if not u.away)
 
     @cached_property
     def whole(self) -> int:
         """Bytes of units that stay whole from their forward to their backward."""
         there = [u for u in self.units if u.comes and not u.reshard]
-        return sum(u.gathered for u in there if not u.layout.stays)
+        return sum(u.sizes.gathered for u in there if not u.layout.stays)
 
     @cached_property
     def largest(self) -> tuple[list[int], list[int]]:
@@ -72,8 +72,8 @@ class PlacedRun:
         there are at once."""
         # No more than two of them are ever whole at once, the one that computes and the one
         # gathered ahead, so nothing else of a run has to be remembered for its footprint.
-        passing = sorted(u.gathered for u in self.units if u.reshard)
-        unreduced = sorted(u.reduced for u in self.units if not u.replicated)
+        passing = sorted(u.sizes.gathered for u in self.units if u.reshard)
+        unreduced = sorted(u.sizes.reduced for u in self.units if not u.replicated)
         return passing[-MOST_AT_ONCE:], unreduced[-MOST_AT_ONCE:]
 
     @cached_property

@@ -397,8 +397,8 @@ def _table_events(rank: int, tables: ShardedTables) -> Iterator[Event]:
 
 
 def _unit_events(rank: int, unit: Unit, optimizer: torch.optim.Optimizer) -> Iterator[Event]:
-    padding = unit.layout.stored_padding(unit.comm.rank)
-    trained = unit.layout.trained.padding_bytes(unit.comm.rank)
+    padding = unit.layout.paddings(stored=True)[unit.comm.rank]
+    trained = unit.layout.trained.paddings(stored=False)[unit.comm.rank]
     buffer = unit.buffers.shard.nbytes
     yield Event(rank, 0, "setup", "weight", unit.name, buffer - padding)
     yield Event(rank, 0, "setup", "padding", f"{unit.name}.parameter", padding)

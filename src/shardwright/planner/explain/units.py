@@ -15,7 +15,7 @@ from shardwright.core.optimizer_states import MIN_8BIT_ELEMENTS, Elements
 from shardwright.core.schedule import Action
 from shardwright.core.tensor import element_bytes
 from shardwright.cost import dense
-from shardwright.cost.pipeline import Spent, UnitSeconds, walk
+from shardwright.cost.pipeline import Spent, walk
 from shardwright.job.plan import Plan, UnitPlan
 from shardwright.planner.explain.explanation import REORDERED, Explanation, finished, ranks_label
 from shardwright.planner.explain.recompute import recorded_with
@@ -53,9 +53,7 @@ class UnitAmounts:
     def local(self) -> Amount | None:
         """How many of them are linked closely; None where all are."""
         local = self.draft.problem.unit_space.context.local
-        if local is None:
-            return None
-        return leaf(local, "ranks_of_host", "", "cluster.local_world_size")
+        return _near(local, "ranks_of_host", "cluster.local_world_size")
 
     def piece(self, action: Action) -> Amount:
         """What is computed between two moments of a step."""
@@ -72,84 +70,50 @@ class UnitAmounts:
         found: Amount = named(f"compute[{where}]", seconds, "s")
         return found
 
-    def buffer(self, choice: UnitChoice) -> Amount:
-        """The whole buffer, padding included."""
-        source = "tensors at their alignment, cut evenly"
-        return leaf(choice.layout.nbytes, "buffer_bytes", "B", source)
-
-    def gathered(self, choice: UnitChoice) -> Amount:
-        """The whole buffer as it is gathered."""
-        return leaf(choice.gathered, "gathered_bytes", "B", "the buffer in the dtype of computing")
-
-    def cleared(self, choice: UnitChoice) -> Amount:
-        """The whole gradient before it is summed."""
-        if choice.cleared == choice.gathered:
-            return self.gathered(choice)
-        return leaf(choice.cleared, "gradient_buffer_bytes", "B", "of it, what has a gradient")
-
-    def reduced(self, choice: UnitChoice) -> Amount:
-        """The whole gradient as it is summed."""
-        return leaf(choice.reduced, "reduced_bytes", "B", "the gradient in the dtype of sums")
-
-    def slice(self, choice: UnitChoice) -> Amount:
-        """A rank's slice of the buffer."""
-        if choice.stays:
-            source = "of whole parameters, what a rank updates"
-            return leaf(choice.layout.shard_bytes, "slice_bytes", "B", source)
-        count = 1 if choice.replicated else choice.layout.world_size
-        slices = leaf(count, "slices", "", "ranks that share it")
-        found: Amount = named("slice_bytes", self.buffer(choice) // slices, "B")
-        return found
-
-    def stored(self, choice: UnitChoice) -> Amount:
-        """What a rank keeps of the buffer: its slice, or all of it where that stays."""
-        if choice.grid.twice:
-            source = "the slices of all replicas of a shard"
-            return leaf(choice.layout.stored_bytes, "kept_bytes", "B", source)
-        if not choice.stays:
-            return self.slice(choice)
-        return leaf(choice.layout.stored_bytes, "kept_bytes", "B", "parameters stay whole")
-
-    def trained(self, choice: UnitChoice) -> Amount:
-        """Of that slice what has a gradient."""
-        trained = choice.layout.trained
-        if trained is choice.layout:
-            return self.slice(choice)
-        source = "of the slice, what has a gradient"
-        return leaf(trained.shard_bytes, "trained_slice_bytes", "B", source)
-
-    def seconds(self, choice: UnitChoice) -> UnitSeconds:
-        """One gather, one reduce, the gradient's buffer and the update."""
-        near = choice.context.replicas_local
-        shards, local = self._shards(choice)
-        sizes = UnitSizes(
-            self.gathered(choice),
-            self.cleared(choice),
-            self.reduced(choice),
-            self.part_reduced(choice),
-            self.slice(choice),
-            self.trained(choice),
-            self.stored(choice),
-            shards,
-            local,
-            leaf(choice.grid.replicas, "replicas", "", "parallel.data_replicate"),
-            None if near is None else leaf(near, "replicas_of_host", "", "of them on one"),
+    def sizes(self, choice: UnitChoice) -> UnitSizes:
+        """What the bytes and the seconds of a unit follow from."""
+        known, layout = choice.sizes, choice.layout
+        gathered = leaf(
+            known.gathered, "gathered_bytes", "B", "the buffer in the dtype of computing"
         )
-        return unit_seconds(choice, sizes, self.constants)
-
-    def _shards(self, choice: UnitChoice) -> tuple[Amount, Amount | None]:
-        """Ranks among whom a unit is gathered, and how many of them are linked closely."""
-        if choice.grid.replicas == 1:
-            return self.ranks, self.local
-        near = choice.context.shards_local
-        local = None if near is None else leaf(near, "shards_of_host", "", "of them on one host")
-        return leaf(choice.grid.shards, "shards", "", "ranks / parallel.data_replicate"), local
-
-    def part_reduced(self, choice: UnitChoice) -> Amount:
-        """Of the gradient what replicas of a shard sum."""
-        shards, _ = self._shards(choice)
-        found: Amount = named("reduced_of_shard", self.reduced(choice) // shards, "B")
-        return found
+        cleared = gathered
+        if known.cleared != known.gathered:
+            source = "of it, what has a gradient"
+            cleared = leaf(known.cleared, "gradient_buffer_bytes", "B", source)
+        reduced = leaf(known.reduced, "reduced_bytes", "B", "the gradient in the dtype of sums")
+        if choice.stays:
+            own = leaf(known.slice, "slice_bytes", "B", "of whole parameters, what a rank updates")
+        else:
+            source = "tensors at their alignment, cut evenly"
+            buffer = leaf(layout.nbytes, "buffer_bytes", "B", source)
+            count = 1 if choice.replicated else layout.world_size
+            slices = leaf(count, "slices", "", "ranks that share it")
+            own = named("slice_bytes", buffer // slices, "B")
+        trained = stored = own
+        if layout.trained is not layout:
+            source = "of the slice, what has a gradient"
+            trained = leaf(known.trained, "trained_slice_bytes", "B", source)
+        if choice.grid.twice or choice.stays:
+            twice = choice.grid.twice
+            source = "the slices of all replicas of a shard" if twice else "parameters stay whole"
+            stored = leaf(known.stored, "kept_bytes", "B", source)
+        shards, local = self.ranks, self.local
+        if choice.grid.replicas > 1:
+            shards = leaf(known.shards, "shards", "", "ranks / parallel.data_replicate")
+            local = _near(known.local, "shards_of_host", "of them on one host")
+        return UnitSizes(
+            gathered=gathered,
+            cleared=cleared,
+            reduced=reduced,
+            part_reduced=named("reduced_of_shard", reduced // shards, "B"),
+            slice=own,
+            trained=trained,
+            stored=stored,
+            shards=shards,
+            local=local,
+            replicas=leaf(known.replicas, "replicas", "", "parallel.data_replicate"),
+            replicas_local=_near(known.replicas_local, "replicas_of_host", "of them on one"),
+        )
 
     def spent(self, choice: UnitChoice) -> list[Spent]:
         """What every action of one unit takes; other units are shown by their numbers alone."""
@@ -157,7 +121,7 @@ class UnitAmounts:
         # every one of them would be as long as the model is deep, so others are plain numbers.
         space, name = self.draft.problem.unit_space, choice.unit.name
         units: dict[str, Any] = {u.unit.name: u.spent for u in self.draft.units}
-        units[name] = self.seconds(choice)
+        units[name] = unit_seconds(choice, self.sizes(choice), self.constants)
 
         def piece(action: Action) -> Any:
             return self.piece(action) if action.target == name else space.of_piece(action)
@@ -165,6 +129,11 @@ class UnitAmounts:
         overlap = self.constants["overlap"]
         found = walk(self.draft.model.step, self.draft.modes, units, piece, overlap, _clock)
         return [spent for spent in found if spent.unit == name]
+
+
+def _near(ranks: int | None, name: str, source: str) -> Amount | None:
+    """How many ranks are linked closely; None where all are."""
+    return None if ranks is None else leaf(ranks, name, "", source)
 
 
 def _clock(name: str, value: Any) -> Amount:
@@ -191,17 +160,17 @@ def explain_unit(
 def _bytes(amounts: UnitAmounts, choice: UnitChoice, where: str) -> Iterator[Explanation]:
     """Ranks with as much padding are shown together."""
     alike: dict[tuple[Any, ...], list[int]] = {}
-    trained = choice.layout.trained
+    sizes, trained = amounts.sizes(choice), choice.layout.trained
     for rank, paddings in enumerate(zip(choice.padding, choice.trained_padding, strict=True)):
         alike.setdefault((*paddings, choice.elements(rank)), []).append(rank)
     for (padding, trained_padding, elements), ranks in alike.items():
         source = "what is no tensor's in the slice of these ranks"
         gap = leaf(padding, "padding_of_slice", "B", source)
-        own = named("payload_of_slice", amounts.stored(choice) - gap, "B")
+        own = named("payload_of_slice", sizes.stored - gap, "B")
         learns, its_gap = own, gap
         if trained is not choice.layout or choice.stays or choice.grid.twice:
             its_gap = leaf(trained_padding, "padding_of_trained", "B", source)
-            learns = named("trained_payload", amounts.trained(choice) - its_gap, "B")
+            learns = named("trained_payload", sizes.trained - its_gap, "B")
         kind, count = choice.unit.optimizer, trained.flat_tensors
         both = elements and (_elements(elements[0], ""), _elements(elements[1], " of padding"))
         kept = dense.unit_bytes(own, gap, kind, learns, its_gap, count, both)
@@ -313,12 +282,13 @@ def _collectives(
     yield finished(f"{where}: collectives per step", planned.collectives, calls, ranks=everyone)
     why = "a note for every rank: what ranks did so far, and which tensors have a gradient"
     notes = leaf(choice.note_bytes, "note_bytes", "B", why)
-    summed = amounts.reduced(choice) + notes
+    sizes = amounts.sizes(choice)
+    summed = sizes.reduced + notes
     if choice.between:
-        summed = summed + amounts.part_reduced(choice)
-    buffers = gathers * amounts.gathered(choice) + reduces * summed
+        summed = summed + sizes.part_reduced
+    buffers = gathers * sizes.gathered + reduces * summed
     if choice.kept_bytes:
-        buffers = buffers + amounts.stored(choice)
+        buffers = buffers + sizes.stored
     moved = named("bytes_per_step", buffers, "B")
     yield finished(
         f"{where}: full buffers of its collectives per step",

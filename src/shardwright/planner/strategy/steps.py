@@ -215,7 +215,7 @@ def _of_run(space: UnitSpace, run: Unit) -> Iterator[Floor]:
     for unit in run:
         choices = space.choices((unit,))
         moved = min(_bytes_of(space, choice) for choice in choices)
-        cleared = _payload(choices[0], choices[0].cleared)
+        cleared = _payload(choices[0], choices[0].sizes.cleared)
         own = sum(choices[0].computing) + dense.gradient_seconds(cleared, context.c)
         yield Floor(unit.name, own + moved, ANYHOW)
     # Latencies count once a run, for layers may all share one unit; compute and bytes count for
@@ -231,18 +231,15 @@ def _of_run(space: UnitSpace, run: Unit) -> Iterator[Floor]:
 def _calls(choice: UnitChoice) -> Iterator[tuple[Collective, int, int, int | None]]:
     """The collectives of a step, each with its bytes, padding included, its ranks and how many of
     them are near; what is frozen reduces nothing."""
-    context, grid = choice.context, choice.grid
-    if choice.replicated:
-        if choice.reduces:
-            yield "all_reduce", choice.reduced, context.ranks, context.local
-        return
-    local = context.shards_local
-    yield "all_gather", choice.gathered, grid.shards, local
+    sizes = choice.sizes
+    if not choice.replicated:
+        yield "all_gather", sizes.gathered, sizes.shards, sizes.local
+    kind: Collective = "all_reduce" if choice.replicated else "reduce_scatter"
     if choice.reduces:
-        yield "reduce_scatter", choice.reduced, grid.shards, local
+        yield kind, sizes.reduced, sizes.shards, sizes.local
     if choice.between:
-        kind: Collective = "reduce_scatter" if grid.twice else "all_reduce"
-        yield kind, choice.part_reduced, grid.replicas, context.replicas_local
+        kind = "reduce_scatter" if choice.grid.twice else "all_reduce"
+        yield kind, sizes.part_reduced, sizes.replicas, sizes.replicas_local
 
 
 def _shown(space: UnitSpace) -> float:
@@ -257,7 +254,7 @@ def _bytes_of(space: UnitSpace, choice: UnitChoice) -> float:
     for kind, whole, ranks, local in _calls(choice):
         sent = _payload(choice, whole)
         moved += network.transfer_seconds(kind, sent, ranks, context.c, local)
-        of_parts = choice.replicated or whole == choice.part_reduced
+        of_parts = choice.replicated or whole == choice.sizes.part_reduced
         if not (of_parts or (choice.stays and kind == "all_gather")):
             moved += dense.fresh_seconds(sent, context.c)
     trained = choice.layout.trained.payload_bytes

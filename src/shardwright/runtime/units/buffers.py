@@ -22,6 +22,7 @@ import torch
 from shardwright.core.arrange import Slot
 from shardwright.core.errors import InputError, expected
 from shardwright.core.layout import Segment, ShardPiece, UnitLayout
+from shardwright.core.unit_bytes import SegmentBytes, UnitBytes
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.torch_private import storage_of
 from shardwright.runtime.units.cutting import MixedPrecision
@@ -120,25 +121,15 @@ class SegmentViews:
         offloaded: bool,
     ) -> None:
         self.segment = segment
-        self.offloaded = offloaded
         self.dtype = DTYPES[segment.dtype]
         self.computed = precision.computed(self.dtype)
         self.reduced = precision.reduced(self.dtype)
+        sizes = self.computed.itemsize, self.reduced.itemsize
+        self.bytes = SegmentBytes(segment, *sizes, offloaded or self.computed != self.dtype)
         self.share = share
         self.kept = share if segment.stays else replica
         self.whole = replica
         self.refill = replica
-
-    @property
-    def needs_room(self) -> bool:
-        """Whether the unsharded segment is other memory than the unit's own."""
-        here = self.segment.stays or self.segment.cut == "replicated"
-        return not here or self.offloaded or self.computed != self.dtype
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of the unsharded segment in the dtype it computes in."""
-        return self.segment.whole * self.computed.itemsize if self.needs_room else 0
 
     def slice_of(self, buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
         """A tensor's elements in a buffer of the whole segment, in its shape."""
@@ -182,13 +173,12 @@ class Buffers:
             )
             for s in layout.segments
         ]
-        room = sum(views.whole_bytes for views in self.segments)
-        parts = max(1, comm.size)
-        self.whole = Elastic(-(-room // parts) * parts, device)  # also divides by fewer ranks
+        self.bytes = UnitBytes(layout, tuple(views.bytes for views in self.segments))
+        self.whole = Elastic(self.bytes.room, device)
         offset = 0
         for views in self.segments:
-            if views.needs_room:
-                end = offset + views.whole_bytes
+            if views.bytes.is_apart:
+                end = offset + views.bytes.room
                 views.whole = self.whole.tensor[offset:end].view(views.computed)
                 views.refill = self.whole.alias[offset:end].view(views.computed)
                 offset = end
@@ -200,7 +190,7 @@ class Buffers:
             if views.segment.in_rank_order and views.segment.share
         ]
         self.chunked = [v for v in self.segments if v.segment.cut == "chunks" and v.segment.share]
-        self.cast = [v for v in self.segments if v.segment.cut == "replicated" and v.needs_room]
+        self.cast = [v for v in self.segments if v.segment.cut == "replicated" and v.bytes.is_apart]
         self._make_stage(device)
         # One of each for every tensor, in layout order: its place in the whole unit, whether that
         # is other memory than the share, where this rank's part is in the share of the segment, and
@@ -212,7 +202,7 @@ class Buffers:
             )
             for views, slot in slots
         ]
-        self.apart = [views.needs_room for views, _ in slots]
+        self.apart = [views.bytes.is_apart for views, _ in slots]
         self.spans = [_span(views.segment, slot, comm.rank) for views, slot in slots]
         self.locals = [
             views.share[begin:end].view(sizes)
@@ -224,10 +214,10 @@ class Buffers:
         self.stage.give()
 
     def _make_stage(self, device: torch.device) -> None:
-        sizes = [views.segment.share * views.computed.itemsize for views in self.chunked]
-        row = sum(sizes)
-        self.stage = Elastic(row * self.comm.size, device)
+        row = self.bytes.row
+        self.stage = Elastic(self.bytes.stage, device)
         rows = self.stage.tensor.view(self.comm.size, row)
+        sizes = [views.segment.share * views.computed.itemsize for views in self.chunked]
         starts = [0, *itertools.accumulate(sizes)]
         self.assemblies = [
             Together(
@@ -240,9 +230,8 @@ class Buffers:
         # What lies in the shard can be sent as it is if it is one stretch in the right order. With
         # parts of neighbours in several segments it is not: the shard has all parts of a segment
         # together, a gather wants all segments of a part.
-        alike = all(views.computed == views.dtype for views in self.chunked)
         one = self.comm.kept == 1 or len(self.chunked) == 1
-        self.as_they_are = alike and one and not self.offloaded
+        self.as_they_are = one and not self.bytes.parts
         self.chunk_bytes = self.shard[:0]
         if self.chunked:
             begin = self.chunked[0].segment.shard_offset
@@ -268,12 +257,12 @@ class Buffers:
     def cached(self) -> Iterator[Cached]:
         """Every view, and the buffer that it is a view of."""
         for index, views in enumerate(self.segments):
-            home = self.whole.tensor if views.needs_room else self.shard
+            home = self.whole.tensor if views.bytes.is_apart else self.shard
             yield f"share of segment {index}", views.share, self.shard
             yield f"segment {index}", views.whole, home
             yield f"segment {index} to write", views.refill, home
         for views, target, source in self.direct:
-            home = self.whole.tensor if views.needs_room else self.shard
+            home = self.whole.tensor if views.bytes.is_apart else self.shard
             yield "a gather's target", target, home
             yield "a gather's source", source, self.shard
         for together in self.assemblies:
@@ -309,7 +298,7 @@ class Buffers:
         """Begin to fill the whole unit (collective); what is under way."""
         under_way: list[Awaited] = []
         for views, target, source in self.direct:
-            if self.offloaded or views.computed != views.dtype:
+            if views.bytes.copied:
                 source = self._sent(views)
             pending = self.comm.shards.all_gather(label, target, source, wait=False)
             if pending is not None:

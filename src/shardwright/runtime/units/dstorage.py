@@ -243,7 +243,7 @@ def table(flow: Flow) -> str:
                 _cut_text(placements, unit),
                 str(len(unit.param_infos)),
                 format_bytes(layout.stored_bytes),
-                f"{layout.stored_padding(unit.comm.rank)} B",
+                f"{layout.paddings(stored=True)[unit.comm.rank]} B",
                 str(moved.collectives),
                 format_bytes(moved.nbytes),
                 ", ".join(dict.fromkeys(segment.dtype for segment in layout.segments)),

@@ -169,7 +169,7 @@ class SegmentGradient:
         ranks = 1 if self.is_replicated else comm.size
         sent = self.sent = views.segment.sent
         device = views.whole.device
-        self.send = Elastic(ranks * sent * views.reduced.itemsize, device)
+        self.send = Elastic(ranks * views.bytes.row, device)
         self.apart = Apart(views.segment, self.send.tensor.view(views.reduced).view(ranks, sent))
         # Views were made while there was memory. From here on there is some only while a sum is
         # under way.
