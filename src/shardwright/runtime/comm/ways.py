@@ -70,7 +70,10 @@ def _words(steps: Steps) -> str:
 
 def way_at(steps: Steps, nbytes: int) -> str:
     """The way of a collective whose full tensor has ``nbytes``."""
-    return next((way for start, way in reversed(steps) if nbytes >= start), BACKEND)
+    for start, way in reversed(steps):
+        if nbytes >= start:
+            return way
+    return BACKEND
 
 
 def fixed_paths(paths: str | Mapping[str, str]) -> Paths:
@@ -115,11 +118,13 @@ def sends_and_receives(
 
 def sum_parts(shard: torch.Tensor, parts: torch.Tensor, size: int) -> None:
     """``shard`` [n] becomes the sum of ``parts`` [W*n] in rank order, its version untouched."""
-    rows = parts.view(size, -1)
+    target = shard.data  # as ``out`` it would count a version
+    if target.dim() != 1:
+        target, parts = target.view(-1), parts.view(-1)
     if size == 2:
-        torch.add(rows[0], rows[1], out=shard.data.view(-1))
+        torch.add(*parts.chunk(2), out=target)
     else:
-        torch.sum(rows, 0, out=shard.data.view(-1))
+        torch.sum(parts.view(size, -1), 0, out=target)
 
 
 def fastest_paths(operations: Operations) -> Paths:
