@@ -117,14 +117,13 @@ def sends_and_receives(
 
 
 def sum_parts(shard: torch.Tensor, parts: torch.Tensor, size: int) -> None:
-    """``shard`` [n] becomes the sum of ``parts`` [W*n] in rank order, its version untouched."""
-    target = shard.data  # as ``out`` it would count a version
-    if target.dim() != 1:
-        target, parts = target.view(-1), parts.view(-1)
+    """``shard`` [n] becomes the sum of ``parts`` [W*n] in rank order."""
+    if shard.dim() != 1:
+        shard, parts = shard.view(-1), parts.view(-1)
     if size == 2:
-        torch.add(*parts.chunk(2), out=target)
+        torch.add(*parts.chunk(2), out=shard)
     else:
-        torch.sum(parts.view(size, -1), 0, out=target)
+        torch.sum(parts.view(size, -1), 0, out=shard)
 
 
 def fastest_paths(operations: Operations) -> Paths:

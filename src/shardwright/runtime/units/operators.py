@@ -178,7 +178,9 @@ class Operators:
             if not isinstance(value, list | tuple):
                 return value
             return [
-                v._local_tensor if type(v) is kind and v.cut is cut else self._at(cut, v)
+                v._local_tensor
+                if type(v) is kind and (v.cut is cut or (cut is not WHOLE and v.cut.key == cut.key))
+                else self._at(cut, v)
                 for cut, v in zip(cuts, value, strict=False)
             ]
 

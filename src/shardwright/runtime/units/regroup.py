@@ -172,7 +172,8 @@ class Apart:
         """Write the shares, zero where there is no tensor, and ``rest`` [m] after each of them."""
         given = [whole for whole in wholes if whole is not None]
         is_full = len(given) == len(wholes)
-        if self.even and is_full and all(whole.dtype is self.rows.dtype for whole in given):
+        dtype = self.rows.dtype
+        if self.even and is_full and not [w for w in given if w.dtype is not dtype]:
             chunk_cat([*given, rest.expand(self.rest.shape)], self.rows)
             return
         targets, sources, empty = self.all, [], self.pads
