@@ -172,8 +172,9 @@ class FlatPart(NamedTuple):
         here = present[self.place : self.place + len(self.homes)]
         if not flat.parameter.requires_grad or not any(here):
             return
-        part = share[self.begin : self.begin + length]
-        self._call_hooks(part)
+        part = share if length == len(share) else share[self.begin : self.begin + length]
+        if gradient_hooks(flat.parameter):
+            self._call_hooks(part)
         # All of the flat tensor in one piece: the share is its gradient as it is, with no copy.
         # Several pieces, or a second backward, are added.
         if length == flat.length and flat.local_gradient is None:
@@ -187,8 +188,6 @@ class FlatPart(NamedTuple):
     def _call_hooks(self, part: torch.Tensor) -> None:
         """Those on the flat tensor's gradient, which see all of this one."""
         flat = self.flat
-        if not gradient_hooks(flat.parameter):
-            return
         if self.length != flat.length:
             raise InputError(
                 expected(

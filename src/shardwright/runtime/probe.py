@@ -10,11 +10,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
-import torch
-
 from shardwright.core.measurement import Meeting
 from shardwright.core.schedule import Action
-from shardwright.core.timeline import Kind, Phase
+from shardwright.core.timeline import Phase
 from shardwright.tracker.announce import announce
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -42,9 +40,9 @@ class Probe:
     def met(self, meeting: Meeting) -> None:
         """A collective is done, and this rank was held by it and by those who were late."""
 
-    def holds(self, tensor: torch.Tensor, kind: Kind) -> None:
-        """The storage of ``tensor`` is of ``kind`` from now on; a memory tracker hears it, too."""
-        announce(tensor, kind)
+    # The storage of a tensor is of a kind from now on; a memory tracker hears it, too. Said several
+    # times for every unit and step, so it is the tracker's own function.
+    holds = staticmethod(announce)
 
     def did(self, action: Action) -> None:
         """The runtime carried out an action of the schedule."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -145,16 +146,14 @@ class Comm(Collectives):
         self.is_fake, self.config = shards.is_fake, shards.config
         self._every: Peers | None = None  # of all ranks, for exchanges of parts that are cut twice
 
-    @property
-    def probe(self) -> Probe:
-        """Who is told of collectives; set it to let somebody else hear of all of them."""
-        return self.shards.probe
-
-    @probe.setter
-    def probe(self, probe: Probe) -> None:
+    def _tell_all(self, probe: Probe) -> None:
         for peers in (self.shards, self.twins, self._every):
             if peers is not None:
                 peers.probe = probe
+
+    # Who is told of collectives; set it to let somebody else hear of all of them. Asked several
+    # times for every unit and step, so without a function of ours.
+    probe = property(attrgetter("shards.probe"), _tell_all)
 
     @property
     def sums_in_two(self) -> bool:

@@ -82,20 +82,23 @@ class Pending:
             return
         # Let go of before the wait: if that raises, a second wait must not wait for it again.
         self._work, self._after, self._tensors = None, None, ()
-        began = time.perf_counter()
+        peers, began, ended = self._peers, 0.0, 0.0
+        listens = peers.probe.listens
         try:
+            if listens:
+                began = time.perf_counter()
             if work is not None:
                 work.wait()
             # What comes after is a sum made here, or a collective that counts for itself.
-            ended = time.perf_counter()
+            if listens:
+                ended = time.perf_counter()
             if after is not None:
                 after()
         except RuntimeError as error:
             self.blame(error)
         # Before ``settle``, so that memory is free when the caller goes on.
         del work, tensors, after
-        peers = self._peers
-        if peers.probe.listens:
+        if listens:
             place = (peers.name, self._sequence, self._what[0], self._label, self._what[1])
             peers.probe.met(Meeting(*place, self._arrived, began, ended))
         peers.settle()

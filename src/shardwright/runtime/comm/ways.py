@@ -70,7 +70,10 @@ def _words(steps: Steps) -> str:
 
 def way_at(steps: Steps, nbytes: int) -> str:
     """The way of a collective whose full tensor has ``nbytes``."""
-    return next((way for start, way in reversed(steps) if nbytes >= start), BACKEND)
+    for start, way in reversed(steps):
+        if nbytes >= start:
+            return way
+    return BACKEND
 
 
 def fixed_paths(paths: str | Mapping[str, str]) -> Paths:
@@ -114,12 +117,13 @@ def sends_and_receives(
 
 
 def sum_parts(shard: torch.Tensor, parts: torch.Tensor, size: int) -> None:
-    """``shard`` [n] becomes the sum of ``parts`` [W*n] in rank order, its version untouched."""
-    rows = parts.view(size, -1)
+    """``shard`` [n] becomes the sum of ``parts`` [W*n] in rank order."""
+    if shard.dim() != 1:
+        shard, parts = shard.view(-1), parts.view(-1)
     if size == 2:
-        torch.add(rows[0], rows[1], out=shard.data.view(-1))
+        torch.add(*parts.chunk(2), out=shard)
     else:
-        torch.sum(rows, 0, out=shard.data.view(-1))
+        torch.sum(parts.view(size, -1), 0, out=shard)
 
 
 def fastest_paths(operations: Operations) -> Paths:

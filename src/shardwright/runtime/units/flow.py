@@ -216,8 +216,8 @@ class Flow(UnitFlow):
 
     def is_gathered(self, unit: str) -> bool:
         """Whether nothing has to travel: it is there, or on its way, or whole on every rank."""
-        found = self._unit(unit)
-        return found is None or found.is_current or found.is_present
+        found = self._units[unit]()
+        return found is None or found.is_present or (found.keeps_whole and found.is_current)
 
     def reshards(self, unit: str) -> bool:
         """Whether the whole unit goes after a forward that trains. Left open, it does unless it is
@@ -245,7 +245,7 @@ class Flow(UnitFlow):
     def _do(self, actions: Iterable[Action], *, reports: bool = True) -> None:
         """Do what the schedule says, with those units that still live."""
         for action in actions:
-            verb, unit = action.verb, self._unit(action.target)
+            verb, unit = action.verb, self._units[action.target]()
             if unit is None:
                 continue
             if verb == "gather":
@@ -354,7 +354,7 @@ class Flow(UnitFlow):
         """Gather ``unit`` now, and let what will be needed next be on its way."""
         with outside_of_transforms():
             # Not asked of the schedule: its order is that of units which have to be gathered.
-            if unit.is_current and not unit.is_coming:  # nothing travels
+            if unit.keeps_whole and unit.is_current and not unit.is_coming:  # nothing travels
                 if not unit.is_present:
                     start_gather(unit)
                 unit.finish_gather()

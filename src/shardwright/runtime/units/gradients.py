@@ -16,7 +16,7 @@ dtype of sums, to where each rank's share lies together, and are freed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -59,9 +59,9 @@ class Note:
         """Whether there is a sum that nobody has looked at."""
         return self._kept is not None
 
-    def rows(self, ranks: int, length: int, like: torch.Tensor) -> torch.Tensor:
-        """The note for every rank [ranks, length], in dtype and on device of ``like``."""
-        return of_bits((*self.own, *self.present), length, like).expand(ranks, length)
+    def row(self, length: int, like: torch.Tensor) -> torch.Tensor:
+        """The note [length], the same for every rank, in dtype and on device of ``like``."""
+        return of_bits((*self.own, *self.present), length, like)
 
     def read(self, row: torch.Tensor) -> Sequence[bool]:
         """Which tensors have a gradient on any rank, from the sum of all notes [n].
@@ -72,9 +72,7 @@ class Note:
         if self.comm.is_fake:
             return self.present
         row = row.real if row.is_complex() else row
-        if row.device.type == "cpu":
-            self._check(row)
-        else:
+        if not row.is_cpu:
             self._kept = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
             self._kept.copy_(row, non_blocking=True)
             self._arrived = torch.Event(row.device)
@@ -83,8 +81,11 @@ class Note:
             # is nothing to learn, and the host need not wait for the device.
             if all(self.present):
                 return self.present
+        sums: list[float] = row.tolist()
+        if self._kept is None:
+            self._check(sums)
         first = len(self.own)
-        return [total > 0 for total in row[first : first + len(self.present)].tolist()]
+        return [total > 0 for total in sums[first : first + len(self.present)]]
 
     def check(self, *, wait: bool) -> bool:
         """Look at a sum that was kept, if it is there or ``wait``; whether that was done."""
@@ -95,12 +96,12 @@ class Note:
         elif not self._arrived.query():
             return False
         kept, self._kept = self._kept, None
-        self._check(kept)
+        self._check(kept.tolist())
         return True
 
-    def _check(self, row: torch.Tensor) -> None:
-        sums = row[: len(self.own)].tolist()
-        if any(total and not own for own, total in zip(self.own, sums, strict=True)):
+    def _check(self, sums: list[float]) -> None:
+        # Those of bits come first, and of tensors after them.
+        if [total for own, total in zip(self.own, sums, strict=False) if total and not own]:
             last = ", ".join(f"'{label}'" for label in self.comm.forget())
             raise MismatchError(
                 expected(
@@ -171,6 +172,7 @@ class SegmentGradient:
         device = views.whole.device
         self.send = Elastic(ranks * views.bytes.row, device)
         self.apart = Apart(views.segment, self.send.tensor.view(views.reduced).view(ranks, sent))
+        self.reals = _reals(self.apart.rows.view(-1))  # as it travels
         # Views were made while there was memory. From here on there is some only while a sum is
         # under way.
         self.send.give()
@@ -180,7 +182,10 @@ class SegmentGradient:
     @property
     def trains(self) -> bool:
         """Whether any of its tensors requires a gradient now."""
-        return any(whole.requires_grad for whole in self.wholes)
+        for whole in self.wholes:  # noqa: SIM110 (a generator takes twice the time)
+            if whole.requires_grad:
+                return True
+        return False
 
     @property
     def is_here(self) -> bool:
@@ -243,7 +248,7 @@ class SegmentGradient:
         self.send.take()
         comm.probe.holds(self.send.tensor, "reduce_scatter")  # or is all-reduced
         rows = self.apart.rows
-        self.apart(gradients, note.rows(*self.apart.rest.shape, rows))
+        self.apart(gradients, note.row(self.apart.rest.shape[1], rows))
         # Before the sum: after it one rank's NaN is in the gradients of all, and nobody can say
         # whose it was.
         if guard is not None:
@@ -262,9 +267,7 @@ class SegmentGradient:
         options: dict[str, Any] = {}
         if comm.sums_in_two:
             options = {"replicas": after is not None, "between": partial(self._add_partial, row)}
-        pending = comm.reduce_scatter(
-            label, _reals(row), _reals(rows.view(-1)), wait=False, **options
-        )
+        pending = comm.reduce_scatter(label, _reals(row), self.reals, wait=False, **options)
         return Sum(self, row, note, after, pending)
 
     def _add_partial(self, row: torch.Tensor) -> None:
@@ -292,7 +295,7 @@ class SegmentGradient:
     def cached(self) -> Iterator[Cached]:
         """Every view, and the buffer that it is a view of."""
         apart, room = self.apart, self.send.tensor
-        for name, view in (("rows", apart.rows), ("rest", apart.rest)):
+        for name, view in (("rows", apart.rows), ("flat", self.reals), ("rest", apart.rest)):
             yield f"{name} of gradients", view, room
         for name, strips in zip(self.names[::-1], apart.strips, strict=True):
             for share in strips.shares:
@@ -315,6 +318,7 @@ class Gradients:
         self.comm = comm
         self.offloaded = buffers.offloaded
         self.expected = False  # a backward is in the unit, and every rank will reduce
+        self.keeps = False  # there may be some that a backward has left to a later reduce
         wholes = iter(buffers.parameters)
         self.segments = [
             SegmentGradient(index, views, [next(wholes) for _ in views.segment.slots], comm)
@@ -336,6 +340,8 @@ class Gradients:
 
     def is_left(self, over_replicas: bool) -> bool:
         """Whether a backward has ended without a reduce of something that has to be reduced now."""
+        if not self.keeps:  # so that nothing is asked of every tensor in every step
+            return False
         for each in self.segments:
             if over_replicas and each.partial is not None:
                 return True
@@ -350,6 +356,7 @@ class Gradients:
     @unrecorded
     def hold(self, place: int, gradient: torch.Tensor) -> None:
         """Sum ``gradient`` of the tensor at ``place`` in the unit's layout with the next reduce."""
+        self.keeps = True
         for segment in self.segments:
             if place < len(segment.wholes):
                 segment.hold(place, gradient)
@@ -359,7 +366,7 @@ class Gradients:
     @unrecorded
     def keep(self) -> None:
         """Hold this backward's gradient, unreduced, until one is reduced."""
-        self.expected = False
+        self.expected, self.keeps = False, True
         for gradient in self.segments:
             gradient.keep()
 
@@ -370,7 +377,7 @@ class Gradients:
         """Begin to sum over ranks (collective) and to divide by ``divisor``, by default their
         number; ``finish`` before the next one. ``guard`` looks at what is summed. What is not
         summed ``over_replicas`` waits for a sum that is, and what all ranks have whole as it is."""
-        self.expected = False
+        self.expected, self.keeps = False, not over_replicas
         for gradient in self.segments:
             # What is whole on every rank has no sum over shards alone.
             if gradient.is_replicated and not over_replicas:
@@ -392,13 +399,15 @@ class Gradients:
                 pending.wait()
             gradient.send.give()
             views = gradient.views
-            present = note.read(row[views.segment.share :])
+            share, noted = row.split_with_sizes(
+                (views.segment.share, gradient.sent - views.segment.share)
+            )
+            present = note.read(noted)
             if note.is_kept:
                 self.unchecked.append(note)
             if factor is None:
                 gradient.keep_partial(row, present)
                 continue
-            share = row[: views.segment.share]
             if factor != 1.0:
                 share.mul_(factor)
             # Divided before it is cast: the narrower dtype may not hold the sum.
@@ -440,7 +449,7 @@ class Gradients:
             gradient.send.give()
         self.under_way.clear()
         self.landing.clear()
-        self.expected = False
+        self.expected = self.keeps = False
         for gradient in self.segments:
             gradient.drop()
 
@@ -455,6 +464,7 @@ def _reals(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
+@cache
 def _factors(dtype: torch.dtype, ranks: int, divisor: float | None) -> tuple[float, float]:
     """What gradients are multiplied with before and after they are summed.
 

@@ -96,9 +96,12 @@ class UnitHooks:
         """It is over: raise if it wrote a parameter. After that of the last module the next forward
         waits for less."""
         self.is_running = False
-        refused = [error for unit in self.units if (error := unit.unwatch())]
-        if refused:
-            raise refused[0]
+        refused = None
+        for unit in self.units:
+            error = unit.unwatch()
+            refused = refused or error
+        if refused is not None:
+            raise refused
         if last and self.early is not self.units:
             self.need(self.units)
         if last and self.owners and torch.is_grad_enabled():
@@ -258,8 +261,8 @@ class _Before:
             return None
         # The usual call by itself: to flatten and rebuild the arguments takes longer than the mark.
         if len(arguments) == 1 and not keywords and type(arguments[0]) is torch.Tensor:
-            tensor = _cast(arguments[0], dtype)
-            if trains(tensor):
+            tensor = arguments[0] if dtype is None else _cast(arguments[0], dtype)
+            if tensor.requires_grad or trains(tensor):
                 tensor = _AfterBackward.apply(hooks, tensor)[0]
             return ((tensor,), keywords)
         return self._marked((arguments, keywords), dtype)
@@ -335,7 +338,8 @@ class _After:
         unit = self.hooks.unit
         recomputed = in_backward()
         # Also after an exception: a container of the caller's must not keep tensors of this graph.
-        _restore(self.hooks.replaced)
+        if self.hooks.replaced:
+            _restore(self.hooks.replaced)
         # Torch calls with None where the forward raised; one may also return it, with tensors left
         # in attributes.
         handled, self.hooks.handled = self.hooks.handled, None
@@ -374,7 +378,8 @@ class _After:
                 if each.shares_full_buffer(inner):
                     tensor = tensor.clone()
                     break
-            tensor = _cast(tensor, dtype)
+            if dtype is not None:
+                tensor = _cast(tensor, dtype)
             if not (counts and trains(tensor)):
                 return tensor
             return self.hooks.announce(tensor)

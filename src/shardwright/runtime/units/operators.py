@@ -161,22 +161,32 @@ class Operators:
 
     def _lists(self, written: Sequence[str], func: Any, args: Any, kwargs: Any) -> Any:
         """Operators on lists: what is at one place of all lists belongs together."""
+        # Loops and comprehensions, for an optimizer's step comes here with a list for every state;
+        # generators would take twice the time.
+        kind = self.kind
         lists = [v for v in (*args, *kwargs.values()) if isinstance(v, list | tuple)]
-        if any(type(v) is self.kind and v.view_of_base for values in lists for v in values):
+        if [v for values in lists for v in values if type(v) is kind and v.view_of_base]:
             return self._on_wholes(written, func, args, kwargs)
         targets = _of_names(func, args, kwargs, written)
         cuts = self._cuts(lists, targets)
-        rows = (zip(cuts, v, strict=False) for v in targets if isinstance(v, list | tuple))
-        if any(cut is WHOLE and type(v) is self.kind for row in rows for cut, v in row):
-            return self._on_wholes(written, func, args, kwargs)
+        if WHOLE in cuts:
+            rows = (zip(cuts, v, strict=False) for v in targets if isinstance(v, list | tuple))
+            if any(cut is WHOLE and type(v) is kind for row in rows for cut, v in row):
+                return self._on_wholes(written, func, args, kwargs)
 
         def local(value: Any) -> Any:
             if not isinstance(value, list | tuple):
                 return value
-            return [self._at(cut, v) for cut, v in zip(cuts, value, strict=False)]
+            return [
+                v._local_tensor
+                if type(v) is kind and (v.cut is cut or (cut is not WHOLE and v.cut.key == cut.key))
+                else self._at(cut, v)
+                for cut, v in zip(cuts, value, strict=False)
+            ]
 
         found = func(*map(local, args), **{name: local(v) for name, v in kwargs.items()})
-        increment_version([t._local_tensor for t in _flat(targets) if type(t) is self.kind])
+        parts = [t if isinstance(t, list | tuple) else (t,) for t in targets]
+        increment_version([t._local_tensor for ts in parts for t in ts if type(t) is kind])
         if not isinstance(found, list | tuple) or targets:
             return found
         return [

@@ -307,11 +307,37 @@ class Structure:
     def __init__(self) -> None:
         self.left_out: tuple[str, ...] = ()  # parameters that stay as they are, by name
         self._rows: list[_Row] = []
+        # In one look at all lengths nearly all is seen: parameters, and children where there are
+        # none. Modules with children have to be asked; kept here, these would not be freed.
+        self._tables: list[dict[str, Any]] = []
+        self._lengths: list[int] = []
+        self._nested: list[_Row] = []
         self._empty: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
 
     def add(self, module: nn.Module, path: str, is_taken: Callable[[nn.Module], bool]) -> None:
         """One more module, with what is below it and not of an inner unit."""
         self._rows.extend(_Row(p, m) for p, m in own_modules(module, path, is_taken))
+        self._remember()
+
+    def _remember(self) -> None:
+        self._tables, self._nested = [], []
+        for row in self._rows:
+            module = row.module()
+            if module is not None and row.ids == []:
+                self._tables += own_parameters(module), own_children(module)
+            elif module is not None:
+                self._nested.append(row)
+        self._lengths = [*map(len, self._tables)]
+
+    @property
+    def _is_as_it_was(self) -> bool:
+        if [*map(len, self._tables)] != self._lengths:
+            return False
+        for row in self._nested:
+            module = row.module()
+            if module is not None and not has_still(module, row.ids, row.parameters):
+                return False
+        return True
 
     @contextmanager
     def following_buffers(self) -> Iterator[None]:
@@ -354,6 +380,8 @@ class Structure:
     def check(self, unit: str) -> None:
         """Raise InputError for parameters that train and that nothing would shard or reduce: those
         of modules that were added or replaced."""
+        if self._is_as_it_was:
+            return
         for index, row in enumerate(self._rows):
             module = row.module()
             if module is not None and not has_still(module, row.ids, row.parameters):
@@ -361,6 +389,7 @@ class Structure:
                 # Nothing new trains, so the module is remembered as it is now and looked through
                 # once only.
                 self._rows[index] = _Row(row.path, module)
+        self._remember()
 
 
 def _refuse_new(module: nn.Module, before: _Row, unit: str) -> None:

@@ -37,7 +37,8 @@ def absorb(unit: Unit) -> None:
     moved = [
         index
         for index, shown, name, parameter, local in unit.showing.expected
-        if shown.get(name) is not parameter
+        if name not in shown
+        or shown[name] is not parameter
         # first what holds of nearly all, with no call: this is done for every parameter and step
         or (
             (type(parameter) is not ShardTensor or parameter._local_tensor is not local)

@@ -169,11 +169,12 @@ class Apart:
             self.pads = pads_of(segment, shares)
 
     def __call__(self, wholes: Sequence[torch.Tensor | None], rest: torch.Tensor) -> None:
-        """Write the shares, zero where there is no tensor, and ``rest`` [W, m] after them."""
+        """Write the shares, zero where there is no tensor, and ``rest`` [m] after each of them."""
         given = [whole for whole in wholes if whole is not None]
         is_full = len(given) == len(wholes)
-        if self.even and is_full and all(whole.dtype is self.rows.dtype for whole in given):
-            chunk_cat([*given, rest], self.rows)
+        dtype = self.rows.dtype
+        if self.even and is_full and not [w for w in given if w.dtype is not dtype]:
+            chunk_cat([*given, rest.expand(self.rest.shape)], self.rows)
             return
         targets, sources, empty = self.all, [], self.pads
         for strips, whole in zip(self.strips, wholes, strict=True):

@@ -4,6 +4,7 @@ work on and that gets the unit's gradient. All share the unit's shard."""
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -26,6 +27,8 @@ from shardwright.runtime.units.shard_tensor import ShardTensor, as_parameter
 from shardwright.runtime.units.tensor_parallel import Joint
 from shardwright.tracker.private import any_accumulated_hooks, any_gradient_hooks
 
+_trains = operator.attrgetter("requires_grad")
+
 
 class ShardedParameters:
     """The parameters of a unit in SHARDED state, in layout order.
@@ -46,23 +49,30 @@ class ShardedParameters:
         ]
         self.trainable = [segment.trainable for segment in segments for _ in segment.slots]
         self.all: list[nn.Parameter] = []
+        self.segments: list[list[nn.Parameter]] = []  # the same, segment by segment
         places = itertools.count()
         self.places = [[next(places) for _ in segment.slots] for segment in segments]
+
+    def _hold(self, parameters: list[nn.Parameter]) -> None:
+        self.all = parameters
+        self.segments = [[parameters[p] for p in places] for places in self.places]
 
     def make(self) -> list[nn.Parameter]:
         """New parameters over the shard."""
         rows = zip(self.buffers.locals, self.cuts, self.trainable, strict=True)
-        self.all = [
-            Replica.over(local, trains)
-            if cut is None
-            else as_parameter(ShardTensor(local, cut), trains)
-            for local, cut, trains in rows
-        ]
+        self._hold(
+            [
+                Replica.over(local, trains)
+                if cut is None
+                else as_parameter(ShardTensor(local, cut), trains)
+                for local, cut, trains in rows
+            ]
+        )
         return self.all
 
     def adopt(self, parameters: Sequence[nn.Parameter]) -> None:
         """Go on with ``parameters`` that exist, over the present shard."""
-        self.all = list(parameters)
+        self._hold(list(parameters))
         for parameter, local, cut in zip(self.all, self.buffers.locals, self.cuts, strict=True):
             # The objects stay, as users and optimizers hold them; only what they show is other
             # memory.
@@ -74,8 +84,7 @@ class ShardedParameters:
         """Whoever changed since both were alike, the sharded or the whole parameter, is followed by
         the other; whether any did."""
         with no_subclass_functions():  # which torch looks for at every attribute otherwise
-            shown = [sharded.requires_grad for sharded in self.all]
-            hidden = [whole.requires_grad for whole in wholes]
+            shown, hidden = [*map(_trains, self.all)], [*map(_trains, wholes)]
         if shown == hidden:
             self.trainable = shown
             return False
@@ -104,17 +113,19 @@ class ShardedParameters:
     def hooked(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
         """Let the hooks on the parameters of a segment change their parts of its mean gradient."""
         with no_subclass_functions():
-            if not any_gradient_hooks(self._of_segment(index)):
+            if not any_gradient_hooks(self.segments[index]):
                 return
         for place in self._with_gradient(index, present):
             call_gradient_hooks(self.all[place], self._part(place, share))
 
-    def accept(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
+    def accept(self, index: int, share: torch.Tensor, present: Sequence[bool], taken: int) -> None:
         """Take a segment's share of the mean gradient: set or add to ``.grad`` of every parameter
-        that requires it, unless an optimizer's flat tensor has it, and call the hooks that wait
-        for it."""
+        that requires it, unless it is one of those that optimizers' flat tensors have ``taken``,
+        and call the hooks that wait for it."""
         with no_subclass_functions():
-            has_hooks = any_accumulated_hooks(self._of_segment(index), OfStrays)
+            has_hooks = any_accumulated_hooks(self.segments[index], OfStrays)
+        if taken == len(self.places[index]) and not has_hooks:
+            return
         for place in self._with_gradient(index, present):
             parameter = self.all[place]
             if getattr(parameter, "home", None) is None:
@@ -127,11 +138,6 @@ class ShardedParameters:
                     held.add_(self._part(place, share))
             if has_hooks:
                 call_accumulated(parameter)
-
-    def _of_segment(self, index: int) -> list[nn.Parameter]:
-        """The parameters of a segment, which follow one another."""
-        places = self.places[index]
-        return self.all[places[0] : places[-1] + 1] if places else []
 
     def _with_gradient(self, index: int, present: Sequence[bool]) -> list[int]:
         """The places of a segment's parameters that get a gradient."""
@@ -210,16 +216,12 @@ class Writes:
         self.buffers = buffers
         self.watched: Versions | None = None  # while a forward is under way
         self._gathered = -1  # of the shard
+        self._is_in_shard = not all(buffers.apart)  # where some of it is computed with
         self._whole = self._replica = 0
-
-    @property
-    def versions(self) -> Versions:
-        """What they are now."""
-        return self.buffers.whole.tensor._version, self.buffers.replica._version
 
     def watch(self) -> None:
         """The forward of a module begins, which only reads parameters."""
-        self.watched = self.versions
+        self.watched = self.buffers.whole.tensor._version, self.buffers.replica._version
 
     @property
     def is_changed(self) -> bool:
@@ -241,7 +243,8 @@ class Writes:
         # Graphs that saved the unit with other weights are refused by autograd from now on.
         increment_version(self.buffers.whole.tensor)
         self._whole = self.buffers.whole.tensor._version
-        increment_version(self.buffers.replica)
+        if self._is_in_shard:
+            increment_version(self.buffers.replica)
 
     def forget(self) -> None:
         """Let what was written to whole parameters go with them."""
@@ -279,14 +282,14 @@ class Writes:
             if now.dtype is not local.dtype:
                 now = torch.where(now == local.to(now.dtype), local, now.to(local.dtype))
             local.copy_(now)
-        self._whole, self._replica = self.versions
+        self._whole, self._replica = buffers.whole.tensor._version, buffers.replica._version
         self._gathered = buffers.shard._version
 
     def refusal(self, unit: str) -> InputError | None:
         """The forward is over: what to say if it wrote a parameter, for the write goes with the
         gathered copy, or is another on each replica."""
         was, self.watched = self.watched, None
-        now = self.versions
+        now = self.buffers.whole.tensor._version, self.buffers.replica._version
         if was is None or now == was:
             return None
         written = self._written(shard=now[1] != was[1])

@@ -124,6 +124,7 @@ class Unit:
         self.divisor: float | None = None  # of summed gradients; None: the number of ranks
         self.ahead: Ahead = {"forward": None, "backward": None}
         self.state = State.SHARDED
+        self.is_present = False  # the whole unit, or it is on its way
         self.members = list(members)
         # What optimizers' flat tensors have of each segment's shares, besides the parameters
         self.flat_parts: dict[int, list[FlatPart]] = {}
@@ -265,8 +266,9 @@ class Unit:
 
     def _show(self, state: State) -> None:
         """Let every module have the parameters of ``state``."""
-        self.showing.show(whole=state is UNSHARDED)
         self.state = state
+        self.is_present = whole = state is UNSHARDED
+        self.showing.show(whole=whole)
 
     def follow_freezing(self) -> None:
         """Full parameters train as the sharded ones do; users freeze whichever is shown."""
@@ -276,20 +278,13 @@ class Unit:
 
     def show_sharded(self) -> None:
         """Let every module have its sharded parameters, whatever the state."""
-        state = self.state
-        self._show(SHARDED)
-        self.state = state
+        self.showing.show(whole=False)
 
     def show_again(self) -> None:
         """After ``show_sharded``: the parameters of the state."""
-        self._show(self.state)
+        self.showing.show(whole=self.state is UNSHARDED)
 
     # ---- what the flow calls --------------------------------------------------------------------
-
-    @property
-    def is_present(self) -> bool:
-        """Whether the whole unit is there, or on its way."""
-        return self.state is UNSHARDED or self._gathering is not None
 
     @property
     def is_current(self) -> bool:
@@ -306,8 +301,8 @@ class Unit:
         """Begin to gather (collective), or only to show what is current."""
         if self.buffers.shard.is_meta:
             raise self.on_meta()
-        if self.is_current and not self.is_replicated:
-            self._gathering = []
+        if self.keeps_whole and self.is_current and not self.is_replicated:
+            self._gathering, self.is_present = [], True
             return
         label = f"{self.name} gather"
         if not self.is_replicated:
@@ -320,12 +315,14 @@ class Unit:
             self._gathering = self._gather_narrow(label)
         else:
             self._gathering = self.buffers.start_gather(label, changed=changed)
+        self.is_present = True
 
     def finish_gather(self) -> None:
         """Wait until the whole unit is there and show it."""
         pending, self._gathering = self._gathering, None
         if pending is None:
             return
+        self.is_present = False  # if a wait raises
         if self._narrow is not None:
             for work in pending:
                 work.wait()
@@ -355,7 +352,8 @@ class Unit:
         """Free the full parameters and show the sharded ones."""
         if not self.is_present:
             return
-        self.finish_gather()
+        if self._gathering is not None:
+            self.finish_gather()
         if self.writes.whole_is_written:
             self.writes.keep(self.name)
         if not after_forward:
@@ -403,12 +401,18 @@ class Unit:
 
     def _accept(self, index: int, share: torch.Tensor, present: Sequence[bool]) -> None:
         self.sharded.hooked(index, share, present)
+        taken = 0
         for part in self.flat_parts.get(index, ()):
             part.accept(share, present)
-        self.sharded.accept(index, share, present)
+            taken += len(part.homes)
+        self.sharded.accept(index, share, present, taken)
 
     def recover(self, *, failed: bool) -> None:
         """Be SHARDED; after a failed backward also without what it left of a gradient."""
+        if not failed and not self.is_present:  # as after nearly every step
+            self._narrow = None
+            self.gradients.check()
+            return
         # Of a gather among few ranks that is under way ``free`` needs it to finish.
         self._narrow = None if self._gathering is None else self._narrow
         if failed:
