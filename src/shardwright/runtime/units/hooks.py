@@ -96,12 +96,9 @@ class UnitHooks:
         """It is over: raise if it wrote a parameter. After that of the last module the next forward
         waits for less."""
         self.is_running = False
-        refused = None
-        for unit in self.units:
-            error = unit.unwatch()
-            refused = refused or error
-        if refused is not None:
-            raise refused
+        for error in [unit.unwatch() for unit in self.units]:  # of all, before one is raised
+            if error is not None:
+                raise error
         if last and self.early is not self.units:
             self.need(self.units)
         if last and self.owners and torch.is_grad_enabled():
