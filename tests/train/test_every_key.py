@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from json_schema import wrong
 
 import shardwright
 from shardwright.core.document import encode_document, encode_toml
@@ -21,6 +22,7 @@ from shardwright.job.job import Job, parse_job
 from shardwright.job.memory import MemorySection
 from shardwright.job.parallel import ParallelSection
 from shardwright.job.planner import PlannerSection
+from shardwright.job.schema import job_schema
 from shardwright.job.train import CheckpointSection, DataSection, TrainSection
 from shardwright.train.sources import source_of
 
@@ -216,13 +218,17 @@ UNREAD = {
 }
 
 
-def job_of(kind: str, key: str = "") -> Job:
+def document_of(kind: str, key: str = "") -> dict[str, Any]:
     section, _, name = key.partition(".")
     document = {"cluster": {"preset": "local", "world_size": 2, "ddr_cap": "2 GiB"}, **BASES[kind]}
     if key:
         own = (kind, key) == ("python", "data.kind")
         document[section] = {**document.get(section, {}), name: "text" if own else VALUES[key]}
-    return parse_job(document)
+    return document
+
+
+def job_of(kind: str, key: str = "") -> Job:
+    return parse_job(document_of(kind, key))
 
 
 # What stands in sections whose keys are not all listed here.
@@ -346,6 +352,18 @@ def test_a_job_that_is_written_is_read_as_it_was(kind: str) -> None:
     job = parse_job(document)
     assert parse_job(tomllib.loads(encode_toml(document))) == job
     assert msgspec.json.decode(encode_document(job), type=Job) == job  # as a plan has it
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_the_schema_takes_every_job_that_is_read(kind: str) -> None:
+    schema = job_schema()
+    assert list(wrong(longest_job(kind), schema, schema)) == []
+    named = {"kind": kind, **BASES[kind]["model"]} if kind in BASES else {}
+    for key in VALUES if named else ():
+        document = document_of(kind, key) | {"model": named}
+        with contextlib.suppress(InputError):
+            parse_job(document)
+            assert list(wrong(document, schema, schema)) == [], key
 
 
 def test_there_is_a_job_to_write_with_every_key() -> None:

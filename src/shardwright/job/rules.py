@@ -58,7 +58,7 @@ def refuse_unread(job: Job, where: str, section: str = "") -> None:
                 continue
             # Once a job is decoded, a key that was given as its default and one that was left out
             # are the same; nor does it harm to say what is so anyway.
-            value, usual = _given(job, key)
+            value, usual = given(job, key)
             if value in (usual, rule.allowed):
                 continue
             # Asked last: a rule may look into its own section, which is there only if one of its
@@ -70,7 +70,7 @@ def refuse_unread(job: Job, where: str, section: str = "") -> None:
                 raise InputError(expected(f"{where}: {key}", wanted, found, rule.remedy))
 
 
-def _given(job: Job, key: str) -> tuple[Any, Any]:
+def given(job: Job, key: str) -> tuple[Any, Any]:
     """What a key says, and what it says by default; nothing in a section that is not there."""
     *way, name = key.split(".")
     section: Any = job
