@@ -255,14 +255,20 @@ WRITTEN = BASES | {
     },
     "stages": {
         **BASES["llama"],
-        "model": {"kind": "llama", **SMALL, "layers": 4, "experts": 2},
+        "model": {"kind": "llama", **SMALL, "layers": 4, "experts": 3},
         "parallel": {
             "pipeline": 2,
+            "expert": 3,
             "routing": "skewed",
             "schedule": "interleaved_1f1b",
             "chunks": 2,
         },
         "memory": {"param_dtype": "fp32", "fp32_logits": True},
+    },
+    "capacity": {
+        **BASES["llama"],
+        "model": {"kind": "llama", **SMALL, "experts": 2},
+        "parallel": {"expert": 2, "routing": "capacity"},
     },
 }
 
@@ -395,6 +401,52 @@ def test_every_key_of_a_run_is_one_that_changes_no_plan() -> None:
 def test_a_key_that_no_run_of_the_kind_reads_is_refused_by_name(kind: str, key: str) -> None:
     said = refusal(kind, key)
     assert key in said
+
+
+# A key beside what does not read it, and what stands beside it, in the words of the refusal.
+BESIDE_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "parallel.expert_load": (
+        "routing = 'capacity'",
+        {"expert": 2, "routing": "capacity", "expert_load": "p50"},
+    ),
+    "parallel.routing": ("parallel.expert", {"routing": "skewed"}),
+    "parallel.schedule": ("a pipeline", {"schedule": "gpipe"}),
+    "data.rows": ("'criteo'", {"kind": "criteo", "rows": 7}),
+    "data.test_rows": ("data.days", {"kind": "synthetic", "days": 3, "test_rows": 7}),
+    "data.seed": ("data.drop_negatives", {"kind": "columns", "path": "log", "seed": 7}),
+    "planner.reservation.percentage": ("'none'", {"percentage": 0.3}),
+    "planner.reservation.nbytes": ("'percentage'", {"kind": "percentage", "nbytes": 7}),
+    "planner.reservation.dense_bytes": ("'absolute'", {"kind": "absolute", "dense_bytes": 7}),
+    "planner.reservation.multiplier": ("'inference'", {"kind": "inference", "multiplier": 3}),
+    "planner.partitioner.sort_by": (
+        "'memory_balanced'",
+        {"kind": "memory_balanced", "sort_by": "perf"},
+    ),
+    "planner.partitioner.tolerance": ("'greedy'", {"tolerance": 0.5}),
+    "planner.proposers": ("threshold beside kind 'grid'", {"kind": "grid", "threshold": 3}),
+    "batch.sequence": ("'tables'", {"sequence": 4}),
+    "model.arguments": ("model.python", {"kind": "tables", "arguments": {"a": 1}}),
+    "model.python": ("'none'", {"kind": "tables", "python": "own:build"}),
+    "planner.estimator.communication": ("'llama'", {"communication": ["fp16", "fp16"]}),
+}
+KIND_OF = {"parallel": "llama", "data": "dlrm", "planner.estimator": "llama"}
+
+
+@pytest.mark.parametrize("key", BESIDE_OTHERS)
+def test_a_key_beside_what_does_not_read_it_is_refused(key: str) -> None:
+    words, given = BESIDE_OTHERS[key]
+    section, _, name = key.rpartition(".")
+    document: dict[str, Any] = {**BASES[KIND_OF.get(section, "tables")]}
+    inner = section.partition(".")[2] or name
+    if inner in ("partitioner", "proposers"):
+        given = {"search": "proposers", inner: [given] if inner == "proposers" else given}
+    elif section.startswith("planner."):
+        given = {inner: given}
+    document[section.partition(".")[0]] = given
+    with pytest.raises(InputError) as caught:
+        parse_job(document)
+    assert f"job: {key}: expected " in str(caught.value)
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def check_parallel(section: ParallelSection, is_function: bool, where: str) -> N
     function ``is_function``, where the job does not say what they divide."""
     if is_function:
         _check_python(section, section.parallelize_plan or {}, where)
-    chunk_count(section.schedule, section.chunks if section.pipeline > 1 else None)
+    chunk_count(section.schedule, section.chunks)
 
 
 def _check_python(section: ParallelSection, plan: Mapping[str, Style], where: str) -> None:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -14,6 +14,9 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.model import KindName
 from shardwright.core.sharding import ShardingType
+
+if TYPE_CHECKING:
+    from shardwright.job.job import Job
 
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
@@ -77,6 +80,16 @@ class ReservationSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     nbytes: Bytes = 0
     dense_bytes: Bytes = 0
     multiplier: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 6.0
+
+
+def reservation_kind(job: Job) -> ReservationKind:
+    """What the job asks for, or what its profile reserves where it says nothing."""
+    given = job.planner.reservation.kind
+    if given is not None:
+        return given
+    if job.model.traits.has_step:
+        return "traced"
+    return "heuristic" if job.planner.constants == "torchrec-1.9" else "none"
 
 
 class ProposerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -27,9 +27,9 @@ from shardwright.job.plan import (
     UnitPlan,
     sealed,
 )
+from shardwright.job.planner import reservation_kind
 from shardwright.planner.choice import Placed
 from shardwright.planner.draft import Draft
-from shardwright.planner.problem import reservation_kind
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.unit_choice import Calls, UnitChoice
 
