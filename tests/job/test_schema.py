@@ -54,6 +54,11 @@ def test_what_is_wrong_is_marked_where_it_stands(document: dict[str, Any], place
     assert [at.partition(":")[0] for at in marked(document)] == [place]
 
 
+def test_a_kind_that_is_a_call_has_keys_of_its_own() -> None:
+    assert marked({"model": {"kind": "t5", "decoder_layers": 2}}) == []
+    assert marked({"model": {"kind": "t6", "decoder_layers": 2}}) != []
+
+
 def test_a_size_may_have_its_unit() -> None:
     assert marked({"planner": {"reservation": {"nbytes": "48 MiB"}}}) == []
     assert marked({"planner": {"reservation": {"nbytes": -1}}}) != []

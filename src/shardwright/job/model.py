@@ -33,7 +33,10 @@ Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Depth = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Words = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
-OURS = "shardwright.models."  # functions of our own that a configuration stands for
+OURS = "shardwright.models."
+# Kinds that are calls of functions of ours, a file each; the other keys of [model] are arguments.
+# Nothing below knows them: a job has the call, and what works for a user's module works for it.
+CALLS = {"t5": "t5:build"}
 _STREAM = ("layers", "dim", "heads", "ffn_dim", "vocab")
 _LLAMA = (
     "kv_heads",
@@ -141,8 +144,9 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         kind: ``"dlrm"``, or ``"transformer"``: a small GPT without tables; ``"tables"``: tables to
-            be planned, nothing to be trained; ``"llama"``; ``"python"``: [a model of your
-            own](own-model.md)
+            be planned, nothing to be trained; ``"llama"``; ``"t5"``: an encoder and a
+            decoder, whose sizes stand beside it by the names of ``T5Shape``; ``"python"``: [a model
+            of your own](own-model.md)
         tables: a JSON file of tables instead of ``[[tables]]``, see below
         dense_features: width of the dense input
         bottom: widths of the bottom MLP; the last is the tables' ``dim``
@@ -234,14 +238,16 @@ def with_kind(
     job_path: Path | None = None,
 ) -> dict[str, Any]:
     """A decoded section with the kind that its keys imply: tables alone where it has no others and
-    the job is not one that ``is_run``. A configuration of a model that is built by a function of
-    ours becomes a call of it."""
-    # A T5 is no kind of its own: it becomes a call of a function of ours, so that everything that
-    # works for a user's module works for it, and no file below has to know it.
+    the job is not one that ``is_run``. A kind of ``CALLS`` becomes its call, and so does a
+    configuration of such a model."""
     if "kind" not in model and isinstance(model.get("hf_config"), str) and len(model) == 1:
         found = _config(model["hf_config"], where, job_path)
         if isinstance(found, T5Shape):
-            return {"kind": "python", "python": f"{OURS}t5:build", "arguments": _changed(found)}
+            model = {"kind": "t5", **_changed(found)}
+    named = model.get("kind")
+    if isinstance(named, str) and named in CALLS:
+        arguments = {key: value for key, value in model.items() if key != "kind"}
+        return {"kind": "python", "python": OURS + CALLS[named], "arguments": arguments}
     kind = next((IMPLIED[key] for key in IMPLIED if key in model), None)
     # A job that says nothing of a run is of tables alone. With [data] or [train] the same section
     # is a DLRM with its default layers.

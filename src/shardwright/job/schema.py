@@ -19,7 +19,7 @@ from msgspec import UNSET
 
 from shardwright.job.job import HIDDEN, Job
 from shardwright.job.memory import MemorySection
-from shardwright.job.model import KINDS, ModelSection
+from shardwright.job.model import CALLS, KINDS, ModelSection
 from shardwright.job.parallel import ParallelSection
 from shardwright.job.rules import RULES, given
 from shardwright.job.train import CheckpointSection, ScheduleSection, TrainSection
@@ -69,6 +69,9 @@ def job_schema() -> dict[str, Any]:
     for name in ("nbytes", "dense_bytes"):  # which a job may say with a unit
         of = kept["ReservationSection"]["properties"][name]
         of["type"] = [of["type"], "string"]
+    called = {"properties": {"kind": {"enum": list(CALLS)}}, "required": ["kind"]}
+    model = made["Job"]["properties"]["model"]
+    model["anyOf"] = [{"$ref": model.pop("$ref")}, called]
     conditions = [_condition(kind) for kind in KINDS]
     return {"$schema": DIALECT, **kept.pop("Job"), "allOf": conditions, "$defs": kept}
 
