@@ -285,10 +285,6 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     check_constraints(job.planner.constraints, members, where)
     if job.memory is not UNSET:
         check_memory(job.memory, where)
-        if isinstance(job.memory.zero, tuple) and parallel_of(job).data_replicate == 1:
-            wanted = "one stage, or a pair beside parallel.data_replicate of 2 or more"
-            found = repr(list(job.memory.zero))
-            raise InputError(expected(f"{where}: memory.zero", wanted, found))
     _check_checkpointing(job, where)
     if job.checkpoint is not UNSET:
         every(job.checkpoint.every, f"{where}: checkpoint.every")
@@ -304,9 +300,7 @@ def _check_checkpointing(job: Job, where: str) -> None:
     for name in open_:
         check_policy(name, key)
     wanted = "at least one policy"
-    if not job.model.traits.has_blocks:
-        wanted = f"none for kind '{job.model.kind}', which has no blocks"
-    elif given is not UNSET and open_ != (given,):
+    if given is not UNSET and open_ != (given,):
         wanted = f"none beside memory.checkpointing {given!r}"
     elif open_:
         return

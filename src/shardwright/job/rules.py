@@ -186,11 +186,22 @@ def _of_proposer(job: Job, _: str) -> str:
     return ""
 
 
+def _pair_without_replicas(job: Job, _: str) -> str:
+    replicas = 1 if job.parallel is UNSET else job.parallel.data_replicate
+    alone = job.memory is not UNSET and job.memory.twice and replicas == 1
+    return "parallel.data_replicate" if alone else ""
+
+
 def _keeps_whole(job: Job, _: str) -> str:
     section = job.memory
     assert section is not UNSET, "one of its keys is given"
     ours = section.runtime == "shardwright" and section.zero in (1, 2)
     return f"zero = {section.zero}" if ours else ""
+
+
+def _kinds_of_tables(job: Job) -> bool:
+    section = job.embeddings
+    return job.planner.kinds is not UNSET or (section is not UNSET and section.kind is not UNSET)
 
 
 def _kinds_elsewhere(job: Job, _: str) -> str:
@@ -326,6 +337,12 @@ def _of_search() -> Iterator[Rule]:
         _other("planner.search", "proposers"),
         f"none beside planner.search '{{}}', {UNREAD}",
     )
+    yield Rule(
+        ("planner.dense.checkpointing",),
+        lambda job, _: "" if job.model.traits.has_blocks else job.model.kind,
+        "none for kind '{}', which has no blocks",
+        found=_listed,
+    )
     yield Rule(("planner.proposers",), _of_proposer, f"no {{}}, {UNREAD}", found="one")
     for names, kind in (
         ("sort_by balance_modules", "greedy"),
@@ -368,6 +385,11 @@ def _of_kinds() -> Iterator[Rule]:
         found="some",
     )
     yield Rule(
+        ("embeddings.above",),
+        lambda job, _: "" if _kinds_of_tables(job) else "embeddings.kind or planner.kinds",
+        "none without {}",
+    )
+    yield Rule(
         ("embeddings.kind",),
         lambda job, _: "" if job.planner.kinds is UNSET else "planner.kinds",
         "none beside {}, of which a plan chooses",
@@ -388,6 +410,11 @@ def _of_steps() -> Iterator[Rule]:
         wanted = f"{is_so!r}, as steps of kind '{{}}' are planned and run"
         allowed = anyway.get(name, is_so)
         yield Rule(_of("memory", name), _as_planned, wanted, found=repr, allowed=allowed)
+    yield Rule(
+        ("memory.zero",),
+        _pair_without_replicas,
+        "one stage, or a pair beside {} of 2 or more",
+    )
     yield Rule(
         ("memory.reshard_after_forward",),
         _keeps_whole,

@@ -116,7 +116,7 @@ def _condition(kind: Any) -> dict[str, Any]:
             section = then
             for step in way:
                 section = section.setdefault("properties", {}).setdefault(step, {})
-            refused = {"enum": values} if values else {"not": {}}
+            refused: dict[str, Any] = {"enum": values} if values else {"not": {}}
             section.setdefault("properties", {}).setdefault(name, {}).update(refused)
     model = {"properties": {"kind": {"const": kind}}, "required": ["kind"]}
     return {"if": {"properties": {"model": model}, "required": ["model"]}, "then": then}
