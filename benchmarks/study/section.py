@@ -17,9 +17,15 @@ _USUAL = tuple(EmbeddingsSection(kind=kind) for kind in ("full", "hash", "double
 
 
 class StudySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Each of ``kinds``, written as ``[embeddings]`` is, is trained with as many ``seeds``, from
-    ``train.seed`` on. Lookups are timed, and parameters counted a second time, for tables of
-    ``rows`` each; without it for those of the job."""
+    """What a study trains and times.
+
+    Attributes:
+        kinds (full, hash, double_hash, qr): a list of what ``[embeddings]`` may have, each with its
+            ``kind``
+        seeds: trainings of each kind, with ``train.seed`` and the numbers after it
+        rows (those of the tables): of every table for which lookups are timed and parameters
+            counted once more
+    """
 
     kinds: tuple[EmbeddingsSection, ...] = _USUAL
     seeds: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 3

@@ -10,7 +10,7 @@ from shardwright.core.cluster import SCHEMA, Calibration, SourcedFigure, write_c
 from shardwright.core.errors import InputError
 from shardwright.cost.constants import cluster
 from shardwright.cost.presets import HARDWARE, LOCAL, MODELS, PRESETS
-from shardwright.job.job import ClusterSection, device_of
+from shardwright.job.cluster import ClusterSection, device_of
 from shardwright.job.planner import Profile
 
 GIB = 2**30

@@ -255,7 +255,7 @@ def test_bad_rows_that_were_left_out_are_rows_that_were_taken() -> None:
 
 def test_what_a_checkpoint_says_of_its_data_names_every_choice_among_rows() -> None:
     def said(**data: Any) -> str:
-        document = JOBS["dlrm"] | {"data": JOBS["dlrm"]["data"] | data}
+        document = JOBS["dlrm"] | {"data": {"kind": "synthetic"} | data}
         return facts_of(parse_job(document), "")["data"]
 
     choices: list[dict[str, Any]] = [

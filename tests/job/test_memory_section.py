@@ -8,7 +8,8 @@ import pytest
 from shardwright.core.errors import InputError
 from shardwright.core.placement import Zero
 from shardwright.cost.presets import HARDWARE
-from shardwright.job.job import ClusterSection, device_of, parse_job
+from shardwright.job.cluster import ClusterSection, device_of
+from shardwright.job.job import parse_job
 from shardwright.job.memory import (
     Fsdp2Section,
     MemorySection,

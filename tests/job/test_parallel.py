@@ -148,7 +148,11 @@ def test_degrees_that_do_not_multiply_are_named(
             "routing = 'even'.",
         ),
         ("llama", {"chunks": 2}, "job: parallel.chunks: expected 1 without a pipeline, got 2."),
-        ("llama", {"schedule": "2f2b"}, "[parallel] schedule: expected one of gpipe, 1f1b"),
+        (
+            "llama",
+            {"pipeline": 2, "schedule": "2f2b"},
+            "[parallel] schedule: expected one of gpipe, 1f1b",
+        ),
     ],
 )
 def test_keys_that_say_nothing_are_refused(

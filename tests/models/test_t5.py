@@ -44,6 +44,15 @@ def test_parameters_are_as_many_as_published(name: str) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == published
 
 
+def test_a_kind_with_its_sizes_is_the_call_that_a_configuration_is(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "t5", "d_model": 16, "num_layers": 2}))
+    sizes = {"dim": 16, "layers": 2, "decoder_layers": 2}
+    called = parse_job({"model": {"kind": "t5", **sizes}})
+    assert called.model == parse_job({"model": {"hf_config": str(path)}}).model
+    assert called.model.name == "t5"
+
+
 def job_of(tmp_path: Path, **memory: Any) -> Job:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "t5", **TINY}))

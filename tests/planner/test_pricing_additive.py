@@ -15,7 +15,8 @@ from shardwright.core.model import TableSpec
 from shardwright.core.option import Option, shard_runs
 from shardwright.core.sharding import ShardingType
 from shardwright.cost.constants import cluster
-from shardwright.job.job import ClusterSection, parse_job
+from shardwright.job.cluster import ClusterSection
+from shardwright.job.job import parse_job
 from shardwright.planner.pricing import additive
 from shardwright.planner.pricing.evaluate import PricingContext
 

@@ -20,7 +20,7 @@ from shardwright.core.model import (
 from shardwright.core.option import Option, shard_runs
 from shardwright.core.sharding import ShardingType
 from shardwright.cost.constants import cluster
-from shardwright.job.job import ClusterSection
+from shardwright.job.cluster import ClusterSection
 from shardwright.job.planner import EstimatorSection, PipelineType
 from shardwright.planner.choice import Choice
 from shardwright.planner.pricing import native

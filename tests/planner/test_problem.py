@@ -76,8 +76,8 @@ def test_a_kernel_goes_with_its_types(make_job: MakeJob, kernel: str, types: lis
         ),
         (
             {"planner": {"estimator": {"is_inference": True}}},
-            "planner.estimator: expected communication alone for a dlrm, whose steps are "
-            "simulated, got other keys. Leave them out, or leave [model] out to plan the tables "
+            "job: planner.estimator.is_inference: expected none beside model.kind 'dlrm', whose "
+            "steps are simulated, got True. Leave it out, or leave [model] out to plan the tables "
             "alone.",
         ),
         (
@@ -157,11 +157,11 @@ def test_a_sharded_unit_gathers_in_both_directions_if_it_reshards(make_job: Make
 
 
 def test_a_model_is_planned_with_the_constants_of_a_machine_only(make_job: MakeJob) -> None:
-    with pytest.raises(UnsupportedError) as caught:
-        _problem(make_job(50, planner={"constants": "additive"}))
+    with pytest.raises(InputError) as caught:
+        make_job(50, planner={"constants": "additive"})
     assert str(caught.value) == (
-        "planner.constants: expected 'cluster' for a dlrm, whose dense part is planned too, got "
-        "'additive'. Leave [model] out to plan the tables alone."
+        "job: planner.constants: expected 'cluster' for kind 'dlrm', whose dense part is planned "
+        "too, got 'additive'. Leave [model] out to plan the tables alone."
     )
 
 
@@ -169,11 +169,11 @@ def test_a_model_is_planned_with_the_constants_of_a_machine_only(make_job: MakeJ
 def test_the_dense_part_of_a_model_is_simulated_instead_of_guessed(
     make_job: MakeJob, kind: str
 ) -> None:
-    with pytest.raises(UnsupportedError) as caught:
-        _problem(make_job(50, planner={"reservation": {"kind": kind}}))
+    with pytest.raises(InputError) as caught:
+        make_job(50, planner={"reservation": {"kind": kind}})
     assert str(caught.value) == (
-        "planner.reservation.kind: expected traced, percentage, absolute or none for a dlrm, got "
-        f"'{kind}'. Its dense part is simulated to the byte; no multiplier is needed."
+        "job: planner.reservation.kind: expected traced, percentage, absolute or none for kind "
+        f"'dlrm', got '{kind}'. Its dense part is simulated to the byte; no multiplier is needed."
     )
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from shardwright.cost.constants import RATES, cluster
-from shardwright.job.job import ClusterSection
+from shardwright.job.cluster import ClusterSection
 from shardwright.torchrec.constants import PRESET, TORCHREC
 
 GIB = 2**30

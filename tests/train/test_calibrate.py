@@ -12,7 +12,7 @@ from shardwright.core.cluster import Calibration, Device
 from shardwright.cost.constants import calibrated, cluster
 from shardwright.cost.network import CROSSINGS
 from shardwright.cost.presets import LOCAL, PRESETS
-from shardwright.job.job import ClusterSection
+from shardwright.job.cluster import ClusterSection
 from shardwright.train.calibrate import DEVICE_SHARE, HOST_SHARE, calibrate, calibration, fit
 from shardwright.train.calibrate.cases import (
     BUFFERS,

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from json_schema import wrong
 
 import shardwright
 from shardwright.core.document import encode_document, encode_toml
@@ -21,6 +22,7 @@ from shardwright.job.job import Job, parse_job
 from shardwright.job.memory import MemorySection
 from shardwright.job.parallel import ParallelSection
 from shardwright.job.planner import PlannerSection
+from shardwright.job.schema import job_schema
 from shardwright.job.train import CheckpointSection, DataSection, TrainSection
 from shardwright.train.sources import source_of
 
@@ -216,13 +218,17 @@ UNREAD = {
 }
 
 
-def job_of(kind: str, key: str = "") -> Job:
+def document_of(kind: str, key: str = "") -> dict[str, Any]:
     section, _, name = key.partition(".")
     document = {"cluster": {"preset": "local", "world_size": 2, "ddr_cap": "2 GiB"}, **BASES[kind]}
     if key:
         own = (kind, key) == ("python", "data.kind")
         document[section] = {**document.get(section, {}), name: "text" if own else VALUES[key]}
-    return parse_job(document)
+    return document
+
+
+def job_of(kind: str, key: str = "") -> Job:
+    return parse_job(document_of(kind, key))
 
 
 # What stands in sections whose keys are not all listed here.
@@ -249,14 +255,20 @@ WRITTEN = BASES | {
     },
     "stages": {
         **BASES["llama"],
-        "model": {"kind": "llama", **SMALL, "layers": 4, "experts": 2},
+        "model": {"kind": "llama", **SMALL, "layers": 4, "experts": 3},
         "parallel": {
             "pipeline": 2,
+            "expert": 3,
             "routing": "skewed",
             "schedule": "interleaved_1f1b",
             "chunks": 2,
         },
         "memory": {"param_dtype": "fp32", "fp32_logits": True},
+    },
+    "capacity": {
+        **BASES["llama"],
+        "model": {"kind": "llama", **SMALL, "experts": 2},
+        "parallel": {"expert": 2, "routing": "capacity"},
     },
 }
 
@@ -348,6 +360,18 @@ def test_a_job_that_is_written_is_read_as_it_was(kind: str) -> None:
     assert msgspec.json.decode(encode_document(job), type=Job) == job  # as a plan has it
 
 
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_the_schema_takes_every_job_that_is_read(kind: str) -> None:
+    schema = job_schema()
+    assert list(wrong(longest_job(kind), schema, schema)) == []
+    named = {"kind": kind, **BASES[kind]["model"]} if kind in BASES else {}
+    for key in VALUES if named else ():
+        document = document_of(kind, key) | {"model": named}
+        with contextlib.suppress(InputError):
+            parse_job(document)
+            assert list(wrong(document, schema, schema)) == [], key
+
+
 def test_there_is_a_job_to_write_with_every_key() -> None:
     said = {
         f"{section}.{key}"
@@ -377,6 +401,52 @@ def test_every_key_of_a_run_is_one_that_changes_no_plan() -> None:
 def test_a_key_that_no_run_of_the_kind_reads_is_refused_by_name(kind: str, key: str) -> None:
     said = refusal(kind, key)
     assert key in said
+
+
+# A key beside what does not read it, and what stands beside it, in the words of the refusal.
+BESIDE_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "parallel.expert_load": (
+        "routing = 'capacity'",
+        {"expert": 2, "routing": "capacity", "expert_load": "p50"},
+    ),
+    "parallel.routing": ("parallel.expert", {"routing": "skewed"}),
+    "parallel.schedule": ("a pipeline", {"schedule": "gpipe"}),
+    "data.rows": ("'criteo'", {"kind": "criteo", "rows": 7}),
+    "data.test_rows": ("data.days", {"kind": "synthetic", "days": 3, "test_rows": 7}),
+    "data.seed": ("data.drop_negatives", {"kind": "columns", "path": "log", "seed": 7}),
+    "planner.reservation.percentage": ("'none'", {"percentage": 0.3}),
+    "planner.reservation.nbytes": ("'percentage'", {"kind": "percentage", "nbytes": 7}),
+    "planner.reservation.dense_bytes": ("'absolute'", {"kind": "absolute", "dense_bytes": 7}),
+    "planner.reservation.multiplier": ("'inference'", {"kind": "inference", "multiplier": 3}),
+    "planner.partitioner.sort_by": (
+        "'memory_balanced'",
+        {"kind": "memory_balanced", "sort_by": "perf"},
+    ),
+    "planner.partitioner.tolerance": ("'greedy'", {"tolerance": 0.5}),
+    "planner.proposers": ("threshold beside kind 'grid'", {"kind": "grid", "threshold": 3}),
+    "batch.sequence": ("'tables'", {"sequence": 4}),
+    "model.arguments": ("model.python", {"kind": "tables", "arguments": {"a": 1}}),
+    "model.python": ("'none'", {"kind": "tables", "python": "own:build"}),
+    "planner.estimator.communication": ("'llama'", {"communication": ["fp16", "fp16"]}),
+}
+KIND_OF = {"parallel": "llama", "data": "dlrm", "planner.estimator": "llama"}
+
+
+@pytest.mark.parametrize("key", BESIDE_OTHERS)
+def test_a_key_beside_what_does_not_read_it_is_refused(key: str) -> None:
+    words, given = BESIDE_OTHERS[key]
+    section, _, name = key.rpartition(".")
+    document: dict[str, Any] = {**BASES[KIND_OF.get(section, "tables")]}
+    inner = section.partition(".")[2] or name
+    if inner in ("partitioner", "proposers"):
+        given = {"search": "proposers", inner: [given] if inner == "proposers" else given}
+    elif section.startswith("planner."):
+        given = {inner: given}
+    document[section.partition(".")[0]] = given
+    with pytest.raises(InputError) as caught:
+        parse_job(document)
+    assert f"job: {key}: expected " in str(caught.value)
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ COMMANDS = {
     "reshard": "a checkpoint cut anew for another plan: ranks, sharding types, units",
     "diff": "two plans side by side",
     "calibrate": "measure this machine's memory, compute and links, for plans that rest on them",
+    "schema": "what a job may say, as a JSON Schema, for editors",
     "doctor": "versions, backends, and what works here",
     "run": "one rank of a run, started by torchrun",
 }

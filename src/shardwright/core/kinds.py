@@ -324,8 +324,10 @@ def members_of(table: TableSpec, *, bags: bool = False) -> tuple[TableSpec, ...]
 class EmbeddingsSection(KindKeys, frozen=True, forbid_unknown_fields=True):
     """The kind of every table with more than ``above`` rows that names none of its own.
 
-    A table of ``mixed_dim`` without a width has round(dim (n / rows)^temperature) columns, n being
-    the rows of the smallest table.
+    Attributes:
+        above: rows; smaller tables stay full
+        temperature: of ``mixed_dim`` without a width: a table has round(``dim`` (n /
+            rows)^temperature) columns, n being the rows of the smallest table
     """
 
     above: int = ABOVE

@@ -49,9 +49,12 @@ STATE_BYTES_PER_SLOT = 16
 class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a table that lives in slower memory is cached.
 
-    ``load_factor`` is the cached share of its rows; ``stats`` are the expected lookups of a step,
-    the cacheability from 0 to 1 and the miss rate of a cache of size 0, which falls linearly to
-    none at a load factor of 1. ``passes`` is how many passes a prefetch takes.
+    Attributes:
+        load_factor: the cached share of its rows, from 0 to 1
+        prefetch_pipeline: whether rows are fetched ahead of the step that reads them
+        passes: passes that a prefetch takes
+        stats: expected lookups of a step, the cacheability from 0 to 1, and the miss rate of a
+            cache of size 0, which falls linearly to none at a load factor of 1
     """
 
     load_factor: float | None = None
@@ -80,10 +83,18 @@ Size = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
 class KindKeys(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """How the rows of an embedding are made (``core/kinds.py``), and what of it can be said.
 
-    ``collisions`` is how many ids share what a kind has for them: a row, a remainder, of ``robe`` a
-    number. ``operation`` combines the rows of ``qr``. ``width`` are the columns of ``mixed_dim``,
-    ``rank`` that of ``tt``; ``dhe`` has ``hashes`` of an id and ``layers`` of width ``hidden``;
-    ``robe`` finds ``block`` numbers at a time.
+    Attributes:
+        kind (that of ``[embeddings]``, else ``"full"``): how its rows are made: ``"full"``,
+            ``"hash"``, ``"double_hash"``, ``"qr"``, ``"mixed_dim"``, ``"memcom"``, ``"tt"``,
+            ``"dhe"``, ``"robe"``, for inference ``"int8"``, ``"int4"``, [see
+            below](#kinds-of-embeddings)
+        collisions, operation (4, ``"mult"``): of ``hash``, ``double_hash``, ``qr``, ``memcom``: ids
+            that share a row, of ``robe`` a number; of ``qr`` how rows are combined: ``"mult"``,
+            ``"add"``, ``"concat"``
+        width, rank, block (by ``temperature``, 16, ``dim``): columns of ``mixed_dim``; rank of
+            ``tt``; numbers that ``robe`` finds at a time, a divisor of ``dim``
+        hashes, hidden, layers (1024, 1800, 5): of ``dhe``: hashes of an id, width and number of its
+            network's layers
     """
 
     kind: KindName | UnsetType = UNSET
@@ -100,11 +111,45 @@ class KindKeys(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 class TableSpec(KindKeys, frozen=True, forbid_unknown_fields=True):
     """An embedding table of ``rows`` x ``dim`` and the traffic that one sample sends to it.
 
-    There is a pooling factor (ids per bag), a number of bags per sample and, where ``batch_sizes``
-    says so, a batch size for each feature that reads the table; ``features`` are their names.
-    Bags are pooled to sums, or as ``pooling_type`` says. ``zipf`` is the exponent of the popularity
-    of its ids, where it is not that of the data. ``sharding_types``,
-    ``compute_kernels`` and ``min_partition`` (the narrowest column shard) limit the choice.
+    Attributes:
+        name: letters, digits, underscores; of tables alone, anything without white space
+        rows, dim: size; with ``interaction = "dot"`` every table has the same ``dim``
+        dtype: of the weights: a DLRM trains ``"fp32"``, ``"fp16"`` and ``"bf16"``, the latter with
+            [states, sums and updates in fp32](runtime.md#tables) and ``kind = "full"``
+        optimizer (from ``train.optimizer``; of tables alone ``"none"``): ``"sgd"``, ``"adagrad"``,
+            ``"rowwise_adagrad"``, ``"adam"``, ``"partial_rowwise_adam"``; of tables alone also
+            ``"none"``
+        sharding_types (all): which of ``data_parallel``, ``table_wise``, ``row_wise``,
+            ``column_wise``, ``table_row_wise``, ``table_column_wise``, ``grid_shard`` may be
+            chosen. Of a model that is trained the last three have to be named where all ranks are
+            one host, and so has ``column_wise`` for an optimizer with one number a row. A key that
+            leaves a table nothing that can be planned is refused, with what ``--why-not`` says of
+            it; columns that cannot be cut are one shard with TorchRec's costs or options alone, and
+            a note says so
+        compute_kernels (all): ``"dense"`` for replicas, ``"fused"`` for those of which a step looks
+            few rows up; ``"fused"``, ``"fused_uvm"``, ``"fused_uvm_caching"``, ``"key_value"`` for
+            routed tables; what is trained runs ``dense``, ``fused`` and, on a CPU where it is named
+            here and ``cluster.ssd_cap`` is given, [``key_value``](planner.md#tables-on-disk)
+        min_partition (4; half of ``dim`` for a DLRM; 128 with ``options = "torchrec"``): the
+            narrowest column shard
+        pooled, pooling_factors, num_poolings (``true``, ``[1.0]``, ones): bags or plain embeddings;
+            ids per bag and bags per sample of each feature. The interaction of a DLRM takes one row
+            of each feature and sample, so it has no sequences and one bag, that of a feature:
+            several are several ``features``
+        features (the table's ``name``): names of the features that read the table, one for each
+            pooling factor: columns of a log
+        zipf (that of ``data``): the exponent of the popularity of the table's ids, as ``shardwright
+            inspect`` finds it in a log: a plan's peak counts how many of a step's rows are
+            different
+        pooling_type (``"sum"``): ``"sum"`` or ``"mean"`` of the rows of a bag
+        batch_sizes (``batch.size``): samples of each feature; of a DLRM there is no other than
+            ``batch.size``
+        output_dtype (``dtype``; of a DLRM ``"fp32"``, for it computes in that): of the rows that
+            come back
+        module_weighted, constraint_weighted: weighted ids: of a pooled table (and of the DLRM that
+            is trained), of a sequence
+        cache: of a table in slower memory: what of it is cached
+        kv_l1_mb: largest cache of a ``key_value`` table, MiB
     """
 
     name: str

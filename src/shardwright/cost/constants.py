@@ -16,7 +16,7 @@ from shardwright.core.document import unknown_key
 from shardwright.core.errors import InputError, expected
 from shardwright.core.quantities import parse_bytes
 from shardwright.cost.presets import HARDWARE, LOCAL, MODELS, PRESETS, Preset
-from shardwright.job.job import ClusterSection, with_calibration
+from shardwright.job.cluster import ClusterSection, with_calibration
 from shardwright.job.planner import Profile
 
 ACCELERATED, PLAIN = "h100-8", "local"  # presets of a job that names none

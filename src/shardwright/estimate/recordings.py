@@ -34,10 +34,10 @@ from shardwright.core.model import ModelSpec
 from shardwright.core.quantities import MOST_GIB
 from shardwright.core.recording import Recording
 from shardwright.estimate.with_tables import Paths, Recorded, find_with_tables
+from shardwright.job.cluster import check_units
 from shardwright.job.job import (
     A_JOB,
     Job,
-    check_units,
     checkpointing_of,
     degrees_of,
     memory_of,

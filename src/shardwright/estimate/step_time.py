@@ -20,7 +20,7 @@ from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.cost.clock import piece_seconds, ring_seconds, sent_seconds
 from shardwright.cost.dense import product_rate
 from shardwright.heap.machine import Sharding
-from shardwright.heap.rank_step import Chunk, state_bytes
+from shardwright.heap.rank_step import Chunk, states
 from shardwright.job.parallel import Degrees
 from shardwright.job.pipelining import order, stage_of
 
@@ -136,7 +136,7 @@ def stage_of_chunk(chunk: Chunk, sharding: Sharding, layout: Layout, optimizer: 
 def _touched(tensor: TensorSpec, optimizer: Optimizer) -> int:
     """Bytes that an update reads and writes: weights, states, and gradients twice, once for their
     norm."""
-    kept = state_bytes(optimizer, tensor)
+    kept = sum(state.bytes for state in states(optimizer, tensor) if state.place == "device")
     return 2 * kept + tensor.numel * (2 * element_bytes(tensor.dtype) + 2 * element_bytes("fp32"))
 
 

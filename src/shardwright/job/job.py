@@ -7,27 +7,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from shardwright.core.cluster import (
-    CAPACITIES,
-    MAX_PLANNED,
-    Calibration,
-    Device,
-    Ranks,
-    read_calibration,
-)
+from shardwright.core.cluster import MAX_PLANNED
 from shardwright.core.document import convert, parse_toml, read_bytes
 from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.kinds import EmbeddingsSection, members_of
-from shardwright.core.llama import MAX_WORLD
 from shardwright.core.model import TableSpec
-from shardwright.core.quantities import LEAST_BARE, check_unit, parse_bytes
+from shardwright.core.quantities import parse_bytes
+from shardwright.job.cluster import ClusterSection, check_units, device_of, with_calibration
 from shardwright.job.memory import (
     ComputeDtype,
     MemorySection,
@@ -64,57 +57,19 @@ from shardwright.job.train import (
     every,
 )
 
-ManyRanks = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 MAX_TABLES = 100_000
-Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
-Multiplier = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 A_JOB = "read_job reads a file, parse_job a mapping."  # what to do without one
 # Filled in here, never by a file.
 HIDDEN = ("TableSpec.fqn", "ClusterSection.measured", "ModelSection.shape")
 
 
-class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A preset or a cluster file, and what this job's machine has instead; capacities are per rank.
-
-    ``measured`` is what the file said when the job was read. The bandwidths and multipliers are
-    those of TorchRec's topology, in bytes per millisecond.
-    """
-
-    preset: str = ""
-    file: str = ""
-    measured: Calibration | None = None
-    world_size: ManyRanks | None = None
-    local_world_size: Ranks | None = None
-    pod_size: Ranks | None = None
-    compute_device: Literal["cpu", "cuda"] | None = None
-    hbm_cap: int | str | None = None
-    ddr_cap: int | str | None = None
-    ssd_cap: int | str | None = None
-    hbm_mem_bw: Bandwidth | None = None
-    ddr_mem_bw: Bandwidth | None = None
-    ssd_mem_bw: Bandwidth | None = None
-    hbm_to_ddr_mem_bw: Bandwidth | None = None
-    intra_host_bw: Bandwidth | None = None
-    inter_host_bw: Bandwidth | None = None
-    bwd_compute_multiplier: Multiplier | None = None
-    weighted_feature_bwd_compute_multiplier: Multiplier | None = None
-
-
-def with_calibration(
-    section: ClusterSection, where: str = "job", job_path: Path | None = None
-) -> ClusterSection:
-    """The section with its file read; a relative path starts at the working directory, else
-    beside the job."""
-    if section.preset:
-        raise InputError(
-            expected(f"{where}: cluster", "a file or a preset", "both", "Leave one of the two out.")
-        )
-    measured = read_calibration(beside(section.file, job_path, f"{where}: cluster.file"))
-    return msgspec.structs.replace(section, measured=measured)
-
-
 class BatchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Samples per rank and step, and tokens per sample."""
+    """Samples per rank and step, and tokens per sample.
+
+    Attributes:
+        size: samples per rank and step
+        sequence: tokens per sample of a transformer or a llama; 1 for dlrm
+    """
 
     size: Count = 128
     sequence: Count = 1
@@ -122,7 +77,33 @@ class BatchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that is asked for; defaults filled in. A section that is ``UNSET`` is not written:
-    documents of jobs without it stay as they were."""
+    documents of jobs without it stay as they were.
+
+    Attributes:
+        model: without it, and without ``[data]`` and ``[train]``, a job is of tables alone
+        tables: one entry per table; Criteo's logs need 26
+        embeddings: the kind of every table with more than ``above`` rows that names none; also all
+            keys of kinds
+        study: what [the study of kinds](#comparing-kinds) compares; commands do not look at it.
+            Beside it neither ``[embeddings]`` nor ``planner.kinds``
+        cluster: what the ranks run on
+        batch: what a rank has in a step
+        data: what a run reads
+        planner: how plans are made; [planner.md](planner.md) explains it
+        parallel: by what the model and the batch of an estimate of memory without a plan are
+            divided; without it data ranks share everything. Plans follow ``data_replicate`` and
+            ``data_shard``. The degrees multiply to ``world_size``, all but ``expert``
+        memory: how the steps of an estimate of memory without a plan are run. Of a llama and a
+            module of your own a plan and a run follow ``checkpointing``, ``param_dtype``,
+            ``reduce_dtype``, ``zero``, ``offload`` and ``lowering``, have ``allocator`` for what
+            ``shardwright memory`` adds to the plan, and refuse the rest but for its defaults. Of
+            dlrm, transformer and tables only ``param_dtype = "fp32"`` and the other defaults are
+            not refused, of a transformer also ``checkpointing``, and of both models ``zero`` and
+            ``offload``
+        train: the run
+        checkpoint: with this section, also an empty one, a run is
+            [saved](runtime.md#runs-that-last) as it goes on, at its end, and where a signal ends it
+    """
 
     tables: tuple[TableSpec, ...]
     model: ModelSection = ModelSection()
@@ -175,20 +156,6 @@ def _said_dtype(job: Job) -> ComputeDtype:
         return "fp32"
     said = job.model.shape.dtype
     return said or ("fp32" if device_of(job.cluster) == "cpu" else "bf16")
-
-
-CPU_PRESETS = ("", "local", "cpu-host")  # all of them, or a llama there is taken for bf16
-
-
-def device_of(section: ClusterSection) -> Device:
-    """What the ranks of a job compute on."""
-    # By the section and not by a Cluster: the preset's constants would have to be loaded with
-    # costs, which this floor does not know.
-    if section.compute_device:
-        return section.compute_device
-    if section.measured is not None:
-        return section.measured.compute_device
-    return "cpu" if section.preset in CPU_PRESETS else "cuda"
 
 
 def table_optimizer(job: Job) -> str:
@@ -282,13 +249,6 @@ def read_job(path: Path | str, overrides: Iterable[str] = ()) -> Job:
     return job
 
 
-def check_units(cluster: object, where: str, least: int = LEAST_BARE) -> None:
-    """InputError for a capacity of a ``[cluster]`` that has no unit and is below ``least``."""
-    if isinstance(cluster, Mapping):
-        for key in CAPACITIES:
-            check_unit(cluster.get(key), f"{where}: cluster.{key}", least)
-
-
 def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = None) -> Job:
     """Check a decoded job; every error names the key, what was expected and what was found.
     ``path`` is the job's own, for files that it names."""
@@ -326,10 +286,6 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     check_constraints(job.planner.constraints, members, where)
     if job.memory is not UNSET:
         check_memory(job.memory, where)
-        if isinstance(job.memory.zero, tuple) and parallel_of(job).data_replicate == 1:
-            wanted = "one stage, or a pair beside parallel.data_replicate of 2 or more"
-            found = repr(list(job.memory.zero))
-            raise InputError(expected(f"{where}: memory.zero", wanted, found))
     _check_checkpointing(job, where)
     if job.checkpoint is not UNSET:
         every(job.checkpoint.every, f"{where}: checkpoint.every")
@@ -345,9 +301,7 @@ def _check_checkpointing(job: Job, where: str) -> None:
     for name in open_:
         check_policy(name, key)
     wanted = "at least one policy"
-    if not job.model.traits.has_blocks:
-        wanted = f"none for kind '{job.model.kind}', which has no blocks"
-    elif given is not UNSET and open_ != (given,):
+    if given is not UNSET and open_ != (given,):
         wanted = f"none beside memory.checkpointing {given!r}"
     elif open_:
         return

@@ -34,12 +34,13 @@ _PARAMETRIC = re.compile(r"layers:[1-9][0-9]{0,3}|save:[\w.:, ]+")
 class Fsdp2Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How torch's ``FSDPModule`` is set, and which torch's it is, as far as memory knows of it.
 
-    ``reduce_scatter_max_input_buffers`` is what ``set_reduce_scatter_max_input_buffers`` takes:
-    how many units' inputs of reduce-scatters there are at once. With
-    ``separate_reduce_scatter_group`` there is one more communicator. ``holds_all_reduced`` is
-    whether sums over replicas stay until the backward is over, where they are not the gradients
-    themselves, or only until the next unit's are there; by default what the torch that is installed
-    does.
+    Attributes:
+        reduce_scatter_max_input_buffers: units whose inputs of reduce-scatters there are at once,
+            by torch's name
+        separate_reduce_scatter_group: one communicator more
+        holds_all_reduced (what the torch does that is installed): sums over replicas that are not
+            the gradients themselves (in another dtype, or of a later microbatch) stay until the
+            backward ends (``true``) or until the next unit's are there
     """
 
     reduce_scatter_max_input_buffers: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 1
@@ -50,20 +51,48 @@ class Fsdp2Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is kept of a forward, on which device, under which runtime, in which dtypes.
 
-    Parameters are cast to ``param_dtype`` for computing where a runtime shards them, and gradients
-    are summed in ``reduce_dtype``; where these are not given, the model says them
-    (``job.job.memory_of``), whatever else the section has. ``zero`` is 3 where a runtime shares
-    parameters, gradients and optimizer states, as all but "ddp" and "megatron" do, which share
-    nothing by themselves and with 1 the states. Ours also keeps parameters whole with 2, and with 1
-    shares the states alone; "auto" leaves it to a plan.
-    A pair, (2, 3), is one for replicas and one for shards.
-    ``offload`` says what lives in host memory, of ours shards, gradients and states of every unit
-    ("all") or of those for which a plan chooses it ("auto").
-    ``checkpointing`` is a policy's name; where it is not given, a plan chooses one.
-    ``lowering`` is the device whose kernels are assumed, by default the cluster's.
-    ``implementation`` is the optimizer's; without one it is PyTorch's choice. ``compile`` takes the
-    blocks and the loss, each on its own, or the blocks alone. With ``fp32_logits`` the logits are a
-    copy in fp32 that the step names until its backward is over.
+    Where dtypes are not given the model says them (``job.job.memory_of``), whatever else is.
+
+    Attributes:
+        checkpointing (a plan chooses; without a plan ``"none"``): what a block keeps: ``"none"``:
+            all that backward needs; ``"full"``: its inputs; ``"selective"`` (``"selective_op"``):
+            every second matrix product, attention and what arrives from other ranks;
+            ``"core_attention"``: all but what attention keeps inside; ``"layers:N"``: every Nth
+            block its inputs alone; ``"save:aten.mm,..."``: results of these operators
+        lowering (by device): ``"cuda"`` or ``"cpu"``: whose kernels decide what is kept
+        runtime: ``"shardwright"``, ``"fsdp2"``, ``"ddp"``, ``"megatron"`` (Megatron-LM's data
+            parallel)
+        zero: what data ranks share, by the stages of ZeRO: 3 all, 2 gradients and optimizer states,
+            1 these states alone. ``shardwright`` does each
+            ([how](runtime.md#what-is-cut-the-stages-of-zero)), in a plan and in a run, whose units
+            are then all shared unless ``[planner.units]`` says otherwise; a step of one backward is
+            the same with 1 and 2. ``[2, 3]`` beside ``data_replicate``: gradients and states are
+            cut over copies too (HFSDP), in a plan, a run and an estimate without a plan.
+            ``"auto"``: [a plan takes](planner.md) the stage that is fastest of those that fit.
+            ``fsdp2`` does 3; ``ddp`` and ``megatron`` share nothing by default, with 1 optimizer
+            states (``ZeroRedundancyOptimizer``, the distributed optimizer)
+        reshard_after_forward: whether full parameters go after forward: the runtime's way,
+            ``true``, ``false`` (FSDP's ``SHARD_GRAD_OP``)
+        param_dtype, reduce_dtype (what the model says): what is computed in, and what gradients are
+            summed in: ``"bf16"``, ``"fp16"``, ``"fp32"``. Without them a llama computes in the
+            ``torch_dtype`` (``dtype``) of its ``hf_config``, one of given widths in bf16 on
+            accelerators and in fp32 on a CPU, and sums in fp32; a module of your own has the dtypes
+            of its parameters, and sums in fp32 where ``param_dtype`` is named. No other key changes
+            them, and the first screen of ``plan``, ``memory`` and ``fit`` says them
+        implementation (PyTorch's): of the optimizer: ``"foreach"``, ``"fused"``, ``"for_loop"``
+        compile, float8: blocks and the loss are compiled, ``"blocks"``: the blocks alone (not with
+            experts); products in 8 bits, ``"tensorwise"`` (``true``) or ``"rowwise"``
+        offload: what lives in host memory: ``"none"``; of ``shardwright`` ``"all"``: shards,
+            gradients and states of every unit, which is sharded then, or ``"auto"``: of those for
+            which [a plan chooses it](planner.md); of other runtimes ``"states"``, updated there by
+            an optimizer that can, and of ``fsdp2`` ``"all"``
+        allocator (PyTorch's): settings as in ``PYTORCH_CUDA_ALLOC_CONF``
+        loss: of a llama: logits of all words; ``"parallel"``: of each tensor rank's words;
+            ``"chunked"``: a few tokens at a time
+        fp32_logits (``false``): of a llama: the model returns a copy of its logits in fp32, and the
+            step names it until its backward is over (``logits = model(tokens).float()``), as many
+            trainers do; not beside ``"chunked"``, whose logits are never whole
+        fsdp2: how ``runtime = "fsdp2"`` is set, by torch's names
     """
 
     checkpointing: str | UnsetType = UNSET

@@ -33,7 +33,10 @@ Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Depth = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Words = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
-OURS = "shardwright.models."  # functions of our own that a configuration stands for
+OURS = "shardwright.models."
+# Kinds that are calls of functions of ours, a file each; the other keys of [model] are arguments.
+# Nothing below knows them: a job has the call, and what works for a user's module works for it.
+CALLS = {"t5": "t5:build"}
 _STREAM = ("layers", "dim", "heads", "ffn_dim", "vocab")
 _LLAMA = (
     "kv_heads",
@@ -136,10 +139,46 @@ IMPLIED: dict[str, ModelKind] = {"hf_config": "llama", "python": "python"}  # by
 class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The built-in model and the widths of its layers, or tables alone, perhaps from a file.
 
-    A job that names neither layers nor ``[data]`` nor ``[train]`` is of tables alone. ``ffn_dim``
-    is 4 times ``dim`` where it is not given. Of a llama, ``kv_heads`` are as many as ``heads``,
-    ``head_dim`` is ``dim`` over ``heads``, experts are as wide as ``ffn_dim`` and in every layer
-    where nothing else is said; ``shape`` is what its widths or its ``hf_config`` come to.
+    A job that names neither layers nor ``[data]`` nor ``[train]`` is of tables alone. ``shape`` is
+    what its widths or its ``hf_config`` come to.
+
+    Attributes:
+        kind: ``"dlrm"``, or ``"transformer"``: a small GPT without tables; ``"tables"``: tables to
+            be planned, nothing to be trained; ``"llama"``; ``"t5"``: an encoder and a
+            decoder, whose sizes stand beside it by the names of ``T5Shape``; ``"python"``: [a model
+            of your own](own-model.md)
+        tables: a JSON file of tables instead of ``[[tables]]``, see below
+        dense_features: width of the dense input
+        bottom: widths of the bottom MLP; the last is the tables' ``dim``
+        top: widths of the top MLP; the last is 1 to train on clicks
+        interaction: ``"dot"``: products of all pairs; ``"cat"``: concatenation; ``"dcn"``: the
+            cross network of DCN v2 on the concatenation
+        cross_layers, cross_rank (3, 512): of ``"dcn"``: its layers, and the inner width of each
+        layers, dim, heads: of a transformer or a llama: blocks, width of the stream, heads of
+            attention, which divide ``dim``
+        ffn_dim (4 times ``dim``): of a transformer or a llama: width inside a block's MLP
+        vocab: of a transformer or a llama: tokens that it knows; 256 or more for text, whose bytes
+            are the tokens
+        kv_heads, head_dim (``heads``, ``dim`` / ``heads``): of a llama: heads of keys and values,
+            width of a head
+        tied_embeddings, qk_norm, attention_bias (``false``): of a llama: the head is the embedding;
+            norms of queries and keys; biases of queries, keys and values
+        experts, experts_per_token (none, 2): of a llama: experts instead of an MLP, and how many a
+            token is sent to
+        expert_ffn_dim, shared_ffn_dim (``ffn_dim``, none): of a llama with experts: width of each,
+            and of one that sees every token
+        moe_layers (all): of a llama with experts: the layers that have them, counted from 0
+        kv_lora_rank, q_lora_rank, qk_rope_head_dim, v_head_dim (none): of a llama with latent
+            attention, as DeepSeek's configuration names them: numbers that make keys and values,
+            and queries; the part of ``head_dim`` that is turned; width of a head of values, by
+            default ``head_dim``
+        hf_config: instead of a llama's widths the ``config.json`` of a Hugging Face model (llama,
+            mistral, mixtral, qwen2, qwen3, qwen2_moe, qwen3_moe, gemma, gemma2, deepseek_v2,
+            deepseek_v3, t5, mt5; [what they leave out](memory.md#hugging-face-configurations)),
+            found from the working directory, else beside the job. What the widths or the file come
+            to stays with the job as ``shape``
+        python, arguments: a module of your own, as ``"package.module:function"``, and a table of
+            keywords for the function, see below
     """
 
     kind: ModelKind = "dlrm"
@@ -199,14 +238,16 @@ def with_kind(
     job_path: Path | None = None,
 ) -> dict[str, Any]:
     """A decoded section with the kind that its keys imply: tables alone where it has no others and
-    the job is not one that ``is_run``. A configuration of a model that is built by a function of
-    ours becomes a call of it."""
-    # A T5 is no kind of its own: it becomes a call of a function of ours, so that everything that
-    # works for a user's module works for it, and no file below has to know it.
+    the job is not one that ``is_run``. A kind of ``CALLS`` becomes its call, and so does a
+    configuration of such a model."""
     if "kind" not in model and isinstance(model.get("hf_config"), str) and len(model) == 1:
         found = _config(model["hf_config"], where, job_path)
         if isinstance(found, T5Shape):
-            return {"kind": "python", "python": f"{OURS}t5:build", "arguments": _changed(found)}
+            model = {"kind": "t5", **_changed(found)}
+    named = model.get("kind")
+    if isinstance(named, str) and named in CALLS:
+        arguments = {key: value for key, value in model.items() if key != "kind"}
+        return {"kind": "python", "python": OURS + CALLS[named], "arguments": arguments}
     kind = next((IMPLIED[key] for key in IMPLIED if key in model), None)
     # A job that says nothing of a run is of tables alone. With [data] or [train] the same section
     # is a DLRM with its default layers.

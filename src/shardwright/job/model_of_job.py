@@ -214,10 +214,6 @@ def _check_steps(job: Job) -> None:
 
 
 def _check_dlrm(job: Job) -> None:
-    if job.batch.sequence != 1:
-        raise InputError(
-            expected("batch.sequence", "1, for dlrm has no sequences", str(job.batch.sequence))
-        )
     # A feature is a column of the log and an input of the model: two tables that read one name
     # could not be told apart in a batch.
     names: set[str] = set()

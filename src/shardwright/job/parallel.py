@@ -42,18 +42,34 @@ QUANTILES: dict[Quantile, float] = {"p50": 0.0, "p99": 2.3263478740408408}
 
 class ParallelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Degrees that multiply to the number of ranks, all but ``expert``, which regroups ranks of
-    ``data_shard``, ``context`` and ``tensor``; -1 for ``data_shard`` is all that is left.
+    ``data_shard``, ``context`` and ``tensor``.
 
-    ``sequence`` is sequence parallelism beside tensor parallelism, on where ``tensor`` is more than
-    1. ``microbatches`` divide a rank's batch: of a pipeline, by default one sample each; without
-    one, gradients are accumulated over them. ``chunks`` are the pieces of the model on a rank.
-
-    ``routing`` says how many tokens the experts of a rank receive: as many as on any other, a
-    ``capacity_factor`` times that, or a random share whose deviation between experts is ``skew``
-    times the mean, of which the median is shown, and one in a hundred where ``expert_load`` is p99.
-
-    ``parallelize_plan`` names the layers of a user's module that ``tensor`` cuts and the experts
-    that ``expert`` does, by paths in which ``*`` stands for any part.
+    Attributes:
+        data_replicate, data_shard: ranks with whole copies; ranks that share each copy, -1 for all
+            that are left. A plan of our runtime cuts units over the ranks of each copy, which are
+            neighbours, and sums gradients over copies (HSDP); tables are shared by all ranks
+        tensor, sequence (1, ``true`` beside ``tensor``): of a llama: ranks that share heads, MLPs
+            and words; whether they share the tokens between these too. Of a module of your own:
+            ranks that share its layers
+        parallelize_plan: beside ``tensor``, [which
+            layers](memory.md#tensor-parallelism-of-a-module-of-your-own) of a module of your own it
+            divides, beside ``expert`` which experts: ``{ "layers.*.up" = "colwise", ... }``
+        pipeline, schedule, chunks (1, ``"1f1b"``, the schedule's): of a llama or [a module of your
+            own](memory.md#a-pipeline-of-a-module-of-your-own): stages; ``"gpipe"``, ``"1f1b"``,
+            ``"interleaved_1f1b"``, ``"looped_bfs"``, ``"zbh1"``, ``"zbh2"``,
+            ``"interleaved_zero_bubble"``, ``"zbv"``, ``"dualpipev"``; pieces of the model per rank
+        microbatches (``batch.size`` in a pipeline, else 1): parts of a rank's batch; without a
+            pipeline gradients are accumulated over them
+        context: of a llama: ranks that share the tokens of a sample
+        expert: of a llama, or of a module of your own [where a plan names its
+            experts](memory.md#experts-of-a-module-of-your-own): ranks that share the experts, taken
+            from those of ``data_shard``, ``context`` and ``tensor``
+        routing: tokens that a rank's experts receive: ``"even"``; ``"capacity"``: so many times the
+            even share; ``"skewed"``: a lognormal share
+        capacity_factor (1.25): of ``"capacity"``
+        skew, expert_load (0.3, ``"p99"``): of ``"skewed"``: deviation between experts over their
+            mean (assumed), and which ranks are shown: ``"p99"``: the median and one in a hundred;
+            ``"p50"``: the median alone
     """
 
     data_replicate: Degree = 1
@@ -182,7 +198,7 @@ def check_parallel(section: ParallelSection, is_function: bool, where: str) -> N
     function ``is_function``, where the job does not say what they divide."""
     if is_function:
         _check_python(section, section.parallelize_plan or {}, where)
-    chunk_count(section.schedule, section.chunks if section.pipeline > 1 else None)
+    chunk_count(section.schedule, section.chunks)
 
 
 def _check_python(section: ParallelSection, plan: Mapping[str, Style], where: str) -> None:

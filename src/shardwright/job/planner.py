@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -14,6 +14,9 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.model import KindName
 from shardwright.core.sharding import ShardingType
+
+if TYPE_CHECKING:
+    from shardwright.job.job import Job
 
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
@@ -32,7 +35,15 @@ TRAINED_COMMUNICATION = ("fp32", "fp16", "bf16")
 class EstimatorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a step keeps alive: the input pipeline, and whether outputs count at the peak.
 
-    ``communication`` are the dtypes of embedding rows on the wire, forward and backward.
+    Attributes:
+        pipeline_type: ``"none"``, ``"train_base"``, ``"train_sparse_dist"``,
+            ``"train_prefetch_sparse_dist"``
+        count_ephemeral, is_inference: outputs count at the peak; forward only
+        communication (``dtype``): dtypes of rows [on the
+            wire](runtime.md#half-precision-on-the-wire), forward, and of their gradients, backward,
+            such as ``["fp16", "bf16"]``; where tables are trained two of ``fp32``, ``fp16``,
+            ``bf16``, without it ``fp32``
+        cache_load_factor, prefetch_pipeline: of all cached tables that say nothing themselves
     """
 
     pipeline_type: PipelineType = "none"
@@ -56,8 +67,12 @@ def trained_communication(section: EstimatorSection) -> Communication:
 class ReservationSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Memory that tables may not use, per rank.
 
-    ``percentage`` is a share from 0 to 1, ``nbytes`` an absolute amount; ``dense_bytes`` are the
-    bytes of the dense parameters and ``multiplier`` how often a heuristic counts them.
+    Attributes:
+        kind (by profile): ``none``, ``percentage``, ``absolute``, ``heuristic``, ``inference``,
+            ``traced`` (a DLRM's default: its dense part is simulated)
+        percentage, nbytes: a share from 0 to 1; bytes, or a text such as ``"48 MiB"``
+        dense_bytes, multiplier: bytes of the dense parameters, and how often ``heuristic`` counts
+            them
     """
 
     kind: ReservationKind | None = None
@@ -67,8 +82,26 @@ class ReservationSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     multiplier: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 6.0
 
 
+def reservation_kind(job: Job) -> ReservationKind:
+    """What the job asks for, or what its profile reserves where it says nothing."""
+    given = job.planner.reservation.kind
+    if given is not None:
+        return given
+    if job.model.traits.has_step:
+        return "traced"
+    return "heuristic" if job.planner.constants == "torchrec-1.9" else "none"
+
+
 class ProposerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A proposer by name. ``use_depth`` scores by the largest shard instead of by the sum."""
+    """A proposer by name.
+
+    Attributes:
+        kind: ``"greedy"``, ``"uniform"``, ``"grid"``, ``"dynamic_programming"``, ``"scaleup"``
+        use_depth: score by the largest shard instead of by the sum
+        threshold (none): of ``"greedy"``: plans in a row that are not the best before it stops
+        max_proposals: of ``"grid"``: combinations at most
+        bins_per_device: of ``"dynamic_programming"``: bins for the memory of each rank
+    """
 
     kind: Literal["greedy", "uniform", "grid", "dynamic_programming", "scaleup"]
     use_depth: bool = True
@@ -78,7 +111,15 @@ class ProposerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PartitionerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a proposal's shards are given to ranks."""
+    """How a proposal's shards are given to ranks.
+
+    Attributes:
+        kind: ``"greedy"`` or ``"memory_balanced"``
+        sort_by: of ``"greedy"``: which shards come first, the largest or the slowest
+        balance_modules: of ``"greedy"``: tables of small modules go before
+        max_search_count: of ``"memory_balanced"``: further tries at most, with less memory each
+        tolerance: of ``"memory_balanced"``: share by which a try's busiest rank may take longer
+    """
 
     kind: Literal["greedy", "memory_balanced"] = "greedy"
     sort_by: Literal["storage", "perf"] = "storage"
@@ -88,7 +129,12 @@ class PartitionerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class ConstraintsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tables that share one rank, tables that share none, and the ranks a table may use."""
+    """Tables that share one rank, tables that share none, and the ranks a table may use.
+
+    Attributes:
+        together, apart: groups of tables on one common rank, or without a common rank
+        ranks: the ranks a table may use, such as ``{ C3 = [0, 1] }``
+    """
 
     together: tuple[tuple[str, ...], ...] = ()
     apart: tuple[tuple[str, ...], ...] = ()
@@ -98,11 +144,18 @@ class ConstraintsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 class DenseSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is forced of dense units; the planner chooses what is not given.
 
-    ``layers_per_unit`` layers that follow one another share a unit, at most and evenly;
-    ``prefetch`` 1 gathers the next unit while one computes; ``reshard`` says whether sharded units
-    let full weights go after forward; ``checkpointing`` names the policies that may be chosen.
-    ``bucket_size`` makes units of so many elements as gradients come, where parameters stay whole;
-    "auto" where that is faster.
+    Attributes:
+        layers_per_unit (free): at most so many neighbouring layers share a unit; the units' sizes
+            differ by one at most
+        bucket_size (none): where parameters stay whole (``[memory] zero`` 1, 2 or ``"auto"``):
+            units are buckets of so many elements, in the order in which gradients come; ``"auto"``:
+            whatever is [fastest and fits](planner.md#dense-units), units of modules among it
+        prefetch (free): 1: the next unit is gathered and the last one reduced while one computes;
+            0: nothing overlaps
+        reshard (free): ``true``: every sharded unit lets its full weights go after forward;
+            ``false``: none does
+        checkpointing (``["none", "selective", "full"]``): policies of ``[memory] checkpointing``
+            that the plan may choose from where that is not given; all blocks get the same
     """
 
     layers_per_unit: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
@@ -115,15 +168,34 @@ class DenseSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PlannerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How plans are priced and searched, and what is forced.
 
-    ``units`` maps the name of a unit, or of a series of layers, to ``shard``, ``replicate`` or
-    ``offload``: it is sharded, with its shards, gradients and states in host memory,
-    ``tables`` the path of an embedding in a module of the user's own to a sharding type, or to
-    ``dense``: it stays in a unit.
-    ``kinds`` are those that a plan may choose for tables that name none, in the order in which it
-    would have them. ``dedup`` says whether a row that a rank asks for several times travels once;
-    where nothing is said, tables for which that costs less do so.
-    ``options`` "torchrec" looks at what TorchRec's planner looks at, one column split per table;
-    "wide" at more.
+    Attributes:
+        constants: what prices rest on: the cluster's own constants, ``"torchrec-1.9"``, or
+            ``"additive"``
+        search: ``"bounded"``, ``"proposers"`` (TorchRec's way), ``"exact"`` (HiGHS, needs the extra
+            ``exact``)
+        options: ``"torchrec"``: only what TorchRec's planner looks at
+        time_limit (none): seconds, pricing included, after which the best plan so far is taken;
+            Ctrl-C does the same at any time
+        units (free): per unit, or for all layers of a series, ``"shard"``, ``"replicate"`` or
+            ``"offload"`` (sharded, with shards, gradients and states in host memory), such as ``{
+            top = "shard" }`` or ``{ layers = "shard" }``
+        tables (free): of ``python``: by the path of an embedding, or of what has the weight in a
+            collection, a sharding type, or ``"dense"``, such as ``{ users = "row_wise" }``
+        dedup (free): whether a row that a rank asks for several times in a step [travels
+            once](planner.md#rows-that-travel-once): for all routed tables that can, ``true``, for
+            none, ``false``, or table by table where it costs less
+        kinds (none): kinds that a plan may choose for tables that name none and have more than
+            ``embeddings.above`` rows, in the order in which it would have them, such as ``["full",
+            "qr"]``: as few tables as possible, the largest first, are of a later kind than the
+            first with which anything fits
+        proposers (TorchRec's four): of search ``"proposers"``: who proposes plans, one after
+            another
+        partitioner: of search ``"proposers"``: how the shards of a proposal are given to ranks
+        dense: what is forced of dense units; free where not given
+        reservation: memory that tables may not use
+        estimator: what a step of tables alone keeps alive, and what rows travel in; a key that
+            ``constants`` do not look at is refused, beside a model all but ``communication``
+        constraints: tables that share one rank or none, and ranks that a table may use
     """
 
     constants: Profile = "cluster"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,8 +22,7 @@ from msgspec import UNSET
 from shardwright.core.errors import InputError, expected
 from shardwright.job.memory import PLANNED, Fsdp2Section, MemorySection
 from shardwright.job.model import KINDS, WIDTHS, ModelSection
-from shardwright.job.parallel import ParallelSection
-from shardwright.job.planner import EstimatorSection
+from shardwright.job.planner import EstimatorSection, ProposerSection, reservation_kind
 from shardwright.job.train import CheckpointSection, DataSection, TrainSection
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def refuse_unread(job: Job, where: str, section: str = "") -> None:
                 continue
             # Once a job is decoded, a key that was given as its default and one that was left out
             # are the same; nor does it harm to say what is so anyway.
-            value, usual = _given(job, key)
+            value, usual = given(job, key)
             if value in (usual, rule.allowed):
                 continue
             # Asked last: a rule may look into its own section, which is there only if one of its
@@ -70,7 +70,7 @@ def refuse_unread(job: Job, where: str, section: str = "") -> None:
                 raise InputError(expected(f"{where}: {key}", wanted, found, rule.remedy))
 
 
-def _given(job: Job, key: str) -> tuple[Any, Any]:
+def given(job: Job, key: str) -> tuple[Any, Any]:
     """What a key says, and what it says by default; nothing in a section that is not there."""
     *way, name = key.split(".")
     section: Any = job
@@ -125,6 +125,10 @@ def _no_step(job: Job, _: str) -> str:
     return "" if job.model.traits.has_step else job.model.kind
 
 
+def _with_step(job: Job, _: str) -> str:
+    return job.model.kind if job.model.traits.has_step else ""
+
+
 def _no_tables(job: Job, _: str) -> str:
     """A kind of model without tables: a module of the user's own may have some."""
     traits = job.model.traits
@@ -133,6 +137,11 @@ def _no_tables(job: Job, _: str) -> str:
 
 def _none_listed(job: Job, _: str) -> str:
     return "" if job.model.traits.lists_tables else job.model.kind
+
+
+def _no_rows(job: Job, name: str) -> str:
+    """A kind of model without tables; tables alone have their rows priced."""
+    return _no_tables(job, name) if job.model.traits.has_step else ""
 
 
 def _no_update(job: Job, _: str) -> str:
@@ -151,57 +160,48 @@ def _as_planned(job: Job, name: str) -> str:
     return "" if traits.is_estimated or chosen else job.model.kind
 
 
-def _of_data(*kinds: str) -> Callable[[Job, str], str]:
-    """A run's kind of data that is none of ``kinds``."""
+def _other(key: str | Callable[[Job], str], *values: str) -> Callable[[Job, str], str]:
+    """What a key, or what follows from several, says that is none of ``values``."""
+    said = attrgetter(key) if isinstance(key, str) else key
 
     def beside(job: Job, _: str) -> str:
-        return "" if job.data.kind in kinds or not job.model.traits.has_step else job.data.kind
+        found: str = said(job)
+        return "" if found in values else found
 
     return beside
 
 
-def _of_profile(*names: str) -> Callable[[Job, str], str]:
-    """Constants of ``names``, by which tables alone are priced."""
-
-    def beside(job: Job, _: str) -> str:
-        profile = job.planner.constants
-        return profile if profile in names and not job.model.traits.has_step else ""
-
-    return beside
+def _where(key: str, value: Any, words: str = "") -> Callable[[Job, str], str]:
+    """The key, or ``words`` for it, where that is what it says."""
+    return lambda job, _: (words or key) if attrgetter(key)(job) == value else ""
 
 
-def _of_decay(*names: str) -> Callable[[Job, str], str]:
-    """How learning rates fall, if not by one of ``names``."""
-
-    def beside(job: Job, _: str) -> str:
-        assert job.train.schedule is not UNSET, "where its keys are"
-        return "" if job.train.schedule.decay in names else job.train.schedule.decay
-
-    return beside
-
-
-def _of_routing(name: str) -> Callable[[Job, str], str]:
-    def beside(job: Job, _: str) -> str:
-        routing = _parallel(job).routing
-        return "" if routing == name else routing
-
-    return beside
+def _of_proposer(job: Job, _: str) -> str:
+    """The first key of an entry that proposers of its kind do not have."""
+    for entry in job.planner.proposers:
+        usual = ProposerSection(entry.kind)
+        for name, kinds in PROPOSED_BY.items():
+            if entry.kind not in kinds and getattr(entry, name) != getattr(usual, name):
+                return f"{name} beside kind '{entry.kind}'"
+    return ""
 
 
-def _memory(job: Job) -> MemorySection:
-    assert job.memory is not UNSET, "one of its keys is given"
-    return job.memory
-
-
-def _parallel(job: Job) -> ParallelSection:
-    assert job.parallel is not UNSET, "one of its keys is given"
-    return job.parallel
+def _pair_without_replicas(job: Job, _: str) -> str:
+    replicas = 1 if job.parallel is UNSET else job.parallel.data_replicate
+    alone = job.memory is not UNSET and job.memory.twice and replicas == 1
+    return "parallel.data_replicate" if alone else ""
 
 
 def _keeps_whole(job: Job, _: str) -> str:
-    section = _memory(job)
+    section = job.memory
+    assert section is not UNSET, "one of its keys is given"
     ours = section.runtime == "shardwright" and section.zero in (1, 2)
     return f"zero = {section.zero}" if ours else ""
+
+
+def _kinds_of_tables(job: Job) -> bool:
+    section = job.embeddings
+    return job.planner.kinds is not UNSET or (section is not UNSET and section.kind is not UNSET)
 
 
 def _kinds_elsewhere(job: Job, _: str) -> str:
@@ -209,8 +209,29 @@ def _kinds_elsewhere(job: Job, _: str) -> str:
     return next((key for key, value in chosen.items() if value is not UNSET), "")
 
 
+LOGS, DRAWN = ("criteo", "columns"), ("synthetic", "text", "python")  # rows as they are, or drawn
+# Of an estimate that adds up shards; communication is of every exchange of rows.
+SUMMED = " ".join(n for n in EstimatorSection.__struct_fields__ if n != "communication")
+RESERVED_BY = {
+    "percentage": ("percentage", "heuristic", "inference"),
+    # A trace of tables alone is kept there.
+    "nbytes": ("absolute", "traced"),
+    "dense_bytes": ("heuristic", "inference"),
+}
+PROPOSED_BY = {
+    "use_depth": ("greedy", "uniform"),
+    "threshold": ("greedy",),
+    "max_proposals": ("grid",),
+    "bins_per_device": ("dynamic_programming",),
+}
 UNREAD = "which does not read it"
 NO_KEY, BESIDE_KIND = "no such key for kind '{}'", f"none beside model.kind '{{}}', {UNREAD}"
+
+
+def _no_sequences(job: Job, _: str) -> str:
+    """Samples that are no tokens; a function of the user's own may ask how many there are."""
+    text = job.model.traits.reads_text or job.model.python is not UNSET
+    return "" if text else job.model.kind
 
 
 def _of_model() -> Iterator[Rule]:
@@ -226,6 +247,12 @@ def _of_model() -> Iterator[Rule]:
         remedy,
     )
     yield Rule(
+        ("model.arguments",),
+        _where("model.python", UNSET),
+        "none without {}, whose function gets them",
+    )
+    yield Rule(("batch.sequence",), _no_sequences, "1, for kind '{}' has no sequences")
+    yield Rule(
         tuple(f"model.{name}" for name in WIDTHS),
         lambda job, _: "hf_config" if job.model.hf_config is not UNSET else "",
         "no widths beside {}, which has them all",
@@ -237,7 +264,7 @@ def _of_run() -> Iterator[Rule]:
     """Of ``[train]``, ``[data]`` and ``[checkpoint]``, and of costs that no step has."""
     yield Rule(
         ("data.python",),
-        lambda job, _: "" if job.data.kind == "python" else job.data.kind,
+        _other("data.kind", "python"),
         "none beside data.kind '{}'",
     )
     beside = "none beside train.optimizer '{}' without train.table_optimizer, " + UNREAD
@@ -251,39 +278,102 @@ def _of_run() -> Iterator[Rule]:
     run = (("data", DataSection), ("train", TrainSection), ("checkpoint", CheckpointSection))
     for section, kind in run:
         yield Rule(_of(section, kind), _no_step, BESIDE_KIND)
+    yield Rule(
+        _of("planner.estimator", SUMMED),
+        _with_step,
+        "none beside model.kind '{}', whose steps are simulated",
+        "Leave it out, or leave [model] out to plan the tables alone.",
+    )
+    remedy = "Leave [model] out to plan the tables alone."
+    wanted = "'cluster' for kind '{}', whose dense part is planned too"
+    yield Rule(("planner.constants",), _with_step, wanted, remedy)
+    yield Rule(("planner.estimator.communication",), _no_rows, BESIDE_KIND)
     beside = f"none beside planner.constants '{{}}', {UNREAD}"
-    yield Rule(("planner.estimator.count_ephemeral",), _of_profile("cluster"), beside)
-    yield Rule(_of("planner.estimator", EstimatorSection), _of_profile("additive"), beside)
-    yield Rule(("planner.dedup",), _of_profile("additive", "torchrec-1.9"), beside)
-    yield Rule(("planner.options",), _of_profile("additive"), beside)
-    beside, logs = f"none beside data.kind '{{}}', {UNREAD}", ("criteo", "columns", "synthetic")
-    yield Rule(_of("data", "rows test_rows skip_bad_rows"), _of_data(*logs), beside)
-    yield Rule(_of("data", "label dense ids"), _of_data("columns"), beside)
-    yield Rule(("data.drop_negatives",), _of_data("criteo", "columns"), beside)
-    yield Rule(("data.drift",), _of_data("synthetic"), beside)
-    yield Rule(_of("data", "days cache zipf test_batch"), _of_data(*logs), beside)
+    for keys, read in (
+        (("planner.estimator.count_ephemeral",), ("torchrec-1.9", "additive")),
+        (_of("planner.estimator", EstimatorSection), ("cluster", "torchrec-1.9")),
+        (("planner.dedup",), ("cluster",)),
+        (("planner.options",), ("cluster", "torchrec-1.9")),
+    ):
+        yield Rule(keys, _other("planner.constants", *read), beside)
+    beside, logs = f"none beside data.kind '{{}}', {UNREAD}", (*LOGS, "synthetic")
+    made_up = "Only rows of kind 'synthetic' are made up."
+    yield Rule(_of("data", "rows test_rows"), _other("data.kind", "synthetic"), beside, made_up)
+    yield Rule(("data.skip_bad_rows",), _other("data.kind", *logs), beside)
+    yield Rule(_of("data", "label dense ids"), _other("data.kind", "columns"), beside)
+    yield Rule(("data.drop_negatives",), _other("data.kind", *LOGS), beside)
+    yield Rule(("data.drift",), _other("data.kind", "synthetic"), beside)
+    yield Rule(_of("data", "days cache zipf test_batch"), _other("data.kind", *logs), beside)
     yield Rule(_of("train", "metrics_every forward"), _no_clicks, BESIDE_KIND)
     yield Rule(
-        _of("planner", "proposers partitioner"),
-        lambda job, _: "" if job.planner.search == "proposers" else job.planner.search,
-        f"none beside planner.search '{{}}', {UNREAD}",
-    )
-    yield Rule(
-        ("data.test_path",),
+        _of("data", "test_path test_rows"),
         lambda job, _: "" if job.data.days is UNSET else "data.days",
         "none beside {}, of which the last is held out",
     )
     yield Rule(
+        ("data.seed",),
+        lambda job, _: "" if job.data.drop_negatives else _other("data.kind", *DRAWN)(job, _),
+        "none beside data.kind '{}' without data.drop_negatives, which are drawn from it",
+    )
+    yield Rule(
         ("data.drift",),
-        lambda job, _: "data.days" if job.data.days is UNSET else "",
+        _where("data.days", UNSET),
         "none without {}, between which the law drifts",
         allowed=0.0,
     )
     beside, remedy = "none beside decay '{}'", "Only decay 'polynomial' and 'cosine' reads it."
     falling = _of("train.schedule", "decay_start decay_steps end_factor")
-    yield Rule(falling, _of_decay("polynomial", "cosine"), beside, remedy)
+    yield Rule(falling, _other("train.schedule.decay", "polynomial", "cosine"), beside, remedy)
     remedy = "Only decay 'polynomial' reads it."
-    yield Rule(("train.schedule.power",), _of_decay("polynomial"), beside, remedy)
+    yield Rule(
+        ("train.schedule.power",), _other("train.schedule.decay", "polynomial"), beside, remedy
+    )
+
+
+def _of_search() -> Iterator[Rule]:
+    """Of ``[planner]``: who proposes, who places, and what is reserved."""
+    yield Rule(
+        _of("planner", "proposers partitioner"),
+        _other("planner.search", "proposers"),
+        f"none beside planner.search '{{}}', {UNREAD}",
+    )
+    yield Rule(
+        ("planner.dense.checkpointing",),
+        lambda job, _: "" if job.model.traits.has_blocks else job.model.kind,
+        "none for kind '{}', which has no blocks",
+        found=_listed,
+    )
+    yield Rule(("planner.proposers",), _of_proposer, f"no {{}}, {UNREAD}", found="one")
+    for names, kind in (
+        ("sort_by balance_modules", "greedy"),
+        ("max_search_count tolerance", "memory_balanced"),
+    ):
+        yield Rule(
+            _of("planner.partitioner", names),
+            _other("planner.partitioner.kind", kind),
+            f"none beside planner.partitioner.kind '{{}}', {UNREAD}",
+        )
+    beside = f"none beside planner.reservation.kind '{{}}', {UNREAD}"
+    for name, kinds in RESERVED_BY.items():
+        yield Rule((f"planner.reservation.{name}",), _other(reservation_kind, *kinds), beside)
+    once = _other(reservation_kind, "heuristic")
+    yield Rule(("planner.reservation.multiplier",), once, beside, allowed=1.0)
+    yield Rule(
+        ("planner.reservation.kind",),
+        lambda job, _: (
+            _with_step(job, _) if reservation_kind(job) in RESERVED_BY["dense_bytes"] else ""
+        ),
+        "traced, percentage, absolute or none for kind '{}'",
+        "Its dense part is simulated to the byte; no multiplier is needed.",
+    )
+    yield Rule(
+        ("model.python",),
+        lambda job, _: (
+            "" if job.model.traits.has_step else _other(reservation_kind, "traced")(job, _)
+        ),
+        "none beside planner.reservation.kind '{}', which traces no dense part",
+        'Set planner.reservation.kind to "traced".',
+    )
 
 
 def _of_kinds() -> Iterator[Rule]:
@@ -293,6 +383,11 @@ def _of_kinds() -> Iterator[Rule]:
         _none_listed,
         "none for a {}, which has no [[tables]]",
         found="some",
+    )
+    yield Rule(
+        ("embeddings.above",),
+        lambda job, _: "" if _kinds_of_tables(job) else "embeddings.kind or planner.kinds",
+        "none without {}",
     )
     yield Rule(
         ("embeddings.kind",),
@@ -316,6 +411,11 @@ def _of_steps() -> Iterator[Rule]:
         allowed = anyway.get(name, is_so)
         yield Rule(_of("memory", name), _as_planned, wanted, found=repr, allowed=allowed)
     yield Rule(
+        ("memory.zero",),
+        _pair_without_replicas,
+        "one stage, or a pair beside {} of 2 or more",
+    )
+    yield Rule(
         ("memory.reshard_after_forward",),
         _keeps_whole,
         "false or nothing beside {}, which keeps parameters whole",
@@ -324,7 +424,7 @@ def _of_steps() -> Iterator[Rule]:
     )
     yield Rule(
         ("memory.fsdp2",),
-        lambda job, _: "" if (runtime := _memory(job).runtime) == "fsdp2" else runtime,
+        _other("memory.runtime", "fsdp2"),
         "nothing beside runtime = '{}'",
         "These are settings of memory.runtime = 'fsdp2'.",
         "a table",
@@ -332,7 +432,7 @@ def _of_steps() -> Iterator[Rule]:
     )
     yield Rule(
         ("memory.fp32_logits",),
-        lambda job, _: "chunked" if _memory(job).loss == "chunked" else "",
+        _where("memory.loss", "chunked", "chunked"),
         "false or nothing beside loss = '{}'",
         "Its logits are never there as a whole; those of a chunk are in fp32 anyway.",
         "true",
@@ -360,20 +460,22 @@ def _of_ranks() -> Iterator[Rule]:
     yield Rule(("parallel.tensor",), _undivided, only_one, both)
     yield Rule(
         ("parallel.sequence",),
-        lambda job, _: "tensor" if _parallel(job).tensor == 1 else "",
+        _where("parallel.tensor", 1, "tensor"),
         "false where {} is 1",
         found="true",
         allowed=False,
     )
-    for name, routing in (("capacity_factor", "capacity"), ("skew", "skewed")):
+    for names, routing in (("capacity_factor", "capacity"), ("skew expert_load", "skewed")):
         wanted, found = f"it only beside routing = '{routing}'", "routing = '{}'"
-        yield Rule(_of("parallel", name), _of_routing(routing), wanted, found=found)
+        yield Rule(_of("parallel", names), _other("parallel.routing", routing), wanted, found=found)
     yield Rule(
-        ("parallel.chunks",),
-        lambda job, _: "a pipeline" if _parallel(job).pipeline == 1 else "",
-        "1 without {}",
-        allowed=1,
+        ("parallel.routing",),
+        _where("parallel.expert", 1),
+        "'even' where {} is 1, for every rank has all experts",
     )
+    alone = _where("parallel.pipeline", 1, "a pipeline")
+    yield Rule(("parallel.chunks",), alone, "1 without {}", allowed=1)
+    yield Rule(("parallel.schedule",), alone, "none without {}, whose passes it orders")
 
 
-RULES = (*_of_model(), *_of_run(), *_of_kinds(), *_of_steps(), *_of_ranks())
+RULES = (*_of_model(), *_of_run(), *_of_search(), *_of_kinds(), *_of_steps(), *_of_ranks())

@@ -18,7 +18,6 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.document import read_bytes
 from shardwright.core.errors import InputError, expected
 from shardwright.core.kinds import (
-    ABOVE,
     EmbeddingsSection,
     check_kind,
     check_settled,
@@ -202,9 +201,6 @@ def _check_choice(
     """Refuse keys of kinds that no table would get."""
     if kinds is UNSET:
         check_kind(section, f"{where}: embeddings")
-        if section.kind is UNSET and section.above != ABOVE:
-            wanted = "none without embeddings.kind or planner.kinds"
-            raise InputError(expected(f"{where}: embeddings.above", wanted, str(section.above)))
         return
     if not kinds or len(set(kinds)) != len(kinds):
         raise InputError(expected(f"{where}: planner.kinds", "different kinds", str(list(kinds))))

@@ -27,16 +27,39 @@ Drift = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Click logs: a Criteo file, one of named ``columns``, whose ids are rows or taken modulo their
-    number, or synthetic rows, for which no path is named. Or text: any file,
-    whose bytes are the tokens; a made-up one where none is named. What is made up goes into the run
-    folder. Or ``python``: a function that gives batches; without one those of the model's own
-    function.
+    """What a run reads: click logs, text, or batches of a function of the user's own. What is
+    made up goes into the run folder.
 
-    Of ``days`` of a log, or of a folder of days, the last one is held out. Of rows without a click
-    the share ``drop_negatives`` is left out. ``cache`` is a folder for rows in binary.
-    ``zipf`` is the exponent of the popularity of ids. A rank gets ``test_batch`` held-out rows at a
-    time.
+    Attributes:
+        kind (``"criteo"``; ``"text"`` for a transformer or a llama; ``"python"`` for a model of
+            your own): ``"criteo"``: a click log; ``"columns"``: [one of your own](#click-logs);
+            ``"synthetic"``: one is generated into ``train.out``; ``"text"``: any file;
+            ``"python"``: batches of a function of your own
+        python (the inputs of ``model.python``): of kind ``"python"``: the function as
+            ``"package.module:function"``, [which yields batches](own-model.md#batches)
+        zipf (1.2 of made-up rows, else 0: all ids are alike): the exponent of the popularity of
+            ids, of kind ``"synthetic"`` also the one that rows are made up with; the smaller, the
+            heavier the tail
+        label, dense, ids (``"label"``, ``["I1", ...]``, ``"exact"``): of kind ``"columns"``: the
+            columns of the label and the dense features; whether ids are rows (``"exact"``) or taken
+            modulo the table's rows (``"modulo"``)
+        path, test_path: the log, and held-out rows; both are read, never written, and refused
+            beside ``"synthetic"``. Of kind ``"criteo"`` or ``"columns"`` ``path`` may be [a folder
+            of days](#days). Of a text the last tenth is held out; one is made up, into
+            ``train.out``, if ``path`` names none
+        test_batch (``batch.size``, at least 1024): of a log: held-out rows that a rank scores at a
+            time
+        skip_bad_rows: leave bad rows out and count them instead of stopping at the first;
+            ``inspect`` says how many of which file
+        days (none): of a log: so many days are in it, of which [the last is held out](#days)
+        drop_negatives (0): of kinds ``"criteo"`` and ``"columns"``: share of rows without a click
+            that is left out, everywhere; drawn from ``seed``, the same rows in every pass
+        cache (none): of a log: a folder for [its rows in binary](#a-cache-of-rows), written once
+        drift (0): of the generator with ``days``: by how much what an id is worth changes from one
+            day to the next, from 0, not at all, to 1, into something else altogether
+        rows, test_rows, seed: of the generator (with ``days`` only ``rows``); of text, ``seed``
+            also orders what is read; of a module of your own the inputs of a rank are drawn from
+            ``seed`` plus its number
     """
 
     kind: Literal["criteo", "columns", "synthetic", "text", "python"] = "criteo"
@@ -71,9 +94,14 @@ Power = Annotated[float, msgspec.Meta(gt=0, le=100)]
 class ScheduleSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the learning rates of units and of tables are multiplied with: ``[train.schedule]``.
 
-    It rises in a line to 1 over ``warmup_steps``, and falls to ``end_factor`` over ``decay_steps``
-    after step ``decay_start``: by a ``polynomial`` of ``power``, 1 is a line, or by a ``cosine``.
-    Decay starts after the warm-up and ends with the run where the job does not say otherwise.
+    Attributes:
+        warmup_steps: steps over which it rises in a line to 1
+        decay: how it falls then: ``"polynomial"`` of ``power``, ``"cosine"``, or ``"none"``: it
+            stays
+        decay_start (the end of the warm-up): the step after which it falls
+        decay_steps (the rest of the run): steps over which it falls
+        power (1): of ``"polynomial"``: 1 is a line
+        end_factor (0): what it falls to
     """
 
     warmup_steps: Whole = 0
@@ -85,16 +113,43 @@ class ScheduleSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrainSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The run. ``timeout`` is how long a rank may keep the others waiting, in seconds;
-    ``not_finite`` what becomes of a step with gradients that are not finite; ``log`` where
-    its progress goes beside the terminal and the run folder.
+    """The run: how long, how it learns, where its files lie.
 
-    ``optimizer`` is that of dense parameters, AdamW by default for a llama and the user's own.
-    Tables are updated by ``table_optimizer``, SGD beside SGD, where they do not name one
-    themselves, and learn at ``table_learning_rate``, or like the units where it is not given. Those
-    on disk lie in ``table_folder``, while a run lasts; in the run folder by default. ``overlap`` is
-    what of their exchange travels while a rank computes, by default nothing. ``forward`` is whether
-    every rank is a process with one device, or all are threads of one process with several.
+    Attributes:
+        steps: memory is followed on steps 3 to 5, time on later ones
+        optimizer (``"sgd"``; of a llama and of ``python`` ``"adamw"``): of the dense parameters:
+            ``"sgd"``, ``"sgd_momentum"``, ``"adam"``, ``"adamw"``, ``"adamw_8bit"``
+            ([``sw.AdamW8bit``](runtime.md#adamw-in-8-bits)), ``"adagrad"``; tables then use sgd or
+            row-wise Adagrad. An estimate of memory (not a plan) takes ``"adamw_bf16"``,
+            ``"adamw_8bit_torchao"`` (what ``"adamw_8bit"`` is beside other runtimes than ours),
+            ``"adamw_8bit_bitsandbytes"``, ``"muon"`` and ``"adafactor"`` too
+        learning_rate, table_learning_rate (0.1, the same): of dense parameters, of tables
+        schedule (none): what both learning rates are multiplied with, such as ``{ warmup_steps =
+            100, decay = "polynomial", power = 2 }``
+        table_optimizer (``"sgd"`` beside ``"sgd"``, else ``"rowwise_adagrad"``; of ``python``
+            none): of tables that name none themselves: ``"sgd"``, ``"rowwise_adagrad"``. In a
+            module of your own it makes tables of [embeddings](own-model.md#embeddings)
+        metrics_every (none): of a dlrm: every so many steps, what all ranks trained on since is
+            [scored](#scores-while-training)
+        seed: of the starting weights
+        out: the run folder: new, empty of a run's file names, or of an earlier run, whose results
+            are replaced
+        timeout: seconds a rank may keep the others waiting
+        table_folder (``tables`` in the run folder): where [tables on
+            disk](planner.md#tables-on-disk) lie while a run lasts
+        overlap (``"none"``): ``"rows"``: rows of tables travel while what comes before their use
+            computes, and their gradients until the backward is over; ``"ids_and_rows"``: ids of the
+            next batch, too, while this one is computed
+            ([how](runtime.md#what-travels-while-a-rank-computes))
+        forward (``"distributed"``): of a dlrm, both of the original's: ``"distributed"``: every
+            rank is a process with one device; ``"parallel"``: all ranks are threads of [one
+            process](runtime.md#all-ranks-in-one-process) with as many devices, logical ones of a
+            CPU
+        not_finite (``"stop"``): a gradient or loss that is not finite updates nothing: ``"stop"``
+            ends the run with step, name and ranks, ``"skip"`` leaves the step out and counts it
+        log (none): who is told of the progress beside the terminal and ``progress.jsonl``:
+            ``["tensorboard"]``, ``["wandb"]`` or both
+            ([how](runtime.md#who-is-told-of-a-runs-progress))
     """
 
     steps: Count = 100
@@ -192,12 +247,20 @@ def every(text: str | int, where: str = "checkpoint.every") -> Every:
 
 
 class CheckpointSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run with this section is saved ``every`` so many steps or minutes, at its end, and where a
-    signal ends it.
+    """A run with this section is saved ``every`` so many steps or minutes, at its end, and where
+    a signal ends it.
 
-    ``folder`` is in the run folder by default. With ``overlap`` ranks train on while files are
-    written, from a copy in host memory. ``grace`` are the seconds a run has to save and end after a
-    signal; ``restarts`` is how often ``train`` goes on by itself after a failure.
+    Attributes:
+        every: between two checkpoints: ``"20 steps"`` or ``20``, ``"30 s"``, ``"10 min"``, ``"2
+            h"``
+        keep: the newest so many stay
+        folder (``checkpoints`` in the run folder): where they are
+        overlap: train on while files are written, from a copy in host memory; ``false``: wait for
+            them, as with [tables on disk](planner.md#tables-on-disk)
+        grace: seconds that a run has to save and end after a signal; 30 at most, torchrun gives no
+            more
+        restarts: how often ``train`` goes on by itself, from the newest checkpoint, where a run
+            failed (exit code 5)
     """
 
     every: str | Annotated[int, msgspec.Meta(ge=1, le=10**9)] = "10 min"

@@ -41,11 +41,12 @@ from shardwright.job.plan import (
     UnitPlan,
     sealed,
 )
+from shardwright.job.planner import reservation_kind
 from shardwright.job.tables import embeddings_of, free_tables
 from shardwright.planner import profiles, shortage
 from shardwright.planner.choice import Placed
 from shardwright.planner.draft import Draft, Found
-from shardwright.planner.problem import Problem, hosts_of, reservation_kind
+from shardwright.planner.problem import Problem, hosts_of
 from shardwright.planner.search.watch import Hear, Watch
 from shardwright.planner.step_draft import StepDraft
 from shardwright.planner.strategy.steps import search_steps, smallest, step_bound

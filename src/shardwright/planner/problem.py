@@ -22,7 +22,7 @@ from shardwright.heap.classes import outside
 from shardwright.heap.rank_step import Chunk
 from shardwright.job.job import Job, checkpointing_of, degrees_of, memory_of
 from shardwright.job.model_of_job import placed_tables, step_dtypes
-from shardwright.job.planner import EstimatorSection, trained_communication
+from shardwright.job.planner import reservation_kind, trained_communication
 from shardwright.planner import profiles
 from shardwright.planner.choices import Rules, Tables, table_choices, uncut_notes
 from shardwright.planner.pricing.evaluate import PricingContext
@@ -142,30 +142,8 @@ def make_problem(
 ) -> Problem:
     """Enumerate once what each table and unit could be; ``known`` is the problem of the same job
     with fewer choices."""
-    profile = job.planner.constants
-    if model.is_trained and profile != "cluster":
-        raise UnsupportedError(
-            expected(
-                "planner.constants",
-                f"'cluster' for a {model.kind}, whose dense part is planned too",
-                f"'{profile}'",
-                "Leave [model] out to plan the tables alone.",
-            )
-        )
-    estimator = job.planner.estimator
-    # The other keys are of an estimate that adds up shards; nothing of a simulated step reads them.
-    simulated = EstimatorSection(communication=estimator.communication)
-    if model.is_trained and estimator != simulated:
-        raise UnsupportedError(
-            expected(
-                "planner.estimator",
-                f"communication alone for a {model.kind}, whose steps are simulated",
-                "other keys",
-                "Leave them out, or leave [model] out to plan the tables alone.",
-            )
-        )
     if model.is_trained:
-        trained_communication(estimator)
+        trained_communication(job.planner.estimator)
     cluster, assumptions = profiles.cluster_of(job)
     batch = batch_of(job)
     dedup = None if job.planner.dedup is UNSET else job.planner.dedup
@@ -246,28 +224,9 @@ def _assumptions(job: Job, unit_space: UnitSpace) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def reservation_kind(job: Job) -> str:
-    """What the job asks for, or what its profile reserves where it says nothing."""
-    given = job.planner.reservation.kind
-    if given is not None:
-        return given
-    if job.model.traits.has_step:
-        return "traced"
-    return "heuristic" if job.planner.constants == "torchrec-1.9" else "none"
-
-
 def reserve(job: Job, model: ModelSpec, cluster: Cluster) -> reservation.Reservation:
     """What tables may not use; a model with stages has its dense part simulated instead."""
     kind = reservation_kind(job)
-    if model.is_trained and kind in ("heuristic", "inference"):
-        raise UnsupportedError(
-            expected(
-                "planner.reservation.kind",
-                f"traced, percentage, absolute or none for a {model.kind}",
-                f"'{kind}'",
-                "Its dense part is simulated to the byte; no multiplier is needed.",
-            )
-        )
     section = job.planner.reservation
     if not model.is_trained and kind == "traced" and section.nbytes:
         kind = "absolute"  # the trace has been made, and stands in the job

@@ -16,8 +16,7 @@ from shardwright.core.placement import Replicate
 from shardwright.core.quantities import exact_bytes, format_bytes
 from shardwright.job.job import Job, checkpointing_of, memory_of
 from shardwright.job.plan import Plan
-from shardwright.job.planner import EstimatorSection, ReservationSection
-from shardwright.planner.problem import reservation_kind
+from shardwright.job.planner import EstimatorSection, ReservationSection, reservation_kind
 from shardwright.planner.statistics.tables import load_factor
 
 MOST_NAMES = 3

@@ -28,6 +28,7 @@ from shardwright.core.amount import (
 from shardwright.core.batch import feature_batches
 from shardwright.core.cluster import TIERS, Tier
 from shardwright.cost import reservation
+from shardwright.job.planner import reservation_kind
 from shardwright.planner.exchange import without_hidden
 from shardwright.planner.explain.explanation import (
     REORDERED,
@@ -38,7 +39,7 @@ from shardwright.planner.explain.explanation import (
     ranks_label,
 )
 from shardwright.planner.planner import gap, proven
-from shardwright.planner.problem import Problem, reservation_kind
+from shardwright.planner.problem import Problem
 from shardwright.planner.search.bound import (
     Bound,
     Relaxed,

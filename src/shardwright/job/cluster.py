@@ -1,0 +1,96 @@
+"""The ``[cluster]`` of a job: a preset or a cluster file, and what its machine has instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from shardwright.core.cluster import CAPACITIES, Calibration, Device, Ranks, read_calibration
+from shardwright.core.errors import InputError, expected
+from shardwright.core.llama import MAX_WORLD
+from shardwright.core.quantities import LEAST_BARE, check_unit
+from shardwright.job.model import beside
+
+ManyRanks = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
+Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+Multiplier = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+
+
+class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A preset or a cluster file, and what this job's machine has instead; capacities are per rank.
+
+    ``measured`` is what the file said when the job was read.
+
+    Attributes:
+        preset (by device): ``local``, ``cpu-host``, ``v100-8``, ``a100-8``, ``h100-8``, ``h200-8``,
+            ``b200-8``, ``mi300x-8``: constants and capacities
+        file: instead of a preset a cluster file of ``shardwright calibrate``, found from the
+            working directory, else beside the job. What it said stays with the job in the plan, as
+            ``measured``
+        world_size, local_world_size (the preset's): ranks, ranks per host; at most 16384 for a
+            plan, 1048576 for an estimate of memory. With ``[parallel]`` the ranks may follow from
+            it
+        pod_size (1): hosts that are linked as closely as the ranks of one
+        compute_device (the preset's): ``"cpu"`` or ``"cuda"``
+        ddr_cap, hbm_cap, ssd_cap (the preset's): memory per rank on a CPU, on an accelerator, on
+            its disk: bytes, or text such as ``"38 MiB"``
+        hbm_mem_bw, ddr_mem_bw, ssd_mem_bw, hbm_to_ddr_mem_bw, intra_host_bw, inter_host_bw,
+            bwd_compute_multiplier, weighted_feature_bwd_compute_multiplier (TorchRec's): with
+            ``constants = "torchrec-1.9"``: its topology, in bytes per millisecond
+    """
+
+    preset: str = ""
+    file: str = ""
+    measured: Calibration | None = None
+    world_size: ManyRanks | None = None
+    local_world_size: Ranks | None = None
+    pod_size: Ranks | None = None
+    compute_device: Literal["cpu", "cuda"] | None = None
+    hbm_cap: int | str | None = None
+    ddr_cap: int | str | None = None
+    ssd_cap: int | str | None = None
+    hbm_mem_bw: Bandwidth | None = None
+    ddr_mem_bw: Bandwidth | None = None
+    ssd_mem_bw: Bandwidth | None = None
+    hbm_to_ddr_mem_bw: Bandwidth | None = None
+    intra_host_bw: Bandwidth | None = None
+    inter_host_bw: Bandwidth | None = None
+    bwd_compute_multiplier: Multiplier | None = None
+    weighted_feature_bwd_compute_multiplier: Multiplier | None = None
+
+
+def with_calibration(
+    section: ClusterSection, where: str = "job", job_path: Path | None = None
+) -> ClusterSection:
+    """The section with its file read; a relative path starts at the working directory, else
+    beside the job."""
+    if section.preset:
+        raise InputError(
+            expected(f"{where}: cluster", "a file or a preset", "both", "Leave one of the two out.")
+        )
+    measured = read_calibration(beside(section.file, job_path, f"{where}: cluster.file"))
+    return msgspec.structs.replace(section, measured=measured)
+
+
+def check_units(cluster: object, where: str, least: int = LEAST_BARE) -> None:
+    """InputError for a capacity of a ``[cluster]`` that has no unit and is below ``least``."""
+    if isinstance(cluster, Mapping):
+        for key in CAPACITIES:
+            check_unit(cluster.get(key), f"{where}: cluster.{key}", least)
+
+
+CPU_PRESETS = ("", "local", "cpu-host")  # all of them, or a llama there is taken for bf16
+
+
+def device_of(section: ClusterSection) -> Device:
+    """What the ranks of a job compute on."""
+    # By the section and not by a Cluster: the preset's constants would have to be loaded with
+    # costs, which this floor does not know.
+    if section.compute_device:
+        return section.compute_device
+    if section.measured is not None:
+        return section.measured.compute_device
+    return "cpu" if section.preset in CPU_PRESETS else "cuda"
