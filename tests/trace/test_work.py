@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.core.work import Operators, Product, Work
+from shardwright.core.work import OperatorShapes, Product, Work
 from shardwright.trace.recorder import Recorder
 
 FLOAT = 4
@@ -88,7 +88,7 @@ def test_attention_counts_the_flops_of_its_products(work: Measure) -> None:
     assert backward == 5 * 2 * size * heads * length * length * width
 
 
-def shapes(run: Callable[[], Any]) -> Operators:
+def shapes(run: Callable[[], Any]) -> OperatorShapes:
     """What is told by its shape of a few operators together."""
     recorder = Recorder()
     with recorder:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from shardwright.core.document import Shown
 from shardwright.core.quantities import format_bytes
@@ -149,7 +150,7 @@ class Footprint(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     assumptions: tuple[str, ...] = ()
     seconds: float = 0.0
     source: str = ""
-    time: StepTime | None = None
+    time: StepTime | UnsetType = UNSET
     schema: str = SCHEMA
 
     def __repr__(self) -> str:

@@ -26,7 +26,7 @@ from msgspec import UNSET, UnsetType
 from shardwright.core.errors import InputError, expected
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
-from shardwright.core.work import Operators, Work
+from shardwright.core.work import OperatorShapes, Work
 
 Pooling = Literal["sum", "mean", "none"]
 # Of a unit's forward and backward, of the whole module's, and of a module of tables, whose path is
@@ -71,7 +71,7 @@ class Piece(msgspec.Struct, frozen=True):
     unit: str
     touches: tuple[Touch, ...]
     work: Work = Work()
-    operators: Operators | UnsetType = UNSET  # where any of them is told by its shape
+    operators: OperatorShapes | UnsetType = UNSET  # where any of them is told by its shape
 
 
 class RecordedUnit(msgspec.Struct, frozen=True):

@@ -54,7 +54,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
         return Work(self.calls + other.calls, self.flops + other.flops, self.moved + other.moved)
 
 
-class Operators(msgspec.Struct, frozen=True, array_like=True):
+class OperatorShapes(msgspec.Struct, frozen=True, array_like=True):
     """Of a piece's work what its seconds depend on beyond sums: products and attention by shape and
     dtype, and what is ``sent`` to ranks that compute the same layers."""
 
@@ -62,8 +62,8 @@ class Operators(msgspec.Struct, frozen=True, array_like=True):
     attention: tuple[AttentionCalls, ...] = ()
     sent: tuple[Sent, ...] = ()
 
-    def __add__(self, other: Operators) -> Operators:
-        return Operators(
+    def __add__(self, other: OperatorShapes) -> OperatorShapes:
+        return OperatorShapes(
             _counted(self.products, other.products),
             _counted(self.attention, other.attention),
             _counted(self.sent, other.sent),

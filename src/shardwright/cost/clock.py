@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shardwright.core.recording import Piece
-from shardwright.core.work import Operators, Sent
+from shardwright.core.work import OperatorShapes, Sent
 from shardwright.cost.dense import product_rate
 
 NARROW_HEAD = 128  # attention kernels are at their best from here on
@@ -39,7 +39,7 @@ class WorkSeconds(NamedTuple):
 
 def piece_seconds(piece: Piece, c: Mapping[str, Any]) -> WorkSeconds:
     """What a piece computes, with the constants of an accelerator's clock."""
-    work, operators = piece.work, piece.operators or Operators()
+    work, operators = piece.work, piece.operators or OperatorShapes()
     products: Any = 0.0
     told = 0
     for each in operators.products:

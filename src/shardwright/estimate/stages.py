@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.core.document import decode_json
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.recording import OF_UNITS, Piece, Recording
-from shardwright.core.work import Operators
+from shardwright.core.work import OperatorShapes
 from shardwright.heap.rank_step import ONE_PASS
 from shardwright.job.parallel import Degrees
 from shardwright.job.pipelining import PassRun, order_in_runs, representative, stage_of
@@ -300,7 +300,7 @@ def _behind(found: Recording) -> Recording:
         if ours and empty:
             before = pieces.pop()
             touches, work = before.touches + piece.touches, before.work + piece.work
-            told = (before.operators or Operators()) + (piece.operators or Operators())
+            told = (before.operators or OperatorShapes()) + (piece.operators or OperatorShapes())
             pieces.append(Piece(before.point, before.unit, touches, work, told))
         else:
             pieces.append(msgspec.structs.replace(piece, unit=HEAD) if ours else piece)

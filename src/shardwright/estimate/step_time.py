@@ -28,7 +28,7 @@ FORWARDS = 3  # a backward takes twice the FLOPs of a forward
 
 
 @dataclass
-class Work:
+class PassSeconds:
     """Seconds of a pass by what takes them."""
 
     parts: Counter[str] = field(default_factory=Counter)
@@ -52,9 +52,9 @@ class Layout:
         """Seconds of a collective over some of them."""
         return float(ring_seconds(nbytes, ranks, beside, self.host, self.c, times))
 
-    def passed(self, moments: Sequence[Moment]) -> Work:
+    def passed(self, moments: Sequence[Moment]) -> PassSeconds:
         """A forward or backward, without what units gather and reduce."""
-        found = Work()
+        found = PassSeconds()
         d = self.degrees
         groups = {
             "tensor": (d.tensor, 1),
@@ -85,8 +85,8 @@ class Layout:
 class Stage:
     """A chunk of the model on a rank: seconds of its passes, and once a step of its units."""
 
-    forward: Work
-    backward: Work
+    forward: PassSeconds
+    backward: PassSeconds
     once: float
     update: float
 
@@ -99,8 +99,8 @@ def stage_of_chunk(chunk: Chunk, sharding: Sharding, layout: Layout, optimizer: 
     for name, unit in chunk.step.units.items():
         trained = [t for t in unit.tensors if t.fqn not in unit.frozen]
         shards, replicas = sharding.shards_of(name), sharding.replicas
-        computed = sum(t.numel * sharding.computed(t) for t in unit.tensors)
-        summed = sum(t.numel * element_bytes(sharding.reduce_dtype or t.dtype) for t in trained)
+        computed = sum(t.numel * sharding.computed(t.dtype) for t in unit.tensors)
+        summed = sum(t.numel * sharding.reduced(t.dtype) for t in trained)
         if shards == 1 and sharding.shares != "all":
             replicas *= sharding.shards
         gathered += layout.ring(computed, shards, degrees.tensor)

@@ -127,11 +127,11 @@ class _Estimate:
             time=self._time(),
         )
 
-    def _time(self) -> StepTime | None:
+    def _time(self) -> StepTime | UnsetType:
         """A step's seconds on an accelerator whose clock is known."""
         preset = self.job.cluster.preset or ""
         if self.device != "cuda" or preset not in CLOCKS:
-            return None
+            return UNSET
         clock = CLOCKS[preset]
         c = {name: each.value for name, each in (HARDWARE[preset].constants | clock).items()}
         ranks = []

@@ -12,13 +12,13 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from shardwright.core.work import AttentionCalls, Operators, Product, Sent, Work
+from shardwright.core.work import AttentionCalls, OperatorShapes, Product, Sent, Work
 from shardwright.tracker.private import key_of, schema_of
 from shardwright.tracker.tensors import NAMES
 
 aten = torch.ops.aten
-Counted = tuple[Work, Operators]
-NO_OPERATORS = Operators()
+Counted = tuple[Work, OperatorShapes]
+NO_OPERATORS = OperatorShapes()
 NOTHING = Work()
 # Operators that touch no element: they make, alias or describe memory.
 _FREE = frozenset(
@@ -40,13 +40,13 @@ def work_of(function: Any, arguments: Any, keywords: Any, result: Any) -> Counte
         flops, query = attention(arguments), arguments[attention is _attention_backward]
         unmasked = flops // 2 if _is_causal(function, arguments, keywords) else flops
         calls = AttentionCalls(_dtype(query), query.shape[-1], unmasked)
-        return Work(1, flops), Operators(attention=(calls,))
+        return Work(1, flops), OperatorShapes(attention=(calls,))
     if packet in _GROUPED:
         return _grouped(*arguments[:2], result)
     counted = flop_registry.get(packet)
     if counted is not None:
         flops = int(counted(*arguments, **keywords, out_val=result))
-        return Work(1, flops), Operators(_product(packet, arguments))
+        return Work(1, flops), OperatorShapes(_product(packet, arguments))
     return Work(1, 0, sum(_bytes(arguments)) + sum(_bytes(result))), NO_OPERATORS
 
 
@@ -86,19 +86,18 @@ def _sent(name: str, arguments: Any, keywords: Any, result: Any) -> Counted:
     nbytes = max(sum(_bytes(given)), sum(_bytes(result)))
     default = "expert" if name == "all_to_all" else "tensor"
     moved = sum(_bytes(arguments)) + sum(_bytes(result))
-    return Work(1, 0, moved), Operators(sent=(Sent(name, group[0] if group else default, nbytes),))
+    return Work(1, 0, moved), OperatorShapes(
+        sent=(Sent(name, group[0] if group else default, nbytes),)
+    )
 
 
 def _attended(name: str, arguments: Any, keywords: Any, result: Any) -> Counted:
     """Attention over a sequence that is divided among ranks, all steps of the ring at once."""
-    query, value, keys = arguments[0], arguments[-2], arguments[-1]
-    pairs = query.shape[:-1].numel() * keys
-    # Queries by keys and their weights by values; backward these again, and two gradients of each.
-    flops = 2 * pairs * (query.shape[-1] + value.shape[-1])
-    if name == "attention_backward":
-        flops = flops * 5 // 2
-    calls = AttentionCalls(_dtype(query), query.shape[-1], flops)
-    return Work(1, 2 * flops), Operators(attention=(calls,) if keys else ())
+    query, value, keys, times = arguments
+    # Queries by keys, and their weights by values.
+    forward = 2 * query.shape[:-1].numel() * keys * (query.shape[-1] + value.shape[-1])
+    calls = AttentionCalls(_dtype(query), query.shape[-1], int(forward * times))
+    return Work(1, int(2 * forward * times)), OperatorShapes(attention=(calls,))
 
 
 _OF_OURS = {
@@ -107,7 +106,6 @@ _OF_OURS = {
     "all_reduce": _sent,
     "all_to_all": _sent,
     "attention": _attended,
-    "attention_backward": _attended,
 }
 
 
@@ -140,7 +138,7 @@ def _grouped(one: torch.Tensor, other: torch.Tensor, result: torch.Tensor) -> Co
         n = max(n // experts, 1)
     elif other.dim() == 2:
         k = max(k // experts, 1)
-    return Work(1, flops), Operators((Product(_dtype(one), m, n, k, experts),))
+    return Work(1, flops), OperatorShapes((Product(_dtype(one), m, n, k, experts),))
 
 
 def _attention(arguments: Any) -> int:

@@ -87,15 +87,16 @@ class _RingAttention(torch.autograd.Function):
         # Keys and values in one collective, as torch gathers them, so both are there until the last
         # step.
         everyone = gathered(_joined(key.contiguous(), value.contiguous()), degree, CONTEXT)
-        # Half of all pairs are masked, and ranks share them evenly. Of the kernel's calls the first
-        # stands for what all of them compute.
+        # Half of all pairs are masked, and ranks share them evenly: what all steps of the ring
+        # compute is said at once, for of many steps few are made.
         keys = key.shape[-2] * degree // 2
-        merged, sums = attend(query, value, keys)
+        attends(query, value, keys, 1)
+        merged, sums = _kernel(query, value)
         # Partial results are merged in fp32, which is what peaks: two results, their difference and
         # a product of it are there at once.
         merged, sums = merged.float(), sums[..., None]
         for _ in range(1, min(degree, DISTINCT_STEPS)):
-            part, part_sums = attend(query, value, 0)
+            part, part_sums = _kernel(query, value)
             part, part_sums = part.float(), part_sums[..., None]
             merged = merged - torch.sigmoid(part_sums - sums) * (merged - part)
             sums = sums - torch.nn.functional.logsigmoid(sums - part_sums)
@@ -112,9 +113,10 @@ class _RingAttention(torch.autograd.Function):
         # tensor in bf16.
         sums = [torch.zeros_like(part, dtype=torch.float32) for part in (query, key, value)]
         everyone = gathered(_joined(key.contiguous(), value.contiguous()), ctx.degree, CONTEXT)
-        keys = key.shape[-2] * ctx.degree // 2
-        for step in range(min(ctx.degree, DISTINCT_STEPS)):
-            parts = attend_backward(query, key, value, 0 if step else keys)
+        # Queries by keys again, and a gradient of each of the four that two products have.
+        attends(query, value, key.shape[-2] * ctx.degree // 2, 2.5)
+        for _ in range(min(ctx.degree, DISTINCT_STEPS)):
+            parts = [torch.empty_like(part) for part in (query, key, value)]
             for total, part in zip(sums, parts, strict=True):
                 total += part
             sent = _joined(sums[1], sums[2])
@@ -126,23 +128,16 @@ class _RingAttention(torch.autograd.Function):
         return results[0], results[1], results[2], None
 
 
-def _empty_attended(
-    query: torch.Tensor, value: torch.Tensor, keys: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What one call of the attention kernel returns: its result and a log-sum per query, each of
-    which attends to ``keys``."""
+def _kernel(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What one call of the attention kernel returns: its result and a log-sum per query."""
     return torch.empty_like(value), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-def _empty_gradients(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: int
-) -> list[torch.Tensor]:
-    """What one call of its backward returns."""
-    return [torch.empty_like(part) for part in (query, key, value)]
+def _nothing(query: torch.Tensor, value: torch.Tensor, keys: int, times: float) -> None:
+    """Says what kernels compute, ``times`` a forward whose queries attend to ``keys`` each."""
 
 
-attend = operator("attention", _empty_attended)
-attend_backward = operator("attention_backward", _empty_gradients)
+attends = operator("attention", _nothing)
 
 
 def _joined(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
