@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TypeVar
-
 import msgspec
 
 
@@ -63,21 +60,10 @@ class OperatorShapes(msgspec.Struct, frozen=True, array_like=True):
     sent: tuple[Sent, ...] = ()
 
     def __add__(self, other: OperatorShapes) -> OperatorShapes:
+        # One by one, though some are alike: which are may change with the size of a batch, and a
+        # recording between two others is drawn number by number.
         return OperatorShapes(
-            _counted(self.products, other.products),
-            _counted(self.attention, other.attention),
-            _counted(self.sent, other.sent),
+            self.products + other.products,
+            self.attention + other.attention,
+            self.sent + other.sent,
         )
-
-
-_Call = TypeVar("_Call", bound=Product | AttentionCalls | Sent)
-
-
-def _counted(some: tuple[_Call, ...], more: tuple[_Call, ...]) -> tuple[_Call, ...]:
-    """Calls of both; those that are alike but for how many they are stand there once."""
-    if not some or not more:
-        return some or more
-    found: Counter[_Call] = Counter()
-    for each in (*some, *more):
-        found[msgspec.structs.replace(each, calls=1)] += each.calls
-    return tuple(msgspec.structs.replace(each, calls=calls) for each, calls in found.items())
