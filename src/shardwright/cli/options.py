@@ -26,16 +26,22 @@ def job_argument(parser: argparse.ArgumentParser, *, also_plan: bool = False) ->
         metavar="SECTION.KEY=VALUE",
         help="override a key of the job; may be repeated",
     )
+    parser.add_argument(
+        "--on",
+        default="",
+        metavar="MACHINE",
+        help="instead of the job's [cluster]: 8xH100, 2x8xA100-40, a preset or a cluster file",
+    )
     parser.add_argument("-n", "--ranks", type=int, metavar="N", help="number of ranks")
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    """The job with its overrides; ``-n`` sets the cluster's world size."""
+    """The job with its overrides; ``--on`` replaces its cluster, ``-n`` sets the world size."""
     overrides = list(options.set)
     if options.ranks is not None:
         # Last, so that -n wins over --set; and as text, so that it is checked as any other key.
         overrides.append(f"cluster.world_size={options.ranks}")
-    return read_job(options.job, overrides)
+    return read_job(options.job, overrides, options.on)
 
 
 def beside(path: Path) -> str:

@@ -175,10 +175,10 @@ def _plan_of(options: argparse.Namespace) -> Plan:
         # goes on keeps the plan that it began with, as long as the job asks for nothing else.
         before = _planned_before(job) if options.resume else None
         return before or planned(job)
-    if options.set:
-        raise InputError(
-            expected("--set", "a job to override", "a plan", "Plan again with --set, then train.")
-        )
+    for option in ("set", "on"):
+        if getattr(options, option):
+            remedy = f"Plan again with --{option}, then train."
+            raise InputError(expected(f"--{option}", "a job to override", "a plan", remedy))
     # Checked to tile its model, whoever made it: ranks would find out one by one, after they
     # started.
     given = read_plan(options.job, check=True)

@@ -134,6 +134,13 @@ _DGX_B200 = DataSheet("NVIDIA DGX B200 data sheet", "2024-11")
 _MI300X = DataSheet("AMD Instinct MI300X data sheet", "2023-12")
 _EPYC = DataSheet("AMD EPYC 9654 data sheet", "2022-11")
 
+_A100_40 = DataSheet("NVIDIA A100 40GB SXM data sheet", "2020-05")
+_H100_PCIE = DataSheet("NVIDIA H100 PCIe data sheet", "2023-03")
+_L40S = DataSheet("NVIDIA L40S data sheet", "2023-08")
+_ADA = DataSheet("NVIDIA Ada GPU architecture, GeForce RTX 4090", "2022-09")
+_BLACKWELL = DataSheet("NVIDIA RTX Blackwell GPU architecture, GeForce RTX 5090", "2025-01")
+
+_PCIE_4 = "PCIe 4 x16 per direction"
 _NVLINK = "NVLink per direction, half of {}"
 _SPARSE = "dense, half of the {} TFLOP/s with sparsity, {}"
 _EIGHTH = "dense, a sixteenth of the {} PFLOP/s of eight with sparsity, {}"
@@ -201,6 +208,76 @@ B200 = _accelerator(
     network=_DGX_B200.says(50e9, "B/s", "one 400 Gb/s port per GPU"),
     bus=assumed(64e9, "B/s", "PCIe 5 x16 per direction, as the server's processors have it"),
     ddr=assumed(89.6e9, "B/s", "an eighth of two sockets of eight channels of DDR5-5600"),
+)
+A100_40 = _accelerator(
+    compute=_A100_40.says(19.5e12, "FLOP/s", "fp32"),
+    products={
+        "bf16": _A100_40.says(312e12, "FLOP/s", "bf16, dense"),
+        "fp16": _A100_40.says(312e12, "FLOP/s", "fp16, dense"),
+        "tf32": _A100_40.says(156e12, "FLOP/s", "tf32, dense"),
+    },
+    memory=_A100_40.says(1.555e12, "B/s"),
+    link=_A100_40.says(300e9, "B/s", _NVLINK.format("600 GB/s")),
+    network=assumed(25e9, "B/s", "one 200 Gb/s port per GPU"),
+    bus=_A100_40.says(32e9, "B/s", "PCIe 4 x16 per direction"),
+    ddr=assumed(51.2e9, "B/s", "an eighth of two sockets of eight channels of DDR4-3200"),
+)
+H100_PCIE = _accelerator(
+    compute=_H100_PCIE.says(51e12, "FLOP/s", "fp32"),
+    products={
+        "bf16": _H100_PCIE.says(756.5e12, "FLOP/s", _SPARSE.format("1,513", "bf16")),
+        "fp16": _H100_PCIE.says(756.5e12, "FLOP/s", _SPARSE.format("1,513", "fp16")),
+        "tf32": _H100_PCIE.says(378e12, "FLOP/s", _SPARSE.format("756", "tf32")),
+        "fp8": _H100_PCIE.says(1513e12, "FLOP/s", _SPARSE.format("3,026", "fp8")),
+    },
+    memory=_H100_PCIE.says(2e12, "B/s"),
+    link=_H100_PCIE.says(64e9, "B/s", "PCIe 5 x16 per direction; bridges join pairs only"),
+    network=assumed(25e9, "B/s", "one 200 Gb/s port per GPU"),
+    bus=_H100_PCIE.says(64e9, "B/s", "PCIe 5 x16 per direction"),
+    ddr=assumed(76.8e9, "B/s", "an eighth of two sockets of eight channels of DDR5-4800"),
+)
+L40S = _accelerator(
+    compute=_L40S.says(91.6e12, "FLOP/s", "fp32"),
+    products={
+        "bf16": _L40S.says(362.05e12, "FLOP/s", "bf16, dense"),
+        "fp16": _L40S.says(362.05e12, "FLOP/s", "fp16, dense"),
+        "tf32": _L40S.says(183e12, "FLOP/s", "tf32, dense"),
+        "fp8": _L40S.says(733e12, "FLOP/s", "fp8, dense"),
+    },
+    memory=_L40S.says(864e9, "B/s"),
+    link=_L40S.says(32e9, "B/s", _PCIE_4),
+    network=assumed(12.5e9, "B/s", "one 100 Gb/s port per GPU"),
+    bus=_L40S.says(32e9, "B/s", _PCIE_4),
+    ddr=assumed(51.2e9, "B/s", "an eighth of two sockets of eight channels of DDR4-3200"),
+)
+# What a card for games reaches with sums in fp32, half of what it reaches with sums in fp16.
+RTX_4090 = _accelerator(
+    compute=_ADA.says(82.6e12, "FLOP/s", "fp32"),
+    products={
+        "bf16": _ADA.says(165.2e12, "FLOP/s", "bf16, dense, summed in fp32"),
+        "fp16": _ADA.says(165.2e12, "FLOP/s", "fp16, dense, summed in fp32"),
+        "tf32": _ADA.says(82.6e12, "FLOP/s", "tf32, dense"),
+        "fp8": _ADA.says(330.3e12, "FLOP/s", "fp8, dense, summed in fp32"),
+    },
+    memory=_ADA.says(1008e9, "B/s"),
+    link=_ADA.says(32e9, "B/s", _PCIE_4),
+    network=assumed(1.25e9, "B/s", "one 10 Gb/s port per GPU"),
+    bus=_ADA.says(32e9, "B/s", _PCIE_4),
+    ddr=assumed(17e9, "B/s", "a fifth of two channels of DDR5-5600"),
+)
+RTX_5090 = _accelerator(
+    compute=_BLACKWELL.says(104.8e12, "FLOP/s", "fp32"),
+    products={
+        "bf16": _BLACKWELL.says(209.5e12, "FLOP/s", "bf16, dense, summed in fp32"),
+        "fp16": _BLACKWELL.says(209.5e12, "FLOP/s", "fp16, dense, summed in fp32"),
+        "tf32": _BLACKWELL.says(104.8e12, "FLOP/s", "tf32, dense"),
+        "fp8": _BLACKWELL.says(419e12, "FLOP/s", "fp8, dense, summed in fp32"),
+    },
+    memory=_BLACKWELL.says(1792e9, "B/s"),
+    link=_BLACKWELL.says(64e9, "B/s", "PCIe 5 x16 per direction"),
+    network=assumed(1.25e9, "B/s", "one 10 Gb/s port per GPU"),
+    bus=_BLACKWELL.says(64e9, "B/s", "PCIe 5 x16 per direction"),
+    ddr=assumed(17e9, "B/s", "a fifth of two channels of DDR5-5600"),
 )
 MI300X = _accelerator(
     compute=_MI300X.says(163.4e12, "FLOP/s", "fp32"),
@@ -312,6 +389,21 @@ HARDWARE = {
     "mi300x-8": Preset(
         8, "cuda", 192 * GB, 256 * GIB, 3840 * GB, f"{_MI300X.name}; host assumed", MI300X, 8
     ),
+    "a100-40-8": Preset(
+        8, "cuda", 40 * GB, 128 * GIB, 1920 * GB, f"{_A100_40.name}; host assumed", A100_40, 8
+    ),
+    "h100-pcie-8": Preset(
+        8, "cuda", 80 * GB, 128 * GIB, 1920 * GB, f"{_H100_PCIE.name}; host assumed", H100_PCIE, 8
+    ),
+    "l40s-8": Preset(
+        8, "cuda", 48 * GB, 128 * GIB, 960 * GB, f"{_L40S.name}; host assumed", L40S, 8
+    ),
+    "rtx4090-1": Preset(
+        1, "cuda", 24 * GB, 64 * GIB, 960 * GB, f"{_ADA.name}; host assumed", RTX_4090, 1
+    ),
+    "rtx5090-1": Preset(
+        1, "cuda", 32 * GB, 64 * GIB, 960 * GB, f"{_BLACKWELL.name}; host assumed", RTX_5090, 1
+    ),
     "cpu-host": Preset(
         2, "cpu", 0, 768 * GIB, 3840 * GB, "assumed: twelve modules of 64 GiB", CPU_HOST, 2
     ),
@@ -358,9 +450,14 @@ _ANY_CLOCK = _clock(
 )
 CLOCKS = {
     "a100-8": _ON_A100,
+    "a100-40-8": _ON_A100,
     "h100-8": _ON_H100,
     "h200-8": _ON_H100,
+    "h100-pcie-8": _ON_H100,
     "v100-8": _ANY_CLOCK,
+    "l40s-8": _ANY_CLOCK,
+    "rtx4090-1": _ANY_CLOCK,
+    "rtx5090-1": _ANY_CLOCK,
     "b200-8": _ANY_CLOCK,
     "mi300x-8": _ANY_CLOCK,
 }

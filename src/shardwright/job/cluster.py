@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from shardwright.core.cluster import CAPACITIES, Calibration, Device, Ranks, read_calibration
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, expected, nearest
 from shardwright.core.llama import MAX_WORLD
 from shardwright.core.quantities import LEAST_BARE, check_unit
 from shardwright.job.model import beside
@@ -26,7 +27,8 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         preset (by device): ``local``, ``cpu-host``, ``v100-8``, ``a100-8``, ``h100-8``, ``h200-8``,
-            ``b200-8``, ``mi300x-8``: constants and capacities
+            ``b200-8``, ``mi300x-8``, ``a100-40-8``, ``h100-pcie-8``, ``l40s-8``, ``rtx4090-1``,
+            ``rtx5090-1``: constants and capacities
         file: instead of a preset a cluster file of ``shardwright calibrate``, found from the
             working directory, else beside the job. What it said stays with the job in the plan, as
             ``measured``
@@ -94,3 +96,44 @@ def device_of(section: ClusterSection) -> Device:
     if section.measured is not None:
         return section.measured.compute_device
     return "cpu" if section.preset in CPU_PRESETS else "cuda"
+
+
+# ---- a machine in one word -----------------------------------------------------------------------
+
+DEVICES = {
+    "V100": "v100-8",
+    "A100": "a100-8",
+    "A100-80": "a100-8",
+    "A100-40": "a100-40-8",
+    "H100": "h100-8",
+    "H100-PCIe": "h100-pcie-8",
+    "H200": "h200-8",
+    "B200": "b200-8",
+    "MI300X": "mi300x-8",
+    "L40S": "l40s-8",
+    "RTX4090": "rtx4090-1",
+    "RTX5090": "rtx5090-1",
+    "cpu": "local",
+}
+_COUNTED = re.compile(
+    r"(?:(?P<hosts>\d+)x)?(?P<each>\d+)x(?P<device>[A-Za-z][\w-]*)", re.IGNORECASE
+)
+
+
+def in_one_word(text: str, where: str = "--on") -> dict[str, Any]:
+    """The keys of the ``[cluster]`` that ``8xH100``, ``2x8xA100-40`` (hosts, devices of each),
+    a preset or a cluster file is; InputError where it is none of them."""
+    if text.endswith(".toml"):
+        return {"file": text}
+    known = {name.lower(): preset for name, preset in DEVICES.items()}
+    found = _COUNTED.fullmatch(f"1x{text}" if text.lower() in known else text)
+    if found is None:
+        return {"preset": text}
+    preset = known.get(found["device"].lower())
+    if preset is None:
+        wanted = "a known device, a preset or a cluster file"
+        remedy = f"Did you mean {nearest(found['device'], DEVICES)}?"
+        raise InputError(expected(where, wanted, f"'{found['device']}'", remedy))
+    hosts, each = found["hosts"], int(found["each"])
+    section = {"preset": preset, "world_size": int(hosts or 1) * each}
+    return section | ({"local_world_size": each} if hosts else {})

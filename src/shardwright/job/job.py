@@ -20,7 +20,13 @@ from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.kinds import EmbeddingsSection, members_of
 from shardwright.core.model import TableSpec
 from shardwright.core.quantities import parse_bytes
-from shardwright.job.cluster import ClusterSection, check_units, device_of, with_calibration
+from shardwright.job.cluster import (
+    ClusterSection,
+    check_units,
+    device_of,
+    in_one_word,
+    with_calibration,
+)
 from shardwright.job.memory import (
     ComputeDtype,
     MemorySection,
@@ -236,10 +242,13 @@ def named_files(job: Job, path: Path | None = None) -> tuple[Path, ...]:
     return (*named, *(Path(name) for name in (job.data.path, job.data.test_path) if name))
 
 
-def read_job(path: Path | str, overrides: Iterable[str] = ()) -> Job:
-    """Read a job file; ``overrides`` are ``section.key=value`` texts that win over the file."""
+def read_job(path: Path | str, overrides: Iterable[str] = (), on: str = "") -> Job:
+    """Read a job file; ``overrides`` are ``section.key=value`` texts that win over the file, ``on``
+    a machine in one word (:func:`shardwright.job.cluster.in_one_word`) in place of its cluster."""
     raw = read_bytes(path, "job", "Name a job in TOML, such as examples/demo.toml.")
     document = parse_toml(raw, str(path), "a job")
+    if on:
+        document["cluster"] = in_one_word(on)
     for override in overrides:
         set_key(document, override)
     check_units(document.get("cluster"), str(path))
