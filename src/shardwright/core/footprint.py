@@ -282,7 +282,8 @@ FIT_SCHEMA = "shardwright.fit/1"
 
 class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a variant of a job asks of its fullest rank: live bytes at the peak, and the least and
-    the most that it needs of its device."""
+    the most that it needs of its device; and how long a step takes, with the tokens of one device
+    in a second, where that is known."""
 
     peak_bytes: int
     peak_phase: str
@@ -291,6 +292,8 @@ class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     most_bytes: int
     verdict: Verdict
     by_category: dict[Kind, int]
+    step_seconds: float | UnsetType = UNSET
+    device_tokens_per_second: float | UnsetType = UNSET
 
 
 class Largest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from msgspec import UnsetType
 from rich.console import RenderableType
 
 from shardwright.core.footprint import Fit, Largest, PolicyFit, Remedy
@@ -18,6 +20,7 @@ from shardwright.report.wording import (
     largest_text,
     printable,
     range_text,
+    two_digits,
 )
 
 MARGIN = "Keep a margin for what is not predicted: data loaders, evaluation, libraries."
@@ -74,7 +77,7 @@ def policies_sheet(fit: Fit, *, full: bool = True) -> Sheet:
             "checkpointing",
             lambda row: printable(row.checkpointing) + (" (the job's)" if row is fit.own else ""),
         ),
-        *_estimate_cells(f"peak, batch {fit.batch}", full=full),
+        *_estimate_cells(f"peak, batch {fit.batch}", fit.policies, full=full),
         number("largest batch", lambda row: largest_words(row.largest_batch)),
     ]
     if fit.sequence > 1 and any(row.largest_batch.size for row in fit.policies):
@@ -86,15 +89,28 @@ def _tokens(row: PolicyFit, sequence: int) -> str:
     return f"{row.largest_batch.size * sequence:,}" if row.largest_batch.size else "-"
 
 
-def _estimate_cells(peak: str, *, full: bool) -> list[Cell[Any]]:
-    """What a policy or a remedy needs; live bytes where everything is shown."""
+def _estimate_cells(
+    peak: str, rows: Sequence[PolicyFit | Remedy], *, full: bool
+) -> list[Cell[Any]]:
+    """What a policy or a remedy needs, and how fast it is where any of the ``rows`` says so; live
+    bytes where everything is shown."""
     cells: list[Cell[Any]] = [
         number("needs", lambda e: range_text(e.estimate.least_bytes, e.estimate.most_bytes)),
         text("verdict", lambda e: e.estimate.verdict),
     ]
     if full:
         cells.insert(0, number(peak, lambda e: format_bytes(e.estimate.peak_bytes)))
+    if any(each.estimate.step_seconds for each in rows):
+        if full:
+            cells.append(number("a step", lambda e: _rounded(e.estimate.step_seconds, " s")))
+        cells.append(
+            number("tokens/s a device", lambda e: _rounded(e.estimate.device_tokens_per_second))
+        )
     return cells
+
+
+def _rounded(value: float | UnsetType, unit: str = "") -> str:
+    return f"{two_digits(value)}{unit}" if value else "-"
 
 
 def answers(fit: Fit) -> list[str]:
@@ -140,7 +156,7 @@ def remedies_sheet(fit: Fit, *, full: bool = True) -> Sheet:
     note = f"Each alone, but for a row that names several{two}.{rest}"
     cells: list[Cell[Remedy]] = [
         text("change", lambda remedy: printable(" and ".join(remedy.changes), TEXT_LIMIT)),
-        *_estimate_cells("peak", full=full),
+        *_estimate_cells("peak", fit.remedies, full=full),
     ]
     return sheet_of(title, shown, cells, note)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright.core.cluster import MAX_PLANNED
 from shardwright.core.document import to_kind
@@ -91,6 +92,7 @@ def estimate_of(footprint: Footprint) -> Estimate:
     """A footprint's fullest class in short; the verdict is of all."""
     fullest = max(footprint.ranks, key=lambda rank: footprint.needs(rank)[1])
     least = max(footprint.needs(rank)[0] for rank in footprint.ranks)
+    time = footprint.time
     return Estimate(
         peak_bytes=fullest.peak_bytes,
         peak_phase=fullest.peak_phase,
@@ -99,6 +101,8 @@ def estimate_of(footprint: Footprint) -> Estimate:
         most_bytes=footprint.needs(fullest)[1],
         verdict=footprint.verdict,
         by_category=fullest.by_category,
+        step_seconds=time.seconds if time else UNSET,
+        device_tokens_per_second=time.tokens_per_second / time.devices if time else UNSET,
     )
 
 
