@@ -176,6 +176,13 @@ class Recording(msgspec.Struct, frozen=True):
     early: tuple[str, ...] | UnsetType = UNSET
 
 
+def without_shapes(recording: Recording) -> Recording:
+    """A recording as plans have it, whose seconds follow from sums: so every number in a plan is
+    one that something in it follows from."""
+    pieces = (msgspec.structs.replace(piece, operators=UNSET) for piece in recording.pieces)
+    return msgspec.structs.replace(recording, pieces=tuple(pieces))
+
+
 def check_recording(recording: Recording) -> None:
     """InputError where it speaks of a unit, a storage, a parameter or a dtype that there is not."""
     units = {unit.name for unit in recording.units}

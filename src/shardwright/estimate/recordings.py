@@ -32,7 +32,7 @@ from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.kinds import kind_of
 from shardwright.core.model import ModelSpec
 from shardwright.core.quantities import MOST_GIB
-from shardwright.core.recording import Recording
+from shardwright.core.recording import Recording, without_shapes
 from shardwright.estimate.with_tables import Paths, Recorded, find_with_tables
 from shardwright.job.cluster import check_units
 from shardwright.job.job import (
@@ -154,7 +154,8 @@ def plan_module(
     def of(routed: tuple[str, ...] | None, policy: str) -> Recording:
         given = (build(), example_inputs, loss, targets)[: 4 if targets is not None else 3]
         treatment = Treatment(device, policy)
-        return module_recording(lambda: given, name, step_dtypes(job)[0], treatment, routed)
+        dtype = step_dtypes(job)[0]
+        return without_shapes(module_recording(lambda: given, name, dtype, treatment, routed))
 
     watch = watch_of(job)
 
@@ -203,7 +204,7 @@ def recorded(job: Job, routed: tuple[str, ...] | None = ()) -> Recording:
     kept = None if path is None else _kept(path)
     if kept is not None:
         return kept
-    found = _record(job, device, routed)
+    found = without_shapes(_record(job, device, routed))
     if path is not None:
         content = msgspec.json.encode(found)
         with suppress(InputError):  # a folder that cannot be written is none

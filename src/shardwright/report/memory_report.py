@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from shardwright.core.footprint import (
@@ -33,6 +33,7 @@ from shardwright.report.wording import (
     settings_lines,
     signed_bytes,
     step_time_sentence,
+    two_digits,
     verdict_sentence,
 )
 
@@ -41,8 +42,7 @@ SURE = (
     "exact: arithmetic or a trace; modelled: rests on a model of the device, or of which ids come; "
     "assumed: on a constant that may be replaced."
 )
-MORE = "Every class, module and tensor: --full. Over time: --timeline memory.svg."
-TRY = "Largest batch, fewest ranks, other checkpointing: shardwright fit JOB.toml."
+MORE = "More: --full. Over time: --timeline x.svg. What fits: shardwright fit JOB.toml."
 
 
 def memory_report(
@@ -57,12 +57,17 @@ def memory_report(
     assumed = tuple(printable(text, TEXT_LIMIT) for text in footprint.assumptions)
     return spaced(
         prose("\n".join(lines)),
-        prose(verdict_sentence(footprint), style=VERDICT_STYLES[footprint.verdict]),
-        prose(step_time_sentence(footprint.time)) if footprint.time else None,
+        Group(*_answers(footprint)),
         *(_every_sheet if full else _first_sheets)(footprint, rank),
         listed("Assumptions", assumed) if full else assumed_line(assumed, FIRST_ASSUMPTIONS),
-        prose(f"{TRY}\n{MORE}", style="dim"),
+        prose(MORE, style="dim"),
     )
+
+
+def _answers(footprint: Footprint) -> Iterator[RenderableType]:
+    yield prose(verdict_sentence(footprint), style=VERDICT_STYLES[footprint.verdict])
+    if footprint.time:
+        yield prose(step_time_sentence(footprint.time))
 
 
 # Rows of a first screen.
@@ -193,7 +198,8 @@ def categories_sheet(footprint: Footprint, rank: RankMemory) -> Sheet:
 def time_sheet(time: StepTime) -> Sheet:
     """What a step's seconds are made of."""
     return sheet_of(
-        "A step's seconds, of the rank with most to do",
+        f"A step's seconds, of the rank with most to do: {two_digits(time.low)} to "
+        f"{two_digits(time.high)} s for 80 of 100 runs",
         sorted(time.parts.items(), key=lambda part: -part[1]),
         (
             text("part", lambda part: part[0]),

@@ -268,14 +268,12 @@ VERDICT_WORDS: dict[Verdict, str] = {
 
 
 def step_time_sentence(time: StepTime) -> str:
-    """How long a step takes, what that is in tokens and of the peak, and what it is made of."""
+    """How long a step takes, and what that is in tokens and of the peak: on one line of 80."""
     rate = time.tokens_per_second
-    largest = sorted(time.parts.items(), key=lambda part: -part[1])
-    made = ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in largest[:4])
     return (
-        f"A step takes about {two_digits(time.seconds)} s ({two_digits(time.low)} to "
-        f"{two_digits(time.high)} s for 80 of 100 runs): {two_digits(rate)} tokens/s, "
-        f"{two_digits(rate / time.devices)} per device, MFU {time.mfu:.0%}; {made}."
+        f"A step: about {two_digits(time.seconds)} s ({two_digits(time.low)} to "
+        f"{two_digits(time.high)}), {two_digits(rate)} tokens/s, "
+        f"{two_digits(rate / time.devices)} a device, MFU {time.mfu:.0%}."
     )
 
 
