@@ -54,13 +54,24 @@ def piece_seconds(piece: Piece, c: Mapping[str, Any]) -> WorkSeconds:
         attention = attention + call.calls * call.flops / (
             product_rate(call.dtype, c) * c["attention_efficiency"] * narrow
         )
-    # What has FLOPs but no shape, such as a convolution, goes at the best that products reach.
-    masked = 0 if operators.attention else max(work.flops - told, 0)
-    products = products + masked / (c["compute_rate"] * c["product_efficiency"])
+    # What has FLOPs but no shape goes at the best that products reach. Of attention the sums of
+    # FLOPs count what is masked, too, so beside it nothing is left over.
+    untold = 0 if operators.attention else max(work.flops - told, 0)
+    products = products + untold / (c["compute_rate"] * c["product_efficiency"])
     # A collective's buffers are no kernel's: they take the seconds of what is sent.
     sent = sum(each.calls * each.nbytes for each in operators.sent)
     elementwise = max(work.moved - sent, 0) / (c["memory_rate"] * c["memory_efficiency"])
     return WorkSeconds(products, attention, elementwise, work.calls * c["launch_latency"])
+
+
+def link_rate(c: Mapping[str, Any]) -> Any:
+    """Bytes a second of a collective among ranks of one host."""
+    return c["all_gather_rate"] * c["link_efficiency"]
+
+
+def network_rate(c: Mapping[str, Any]) -> Any:
+    """Bytes a second of one rank to other hosts."""
+    return c["inter_host_rate"] * c["network_efficiency"]
 
 
 def ring_seconds(
@@ -71,16 +82,13 @@ def ring_seconds(
     ranks, ``beside`` apart from each other, else at the rate of the hosts' networks together."""
     if ranks == 1:
         return 0.0
-    link = c["all_gather_rate"] * c["link_efficiency"]
-    if ranks * beside <= host:
-        return times * nbytes * (ranks - 1) / ranks / link + c["collective_latency"]
-    # Neighbours of a host each carry a part of what crosses hosts.
-    near = max(min(host // beside, ranks), 1)
-    network = min(c["inter_host_rate"] * c["network_efficiency"] * near, link)
-    hosts = ranks * beside / host
-    return times * nbytes * (ranks - 1) / ranks / network + c["collective_latency"] * (
-        1 + hosts**0.5
-    )
+    rate, latency = link_rate(c), c["collective_latency"]
+    if ranks * beside > host:
+        # Neighbours of a host each carry a part of what crosses hosts.
+        near = max(min(host // beside, ranks), 1)
+        rate = min(network_rate(c) * near, rate)
+        latency = latency * (1 + (ranks * beside / host) ** 0.5)
+    return times * nbytes * (ranks - 1) / ranks / rate + latency
 
 
 def sent_seconds(sent: Sent, ranks: int, beside: int, host: int, c: Mapping[str, Any]) -> Any:

@@ -34,11 +34,13 @@ def work_of(function: Any, arguments: Any, keywords: Any, result: Any) -> Counte
     if function.namespace == "prim" or packet in _FREE or _is_view(function, arguments, result):
         return NOTHING, NO_OPERATORS
     if function.namespace == "shardwright" and packet.__name__ in _OF_OURS:
-        return _OF_OURS[packet.__name__](packet.__name__, arguments, keywords, result)
+        given = _given(function, arguments, keywords)
+        return _OF_OURS[packet.__name__](packet.__name__, given, result)
     attention = _ATTENTION.get(packet)
     if attention is not None:
         flops, query = attention(arguments), arguments[attention is _attention_backward]
-        unmasked = flops // 2 if _is_causal(function, arguments, keywords) else flops
+        # Half of all pairs are masked, and not computed.
+        unmasked = flops // 2 if _given(function, arguments, keywords)["is_causal"] else flops
         calls = AttentionCalls(_dtype(query), query.shape[-1], unmasked)
         return Work(1, flops), OperatorShapes(attention=(calls,))
     if packet in _GROUPED:
@@ -69,35 +71,31 @@ def _dtype(tensor: torch.Tensor) -> str:
     return NAMES.get(tensor.dtype, "fp32")
 
 
-def _is_causal(function: Any, arguments: Any, keywords: Any) -> bool:
-    """Whether half of all pairs of a query and a key are masked, and not computed."""
-    names = [argument.name for argument in schema_of(function).arguments]
-    given = dict(zip(names, arguments, strict=False)) | keywords
-    return bool(given.get("is_causal"))
+def _given(function: Any, arguments: Any, keywords: Any) -> dict[str, Any]:
+    """What an operator was called with, by name; what was left out as its schema has it."""
+    named = {each.name: each.default_value for each in schema_of(function).arguments}
+    return named | dict(zip(named, arguments, strict=False)) | keywords
 
 
 # ---- stand-ins of a model of ours for what crosses ranks -----------------------------------------
 
 
-def _sent(name: str, arguments: Any, keywords: Any, result: Any) -> Counted:
+def _sent(name: str, given: dict[str, Any], result: Any) -> Counted:
     """A collective: the larger of what is given and what comes back is a full buffer."""
-    given = next(each for each in arguments if isinstance(each, torch.Tensor))
-    group = [each for each in (*arguments, *keywords.values()) if isinstance(each, str)]
-    nbytes = max(sum(_bytes(given)), sum(_bytes(result)))
-    default = "expert" if name == "all_to_all" else "tensor"
-    moved = sum(_bytes(arguments)) + sum(_bytes(result))
-    return Work(1, 0, moved), OperatorShapes(
-        sent=(Sent(name, group[0] if group else default, nbytes),)
-    )
+    there, back = sum(_bytes(given["x"])), sum(_bytes(result))
+    sent = Sent(name, given["group"], max(there, back))
+    return Work(1, 0, there + back), OperatorShapes(sent=(sent,))
 
 
-def _attended(name: str, arguments: Any, keywords: Any, result: Any) -> Counted:
+def _attended(name: str, given: dict[str, Any], result: Any) -> Counted:
     """Attention over a sequence that is divided among ranks, all steps of the ring at once."""
-    query, value, keys, times = arguments
+    query, width = given["query"], given["query"].shape[-1] + given["value"].shape[-1]
     # Queries by keys, and their weights by values.
-    forward = 2 * query.shape[:-1].numel() * keys * (query.shape[-1] + value.shape[-1])
-    calls = AttentionCalls(_dtype(query), query.shape[-1], int(forward * times))
-    return Work(1, int(2 * forward * times)), OperatorShapes(attention=(calls,))
+    forward = 2 * query.shape[:-1].numel() * given["keys"] * width
+    flops = int(forward * given["times"])
+    return Work(1, 2 * flops), OperatorShapes(
+        attention=(AttentionCalls(_dtype(query), query.shape[-1], flops),)
+    )
 
 
 _OF_OURS = {
