@@ -48,17 +48,24 @@ def work_of(function: Any, arguments: Any, keywords: Any, result: Any) -> Counte
     counted = flop_registry.get(packet)
     if counted is not None:
         flops = int(counted(*arguments, **keywords, out_val=result))
-        return Work(1, flops), OperatorShapes(_product(packet, arguments))
+        return Work(1, flops), OperatorShapes(_product(packet, arguments, flops))
     return Work(1, 0, sum(_bytes(arguments)) + sum(_bytes(result))), NO_OPERATORS
 
 
-# Where the matrices of a product are among an operator's arguments.
+# Where the matrices of a product are among an operator's arguments, and a convolution's weight.
 _MATRICES = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._scaled_mm: 0}
+_WEIGHTS = {aten.convolution: 1, aten._convolution: 1, aten.convolution_backward: 2}
 
 
-def _product(packet: Any, arguments: Any) -> tuple[Product, ...]:
-    """A product by its shape; none of what is no product of matrices, such as a convolution, whose
-    FLOPs are all that is known of it."""
+def _product(packet: Any, arguments: Any, flops: int) -> tuple[Product, ...]:
+    """A product by its shape; a convolution of so many ``flops`` as the products of what lies under
+    its windows with its weight that they come to. None where no shape is known."""
+    if packet in _WEIGHTS:
+        weight = arguments[_WEIGHTS[packet]]
+        n, k = weight.shape[0], weight.shape[1:].numel()
+        # Backward one for the gradient of the input and one for the weight's, if they are wanted.
+        calls = sum(arguments[-1][:2]) if packet is aten.convolution_backward else 1
+        return (Product(_dtype(weight), flops // (2 * n * k * calls), n, k, calls),)
     first = _MATRICES.get(packet)
     if first is None:
         return ()
