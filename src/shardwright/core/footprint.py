@@ -109,9 +109,10 @@ class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a step, with the range in which 80 of 100 runs are to lie, and ``parts`` that add
     up to them, of the rank of a pipeline that has most to do.
 
-    A step has ``tokens`` on all ranks, whose model takes ``model_flops`` (three times a forward's,
-    attention counted in full, nothing that is computed again); ``peak_flops`` are those of all
-    devices in a second. ``source`` says what the constants rest on.
+    A step has ``tokens`` on all ranks, or samples where those are ``counted``. The model takes
+    ``model_flops`` (three times a forward's, attention counted in full, nothing that is computed
+    again); ``peak_flops`` are those of all devices in a second. ``source`` says what the constants
+    rest on.
     """
 
     seconds: float
@@ -123,6 +124,7 @@ class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peak_flops: float
     devices: int
     source: str
+    counted: Literal["tokens", "samples"] = "tokens"
 
     @property
     def tokens_per_second(self) -> float:

@@ -25,6 +25,7 @@ class Preset(msgspec.Struct, frozen=True):
     """A machine by name, with the capacities of one rank and where they are from.
 
     ``host`` is how many ranks a host has; 0 where all ranks share one, however many they are.
+    ``clock`` are constants of steps that are not planned; an accelerator's are known.
     """
 
     world_size: int
@@ -35,6 +36,7 @@ class Preset(msgspec.Struct, frozen=True):
     capacities: str
     constants: dict[str, Constant]
     host: int = 0
+    clock: dict[str, Constant] = {}
 
 
 class DataSheet(msgspec.Struct, frozen=True):
@@ -93,9 +95,12 @@ _ACCELERATOR = _ANYWHERE | {
 }
 
 
+Products = dict[str, Constant]
+
+
 def _accelerator(
     compute: Constant,
-    products: dict[str, Constant],
+    products: Products,
     memory: Constant,
     link: Constant,
     network: Constant,
@@ -142,8 +147,24 @@ _BLACKWELL = DataSheet("NVIDIA RTX Blackwell GPU architecture, GeForce RTX 5090"
 
 _PCIE_4 = "PCIe 4 x16 per direction"
 _NVLINK = "NVLink per direction, half of {}"
-_SPARSE = "dense, half of the {} TFLOP/s with sparsity, {}"
-_EIGHTH = "dense, a sixteenth of the {} PFLOP/s of eight with sparsity, {}"
+# What a data sheet says of products: without sparsity, with it, or with it of eight devices.
+_DENSE = "{dtype}, dense"
+_SUMMED = "{dtype}, dense, summed in fp32"
+_SPARSE = "dense, half of the {sparse:,.0f} TFLOP/s with sparsity, {dtype}"
+_EIGHTH = "dense, a sixteenth of the {eight:,.0f} PFLOP/s of eight with sparsity, {dtype}"
+
+
+def _products(sheet: DataSheet, words: str, half: float, tf32: float, fp8: float = 0.0) -> Products:
+    """FLOP/s of products by dtype; in ``half`` the bits of fp32 both formats go as fast."""
+    rates = {"bf16": half, "fp16": half, "tf32": tf32, "fp8": fp8}
+    return {
+        dtype: sheet.says(
+            rate, "FLOP/s", words.format(dtype=dtype, sparse=2e-12 * rate, eight=16e-15 * rate)
+        )
+        for dtype, rate in rates.items()
+        if rate
+    }
+
 
 V100 = _accelerator(
     compute=_V100.says(15.7e12, "FLOP/s", "fp32"),
@@ -156,11 +177,7 @@ V100 = _accelerator(
 )
 A100 = _accelerator(
     compute=_A100.says(19.5e12, "FLOP/s", "fp32"),
-    products={
-        "bf16": _A100.says(312e12, "FLOP/s", "bf16, dense"),
-        "fp16": _A100.says(312e12, "FLOP/s", "fp16, dense"),
-        "tf32": _A100.says(156e12, "FLOP/s", "tf32, dense"),
-    },
+    products=_products(_A100, _DENSE, 312e12, 156e12),
     memory=_A100.says(2.039e12, "B/s"),
     link=_A100.says(300e9, "B/s", _NVLINK.format("600 GB/s")),
     network=_DGX_A100.says(25e9, "B/s", "one 200 Gb/s port per GPU"),
@@ -169,12 +186,7 @@ A100 = _accelerator(
 )
 H100 = _accelerator(
     compute=_H100.says(67e12, "FLOP/s", "fp32"),
-    products={
-        "bf16": _H100.says(989.5e12, "FLOP/s", _SPARSE.format("1,979", "bf16")),
-        "fp16": _H100.says(989.5e12, "FLOP/s", _SPARSE.format("1,979", "fp16")),
-        "tf32": _H100.says(494.5e12, "FLOP/s", _SPARSE.format("989", "tf32")),
-        "fp8": _H100.says(1979e12, "FLOP/s", _SPARSE.format("3,958", "fp8")),
-    },
+    products=_products(_H100, _SPARSE, 989.5e12, 494.5e12, 1979e12),
     memory=_H100.says(3.35e12, "B/s"),
     link=_H100.says(450e9, "B/s", _NVLINK.format("900 GB/s")),
     network=_DGX_H100.says(50e9, "B/s", "one 400 Gb/s port per GPU"),
@@ -183,12 +195,7 @@ H100 = _accelerator(
 )
 H200 = _accelerator(
     compute=_H200.says(67e12, "FLOP/s", "fp32"),
-    products={
-        "bf16": _H200.says(989.5e12, "FLOP/s", _SPARSE.format("1,979", "bf16")),
-        "fp16": _H200.says(989.5e12, "FLOP/s", _SPARSE.format("1,979", "fp16")),
-        "tf32": _H200.says(494.5e12, "FLOP/s", _SPARSE.format("989", "tf32")),
-        "fp8": _H200.says(1979e12, "FLOP/s", _SPARSE.format("3,958", "fp8")),
-    },
+    products=_products(_H200, _SPARSE, 989.5e12, 494.5e12, 1979e12),
     memory=_H200.says(4.8e12, "B/s"),
     link=_H200.says(450e9, "B/s", _NVLINK.format("900 GB/s")),
     network=_DGX_H200.says(50e9, "B/s", "one 400 Gb/s port per GPU"),
@@ -197,12 +204,7 @@ H200 = _accelerator(
 )
 B200 = _accelerator(
     compute=_B200.says(75e12, "FLOP/s", "an eighth of 600 TFLOP/s, fp32"),
-    products={
-        "bf16": _B200.says(2.25e15, "FLOP/s", _EIGHTH.format("36", "bf16")),
-        "fp16": _B200.says(2.25e15, "FLOP/s", _EIGHTH.format("36", "fp16")),
-        "tf32": _B200.says(1.125e15, "FLOP/s", _EIGHTH.format("18", "tf32")),
-        "fp8": _B200.says(4.5e15, "FLOP/s", _EIGHTH.format("72", "fp8")),
-    },
+    products=_products(_B200, _EIGHTH, 2.25e15, 1.125e15, 4.5e15),
     memory=_B200.says(8e12, "B/s", "the figure for one GPU"),
     link=_B200.says(900e9, "B/s", _NVLINK.format("1.8 TB/s")),
     network=_DGX_B200.says(50e9, "B/s", "one 400 Gb/s port per GPU"),
@@ -211,11 +213,7 @@ B200 = _accelerator(
 )
 A100_40 = _accelerator(
     compute=_A100_40.says(19.5e12, "FLOP/s", "fp32"),
-    products={
-        "bf16": _A100_40.says(312e12, "FLOP/s", "bf16, dense"),
-        "fp16": _A100_40.says(312e12, "FLOP/s", "fp16, dense"),
-        "tf32": _A100_40.says(156e12, "FLOP/s", "tf32, dense"),
-    },
+    products=_products(_A100_40, _DENSE, 312e12, 156e12),
     memory=_A100_40.says(1.555e12, "B/s"),
     link=_A100_40.says(300e9, "B/s", _NVLINK.format("600 GB/s")),
     network=assumed(25e9, "B/s", "one 200 Gb/s port per GPU"),
@@ -224,12 +222,7 @@ A100_40 = _accelerator(
 )
 H100_PCIE = _accelerator(
     compute=_H100_PCIE.says(51e12, "FLOP/s", "fp32"),
-    products={
-        "bf16": _H100_PCIE.says(756.5e12, "FLOP/s", _SPARSE.format("1,513", "bf16")),
-        "fp16": _H100_PCIE.says(756.5e12, "FLOP/s", _SPARSE.format("1,513", "fp16")),
-        "tf32": _H100_PCIE.says(378e12, "FLOP/s", _SPARSE.format("756", "tf32")),
-        "fp8": _H100_PCIE.says(1513e12, "FLOP/s", _SPARSE.format("3,026", "fp8")),
-    },
+    products=_products(_H100_PCIE, _SPARSE, 756.5e12, 378e12, 1513e12),
     memory=_H100_PCIE.says(2e12, "B/s"),
     link=_H100_PCIE.says(64e9, "B/s", "PCIe 5 x16 per direction; bridges join pairs only"),
     network=assumed(25e9, "B/s", "one 200 Gb/s port per GPU"),
@@ -238,27 +231,17 @@ H100_PCIE = _accelerator(
 )
 L40S = _accelerator(
     compute=_L40S.says(91.6e12, "FLOP/s", "fp32"),
-    products={
-        "bf16": _L40S.says(362.05e12, "FLOP/s", "bf16, dense"),
-        "fp16": _L40S.says(362.05e12, "FLOP/s", "fp16, dense"),
-        "tf32": _L40S.says(183e12, "FLOP/s", "tf32, dense"),
-        "fp8": _L40S.says(733e12, "FLOP/s", "fp8, dense"),
-    },
+    products=_products(_L40S, _DENSE, 362.05e12, 183e12, 733e12),
     memory=_L40S.says(864e9, "B/s"),
     link=_L40S.says(32e9, "B/s", _PCIE_4),
     network=assumed(12.5e9, "B/s", "one 100 Gb/s port per GPU"),
     bus=_L40S.says(32e9, "B/s", _PCIE_4),
     ddr=assumed(51.2e9, "B/s", "an eighth of two sockets of eight channels of DDR4-3200"),
 )
-# What a card for games reaches with sums in fp32, half of what it reaches with sums in fp16.
+# With sums in fp16 cards for games are twice as fast; training sums in fp32.
 RTX_4090 = _accelerator(
     compute=_ADA.says(82.6e12, "FLOP/s", "fp32"),
-    products={
-        "bf16": _ADA.says(165.2e12, "FLOP/s", "bf16, dense, summed in fp32"),
-        "fp16": _ADA.says(165.2e12, "FLOP/s", "fp16, dense, summed in fp32"),
-        "tf32": _ADA.says(82.6e12, "FLOP/s", "tf32, dense"),
-        "fp8": _ADA.says(330.3e12, "FLOP/s", "fp8, dense, summed in fp32"),
-    },
+    products=_products(_ADA, _SUMMED, 165.2e12, 82.6e12, 330.3e12),
     memory=_ADA.says(1008e9, "B/s"),
     link=_ADA.says(32e9, "B/s", _PCIE_4),
     network=assumed(1.25e9, "B/s", "one 10 Gb/s port per GPU"),
@@ -267,12 +250,7 @@ RTX_4090 = _accelerator(
 )
 RTX_5090 = _accelerator(
     compute=_BLACKWELL.says(104.8e12, "FLOP/s", "fp32"),
-    products={
-        "bf16": _BLACKWELL.says(209.5e12, "FLOP/s", "bf16, dense, summed in fp32"),
-        "fp16": _BLACKWELL.says(209.5e12, "FLOP/s", "fp16, dense, summed in fp32"),
-        "tf32": _BLACKWELL.says(104.8e12, "FLOP/s", "tf32, dense"),
-        "fp8": _BLACKWELL.says(419e12, "FLOP/s", "fp8, dense, summed in fp32"),
-    },
+    products=_products(_BLACKWELL, _SUMMED, 209.5e12, 104.8e12, 419e12),
     memory=_BLACKWELL.says(1792e9, "B/s"),
     link=_BLACKWELL.says(64e9, "B/s", "PCIe 5 x16 per direction"),
     network=assumed(1.25e9, "B/s", "one 10 Gb/s port per GPU"),
@@ -281,12 +259,7 @@ RTX_5090 = _accelerator(
 )
 MI300X = _accelerator(
     compute=_MI300X.says(163.4e12, "FLOP/s", "fp32"),
-    products={
-        "bf16": _MI300X.says(1307.4e12, "FLOP/s", "bf16, dense"),
-        "fp16": _MI300X.says(1307.4e12, "FLOP/s", "fp16, dense"),
-        "tf32": _MI300X.says(653.7e12, "FLOP/s", "tf32, dense"),
-        "fp8": _MI300X.says(2614.9e12, "FLOP/s", "fp8, dense"),
-    },
+    products=_products(_MI300X, _DENSE, 1307.4e12, 653.7e12, 2614.9e12),
     memory=_MI300X.says(5.3e12, "B/s"),
     link=_MI300X.says(448e9, "B/s", "seven Infinity Fabric links, half of 128 GB/s each"),
     network=assumed(50e9, "B/s", "one 400 Gb/s port per accelerator"),
@@ -368,98 +341,75 @@ ADDITIVE = {
     "directions": _MODEL.says(2.0, "exchanges", "forward and backward"),
 }
 
+# What a step's seconds rest on beside data sheets (:mod:`shardwright.cost.clock`): a unit, and what
+# fits runs on A100 (six sources that others published, dense models in 16 bits, each source one
+# vote), on H100 and H200 (three), and on both, for a machine of which nobody published enough. Each
+# says something of the machine, whatever runs on it.
+_FITTED: dict[str, tuple[str, float, float, float]] = {
+    "product_efficiency": ("share", 0.797, 0.721, 0.785),  # of the peak that large products reach
+    "product_half_size": ("elements", 211.0, 417.0, 207.0),  # with a side of that, half of it
+    "attention_efficiency": ("share", 0.454, 0.291, 0.402),  # of the peak, heads of 128
+    "memory_efficiency": ("share", 0.819, 0.840, 0.818),  # of the data sheet's rate
+    "launch_latency": ("s", 21e-6, 6e-6, 20e-6),  # of a kernel, on the host
+    "link_efficiency": ("share", 0.757, 0.874, 0.763),  # of the rate inside a host
+    "network_efficiency": ("share", 0.705, 0.707, 0.707),  # of the rate across hosts
+    "collective_latency": ("s", 15e-6, 15e-6, 15e-6),
+    "hides": ("share", 0.8, 0.8, 0.8),  # of compute, beside which collectives may travel
+    "slows": ("share", 0.15, 0.156, 0.152),  # of hidden collectives' seconds, lost to compute
+    "step_latency": ("s", 0.019, 0.022, 0.021),  # of a step, that nothing else explains
+    "range": ("share", 0.3, 0.35, 0.6),  # by which most runs are faster or slower
+}
+
+
+def _clock(column: int, source: str) -> dict[str, Constant]:
+    return {
+        name: Constant(values[column], unit, source, "2026-11-27")
+        for name, (unit, *values) in _FITTED.items()
+    }
+
+
+_ON_A100 = _clock(0, "fitted to published runs on A100 of six sources")
+_ON_H100 = _clock(1, "fitted to published runs on H100 and H200 of three sources")
+_ANYWHERE_ELSE = _clock(2, "not fitted to this device: what fits A100 and H100")
+
+
+def _server(
+    sizes: tuple[int, int, int],
+    source: str,
+    constants: dict[str, Constant],
+    clock: dict[str, Constant],
+    ranks: int = 8,
+) -> Preset:
+    """A host of as many accelerators; ``sizes`` are GB of memory, GiB of the host's and GB of its
+    disks for each."""
+    hbm, ddr, ssd = sizes
+    held = hbm * GB, ddr * GIB, ssd * GB
+    return Preset(ranks, "cuda", *held, source, constants, ranks, clock)
+
+
 # Machines, described by the constants that the cost profile "cluster" reads.
 HARDWARE = {
     "local": Preset(2, "cpu", 0, 2 * GIB, 0, "assumed", LOCAL),
-    "v100-8": Preset(
-        8, "cuda", 32 * GB, 64 * GIB, 960 * GB, f"{_V100.name}, {_DGX1.name}", V100, 8
+    "v100-8": _server((32, 64, 960), f"{_V100.name}, {_DGX1.name}", V100, _ANYWHERE_ELSE),
+    "a100-8": _server((80, 256, 3840), f"{_A100.name}, {_DGX_A100.name}", A100, _ON_A100),
+    "h100-8": _server((80, 256, 3840), f"{_H100.name}, {_DGX_H100.name}", H100, _ON_H100),
+    "h200-8": _server((141, 256, 3840), f"{_H200.name}, {_DGX_H200.name}", H200, _ON_H100),
+    "b200-8": _server((180, 256, 3840), f"{_B200.name}, {_DGX_B200.name}", B200, _ANYWHERE_ELSE),
+    "mi300x-8": _server((192, 256, 3840), f"{_MI300X.name}; host assumed", MI300X, _ANYWHERE_ELSE),
+    "a100-40-8": _server((40, 128, 1920), f"{_A100_40.name}; host assumed", A100_40, _ON_A100),
+    "h100-pcie-8": _server(
+        (80, 128, 1920), f"{_H100_PCIE.name}; host assumed", H100_PCIE, _ON_H100
     ),
-    "a100-8": Preset(
-        8, "cuda", 80 * GB, 256 * GIB, 3840 * GB, f"{_A100.name}, {_DGX_A100.name}", A100, 8
+    "l40s-8": _server((48, 128, 960), f"{_L40S.name}; host assumed", L40S, _ANYWHERE_ELSE),
+    "rtx4090-1": _server(
+        (24, 64, 960), f"{_ADA.name}; host assumed", RTX_4090, _ANYWHERE_ELSE, ranks=1
     ),
-    "h100-8": Preset(
-        8, "cuda", 80 * GB, 256 * GIB, 3840 * GB, f"{_H100.name}, {_DGX_H100.name}", H100, 8
-    ),
-    "h200-8": Preset(
-        8, "cuda", 141 * GB, 256 * GIB, 3840 * GB, f"{_H200.name}, {_DGX_H200.name}", H200, 8
-    ),
-    "b200-8": Preset(
-        8, "cuda", 180 * GB, 256 * GIB, 3840 * GB, f"{_B200.name}, {_DGX_B200.name}", B200, 8
-    ),
-    "mi300x-8": Preset(
-        8, "cuda", 192 * GB, 256 * GIB, 3840 * GB, f"{_MI300X.name}; host assumed", MI300X, 8
-    ),
-    "a100-40-8": Preset(
-        8, "cuda", 40 * GB, 128 * GIB, 1920 * GB, f"{_A100_40.name}; host assumed", A100_40, 8
-    ),
-    "h100-pcie-8": Preset(
-        8, "cuda", 80 * GB, 128 * GIB, 1920 * GB, f"{_H100_PCIE.name}; host assumed", H100_PCIE, 8
-    ),
-    "l40s-8": Preset(
-        8, "cuda", 48 * GB, 128 * GIB, 960 * GB, f"{_L40S.name}; host assumed", L40S, 8
-    ),
-    "rtx4090-1": Preset(
-        1, "cuda", 24 * GB, 64 * GIB, 960 * GB, f"{_ADA.name}; host assumed", RTX_4090, 1
-    ),
-    "rtx5090-1": Preset(
-        1, "cuda", 32 * GB, 64 * GIB, 960 * GB, f"{_BLACKWELL.name}; host assumed", RTX_5090, 1
+    "rtx5090-1": _server(
+        (32, 64, 960), f"{_BLACKWELL.name}; host assumed", RTX_5090, _ANYWHERE_ELSE, ranks=1
     ),
     "cpu-host": Preset(
         2, "cpu", 0, 768 * GIB, 3840 * GB, "assumed: twelve modules of 64 GiB", CPU_HOST, 2
     ),
-}
-
-# What a step's seconds rest on beside data sheets (:mod:`shardwright.cost.clock`): constants that
-# are fitted to runs that others published, dense models in 16 bits, every source one vote. A
-# machine that nobody published enough runs of has what fits those of both, and a wider range.
-CLOCK_UNITS = {
-    "product_efficiency": "share",
-    "product_half_size": "elements",
-    "attention_efficiency": "share",
-    "memory_efficiency": "share",
-    "launch_latency": "s",
-    "link_efficiency": "share",
-    "network_efficiency": "share",
-    "collective_latency": "s",
-    "hides": "share",
-    "slows": "share",
-    "step_latency": "s",
-    "range": "share",
-}
-
-
-def _clock(source: str, *values: float) -> dict[str, Constant]:
-    units = CLOCK_UNITS.items()
-    return {
-        name: Constant(value, unit, source, "2026-11-27")
-        for (name, unit), value in zip(units, values, strict=True)
-    }
-
-
-_ON_A100 = _clock(
-    "fitted to published runs on A100 of six sources",
-    *(0.797, 211.0, 0.454, 0.819, 21e-6, 0.757, 0.705, 15e-6, 0.8, 0.15, 0.019, 0.3),
-)
-_ON_H100 = _clock(
-    "fitted to published runs on H100 and H200 of three sources",
-    *(0.721, 417.0, 0.291, 0.840, 6e-6, 0.874, 0.707, 15e-6, 0.8, 0.156, 0.022, 0.35),
-)
-_ANY_CLOCK = _clock(
-    "not fitted to this device: what fits A100 and H100",
-    *(0.785, 207.0, 0.402, 0.818, 20e-6, 0.763, 0.707, 15e-6, 0.8, 0.152, 0.021, 0.6),
-)
-CLOCKS = {
-    "a100-8": _ON_A100,
-    "a100-40-8": _ON_A100,
-    "h100-8": _ON_H100,
-    "h200-8": _ON_H100,
-    "h100-pcie-8": _ON_H100,
-    "v100-8": _ANY_CLOCK,
-    "l40s-8": _ANY_CLOCK,
-    "rtx4090-1": _ANY_CLOCK,
-    "rtx5090-1": _ANY_CLOCK,
-    "b200-8": _ANY_CLOCK,
-    "mi300x-8": _ANY_CLOCK,
 }
 
 # Cost profiles with constants of their own, and so with a preset of their own name.

@@ -17,14 +17,22 @@ from shardwright.core.footprint import StepTime
 from shardwright.core.optimizers import Optimizer
 from shardwright.core.recording import Moment
 from shardwright.core.tensor import TensorSpec, element_bytes
-from shardwright.cost.clock import piece_seconds, ring_seconds, sent_seconds
+from shardwright.cost.clock import (
+    link_rate,
+    network_rate,
+    piece_seconds,
+    ring_seconds,
+    sent_seconds,
+)
 from shardwright.cost.dense import product_rate
 from shardwright.heap.machine import Sharding
 from shardwright.heap.rank_step import Chunk, states
+from shardwright.job.job import BatchSection
 from shardwright.job.parallel import Degrees
 from shardwright.job.pipelining import order, stage_of
 
 FORWARDS = 3  # a backward takes twice the FLOPs of a forward
+SHARDED = "sharded parameters"
 
 
 @dataclass
@@ -41,12 +49,14 @@ class PassSeconds:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the ranks of each degree are: ``host`` ranks share one; those of a group lie
-    ``beside`` apart from each other."""
+    """Where the ranks of each degree are, ``host`` of them on one, and the constants ``c`` of their
+    machine, of which those of the clock are from a ``source``. Ranks of a group lie ``beside``
+    apart from each other."""
 
     degrees: Degrees
     host: int
     c: Mapping[str, float]
+    source: str
 
     def ring(self, nbytes: float, ranks: int, beside: int, times: int = 1) -> float:
         """Seconds of a collective over some of them."""
@@ -83,7 +93,8 @@ class Layout:
 
 @dataclass
 class Stage:
-    """A chunk of the model on a rank: seconds of its passes, and once a step of its units."""
+    """A chunk of the model on a rank: seconds of its passes, and of what its units do once a
+    step."""
 
     forward: PassSeconds
     backward: PassSeconds
@@ -92,44 +103,41 @@ class Stage:
 
 
 def stage_of_chunk(chunk: Chunk, sharding: Sharding, layout: Layout, optimizer: Optimizer) -> Stage:
-    """A chunk's seconds; ``once`` are those of collectives of units once a step."""
+    """A chunk's seconds."""
     forward, backward = layout.passed(chunk.forward), layout.passed(chunk.backward)
     gathered, reduced, update = 0.0, 0.0, 0.0
-    c, degrees = layout.c, layout.degrees
+    tensor = layout.degrees.tensor
+    states_shared = sharding.shares == "states"
     for name, unit in chunk.step.units.items():
         trained = [t for t in unit.tensors if t.fqn not in unit.frozen]
-        shards, replicas = sharding.shards_of(name), sharding.replicas
         computed = sum(t.numel * sharding.computed(t.dtype) for t in unit.tensors)
         summed = sum(t.numel * sharding.reduced(t.dtype) for t in trained)
-        if shards == 1 and sharding.shares != "all":
+        shards, replicas = sharding.shards_of(name), sharding.replicas
+        if sharding.shares != "all":
             replicas *= sharding.shards
-        gathered += layout.ring(computed, shards, degrees.tensor)
-        reduced += layout.ring(summed, shards, degrees.tensor)
-        if replicas > 1:
-            # With states shared a sum is scattered, and what each updated is gathered again.
-            beside = degrees.tensor * shards
-            reduced += layout.ring(
-                summed / shards, replicas, beside, 2 - (sharding.shares != "all")
-            )
-            if sharding.shares == "states":
-                gathered += layout.ring(computed, replicas, beside)
-        update += (
-            sum(_touched(t, optimizer) for t in trained)
-            / shards
-            / (replicas if sharding.shares == "states" else 1)
-        )
-    update /= c["memory_rate"] * c["memory_efficiency"]
-    once = 0.0
-    every = sharding.reduces == "each" and sharding.shares == "all"
-    again = every and sharding.reshard_after_forward and sharding.zero == 3
-    if every and sharding.zero == 3:
-        forward.parts["sharded parameters"] = layout.hidden(gathered, forward.seconds)
-        both = reduced + (gathered if again else 0.0)
-        backward.parts["sharded parameters"] = layout.hidden(both, backward.seconds)
-    elif sharding.shares == "states":
-        once = gathered + reduced
-    else:
-        once = layout.hidden(gathered + reduced, forward.seconds + backward.seconds)
+        gathered += layout.ring(computed, shards, tensor)
+        reduced += layout.ring(summed, shards, tensor)
+        # Replicas sum what they have of a gradient, which an all-reduce moves twice. Where they
+        # share states each gets a part of the sum, and what they updated is gathered again.
+        among = (replicas, tensor * shards)
+        reduced += layout.ring(summed / shards, *among, 1 if states_shared else 2)
+        gathered += layout.ring(computed, *among) if states_shared else 0.0
+        updated = shards * replicas if states_shared else shards
+        update += sum(_touched(t, optimizer) for t in trained) / updated
+    update /= layout.c["memory_rate"] * layout.c["memory_efficiency"]
+    # What is sharded comes and goes with every microbatch where the runtime reduces each; whole
+    # parameters (below stage 3) are gathered once a step. The rest waits for the last backward,
+    # which hides it, but for a distributed optimizer, which begins when all gradients are there.
+    each = sharding.shares == "all" and sharding.reduces == "each"
+    comes = each and sharding.zero == 3
+    again = gathered if comes and sharding.reshard_after_forward else 0.0
+    if comes:
+        forward.parts[SHARDED] = layout.hidden(gathered, forward.seconds)
+    if each:
+        backward.parts[SHARDED] = layout.hidden(reduced + again, backward.seconds)
+    once = (0.0 if comes else gathered) + (0.0 if each else reduced)
+    if not states_shared:
+        once = layout.hidden(once, forward.seconds + backward.seconds)
     return Stage(forward, backward, once, update)
 
 
@@ -145,11 +153,11 @@ def step_time(
     sharding: Sharding,
     layout: Layout,
     optimizer: Optimizer,
-    tokens: int,
+    batch: BatchSection,
     dtype: str,
-    source: str,
 ) -> StepTime:
-    """A step of a pipeline's ``ranks``, each with its chunks; one rank where there is none."""
+    """A step of a pipeline's ``ranks``, each with its chunks; one rank where there is none.
+    ``batch`` is that of a data rank, ``dtype`` what most products are in."""
     degrees, c = layout.degrees, layout.c
     made: dict[int, Stage] = {}
 
@@ -168,7 +176,7 @@ def step_time(
         for work in (each.forward, each.backward):
             for name, seconds in work.parts.items():
                 parts[name] += seconds * times
-        parts["sharded parameters" if sharding.shares == "all" else "gradients"] += each.once
+        parts[SHARDED if sharding.shares == "all" else "gradients"] += each.once
         parts["optimizer"] += each.update
     if degrees.pipeline > 1:
         sent = max(chunk.sent for chunks in ranks for chunk in chunks)
@@ -183,25 +191,20 @@ def step_time(
         seconds / (1 + c["range"]),
         seconds * (1 + c["range"]),
         {name: spent for name, spent in parts.items() if spent},
-        tokens,
+        batch.size * batch.sequence * degrees.data_replicate * degrees.data_shard,
         FORWARDS * flops * times * world // degrees.pipeline,
         world * product_rate(dtype, c),
         world,
-        source,
+        layout.source,
+        "tokens" if batch.sequence > 1 else "samples",
     )
 
 
 def _transfer(nbytes: int, layout: Layout) -> float:
     """Seconds until what a stage sends is at the next one, which is on another host unless all
     ranks of a stage and the next are on one."""
-    near = layout.degrees.world_size <= layout.host
-    c = layout.c
-    rate = (
-        c["all_gather_rate"] * c["link_efficiency"]
-        if near
-        else c["inter_host_rate"] * c["network_efficiency"]
-    )
-    return nbytes / rate + c["collective_latency"]
+    rate = link_rate if layout.degrees.world_size <= layout.host else network_rate
+    return float(nbytes / rate(layout.c) + layout.c["collective_latency"])
 
 
 def _makespan(stages: Sequence[Sequence[Stage]], degrees: Degrees, transfer: float) -> float:

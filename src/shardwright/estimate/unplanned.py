@@ -11,7 +11,7 @@ the machine of the runtime that the job names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,7 +24,7 @@ from shardwright.core.llama import LLAMA_EXPERTS, LlamaShape
 from shardwright.core.optimizers import Optimizer, optimizer_named
 from shardwright.core.tensor import TensorSpec
 from shardwright.cost import constants
-from shardwright.cost.presets import CLOCKS, HARDWARE
+from shardwright.cost.presets import HARDWARE
 from shardwright.estimate.footprint import assumptions_on_gpu, settings_of
 from shardwright.estimate.llama import LlamaModel
 from shardwright.estimate.stages import KEPT, PipelineRank, pipeline_ranks
@@ -105,7 +105,8 @@ class _Estimate:
             self.capacity,
             modelled=() if exact else MODELLED,
         )
-        found = rank_memories(list(self._classes()), setting, details=details, named=rank)
+        classes = list(self._classes())
+        found = rank_memories(classes, setting, details=details, named=rank)
         if self.device == "cuda":
             self.assumptions += assumptions_on_gpu(self.operators)
         keys = ", ".join(f"{key} = {value}" for key, _, value in unplanned(self.job))
@@ -124,35 +125,28 @@ class _Estimate:
             ),
             assumptions=tuple(dict.fromkeys(self.assumptions)),
             source=f"Estimated without a plan, for none follows {keys}." if keys else "",
-            time=self._time(),
+            time=self._time(classes),
         )
 
-    def _time(self) -> StepTime | UnsetType:
+    def _time(self, classes: Sequence[RankClass]) -> StepTime | UnsetType:
         """A step's seconds on an accelerator whose clock is known."""
-        preset = self.job.cluster.preset or ""
-        if self.device != "cuda" or preset not in CLOCKS:
+        preset = HARDWARE.get(self.job.cluster.preset or "")
+        if self.device != "cuda" or preset is None or not preset.clock:
             return UNSET
-        clock = CLOCKS[preset]
-        c = {name: each.value for name, each in (HARDWARE[preset].constants | clock).items()}
-        ranks = []
-        for rank in pipeline_ranks(self.model.layers, self.degrees):
-            *_, (_, _, section) = self._loads()
-            ranks.append(self._step(rank, section).chunks)
+        # Where routing is uneven the last class of a stage is the usual one.
+        ranks = {each.coordinates.get("pipeline", 0): each.step.chunks for each in classes}
+        c = {name: each.value for name, each in (preset.constants | preset.clock).items()}
         host = self.cluster.local_world_size or self.degrees.world_size
+        layout = Layout(self.degrees, host, c, preset.clock["range"].source)
+        dtype = self.section.param_dtype or "fp32"
         return step_time(
-            ranks,
+            list(ranks.values()),
             self.sharding,
-            Layout(self.degrees, host, c),
+            layout,
             optimizer_of(self.job),
-            self._tokens(),
-            self.section.param_dtype or "fp32",
-            clock["product_efficiency"].source,
+            self.job.batch,
+            dtype,
         )
-
-    def _tokens(self) -> int:
-        """Of a step, on all ranks: of samples, where a batch has no sequence."""
-        replicas = self.degrees.data_replicate * self.degrees.data_shard
-        return self.job.batch.size * (self.job.batch.sequence or 1) * replicas
 
     def _classes(self) -> Iterator[RankClass]:
         degrees = self.degrees

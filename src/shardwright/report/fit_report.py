@@ -77,7 +77,7 @@ def policies_sheet(fit: Fit, *, full: bool = True) -> Sheet:
             "checkpointing",
             lambda row: printable(row.checkpointing) + (" (the job's)" if row is fit.own else ""),
         ),
-        *_estimate_cells(f"peak, batch {fit.batch}", fit.policies, full=full),
+        *_estimate_cells(fit, f"peak, batch {fit.batch}", fit.policies, full=full),
         number("largest batch", lambda row: largest_words(row.largest_batch)),
     ]
     if fit.sequence > 1 and any(row.largest_batch.size for row in fit.policies):
@@ -90,7 +90,7 @@ def _tokens(row: PolicyFit, sequence: int) -> str:
 
 
 def _estimate_cells(
-    peak: str, rows: Sequence[PolicyFit | Remedy], *, full: bool
+    fit: Fit, peak: str, rows: Sequence[PolicyFit | Remedy], *, full: bool
 ) -> list[Cell[Any]]:
     """What a policy or a remedy needs, and how fast it is where any of the ``rows`` says so; live
     bytes where everything is shown."""
@@ -103,9 +103,8 @@ def _estimate_cells(
     if any(each.estimate.step_seconds for each in rows):
         if full:
             cells.append(number("a step", lambda e: _rounded(e.estimate.step_seconds, " s")))
-        cells.append(
-            number("tokens/s a device", lambda e: _rounded(e.estimate.device_tokens_per_second))
-        )
+        rate = f"{'samples' if fit.sequence == 1 else 'tokens'}/s a device"
+        cells.append(number(rate, lambda e: _rounded(e.estimate.device_tokens_per_second)))
     return cells
 
 
@@ -156,7 +155,7 @@ def remedies_sheet(fit: Fit, *, full: bool = True) -> Sheet:
     note = f"Each alone, but for a row that names several{two}.{rest}"
     cells: list[Cell[Remedy]] = [
         text("change", lambda remedy: printable(" and ".join(remedy.changes), TEXT_LIMIT)),
-        *_estimate_cells("peak", fit.remedies, full=full),
+        *_estimate_cells(fit, "peak", fit.remedies, full=full),
     ]
     return sheet_of(title, shown, cells, note)
 

@@ -272,7 +272,7 @@ def step_time_sentence(time: StepTime) -> str:
     rate = time.tokens_per_second
     return (
         f"A step: about {two_digits(time.seconds)} s ({two_digits(time.low)} to "
-        f"{two_digits(time.high)}), {two_digits(rate)} tokens/s, "
+        f"{two_digits(time.high)}), {two_digits(rate)} {time.counted}/s, "
         f"{two_digits(rate / time.devices)} a device, MFU {time.mfu:.0%}."
     )
 
