@@ -12,6 +12,7 @@ from shardwright.core.footprint import StepTime
 from shardwright.cost.presets import HARDWARE
 from shardwright.estimate.unplanned import estimated
 from shardwright.job.job import parse_job
+from shardwright.job.pipelining import SCHEDULES
 
 LAYERS, DIM, HEADS, FFN, VOCAB, SEQUENCE = 4, 512, 8, 1536, 1000, 256
 MODEL = {
@@ -101,6 +102,14 @@ def test_more_microbatches_make_a_pipelines_bubble_a_smaller_share() -> None:
     assert few > many > 0
     # Three of seven turns where all stages are alike; here the ends have less to do.
     assert 0.25 < few < 3 / 7
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_ends_and_no_part_is_below_nothing(schedule: str) -> None:
+    parallel = {"pipeline": 2, "microbatches": 8, "schedule": schedule}
+    found = time_of(size=8, model={"layers": 14}, parallel=parallel)
+    assert all(seconds > 0 for seconds in found.parts.values())
+    assert found.seconds == pytest.approx(sum(found.parts.values()))
 
 
 def test_across_hosts_shards_take_longer_to_come() -> None:

@@ -181,7 +181,8 @@ def step_time(
     if degrees.pipeline > 1:
         sent = max(chunk.sent for chunks in ranks for chunk in chunks)
         ends = _makespan(stages, degrees, _transfer(sent, layout))
-        parts["pipeline bubble"] = ends - max(busy)
+        # A rank that never waits has none, and its sum in another order may end a bit earlier.
+        parts["pipeline bubble"] = max(ends - max(busy), 0.0)
     parts["fixed"] = c["step_latency"]
     seconds = sum(parts.values())
     flops = sum(s.forward.flops for each in stages for s in each)
