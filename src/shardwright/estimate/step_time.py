@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from shardwright.core.footprint import StepTime
 from shardwright.core.optimizers import Optimizer
-from shardwright.core.recording import Moment
+from shardwright.core.recording import Piece, RecordedUnit
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.cost.clock import (
     link_rate,
@@ -29,7 +29,8 @@ from shardwright.heap.machine import Sharding
 from shardwright.heap.rank_step import Chunk, states
 from shardwright.job.job import BatchSection
 from shardwright.job.parallel import Degrees
-from shardwright.job.pipelining import order, stage_of
+from shardwright.job.pipelining import order
+from shardwright.job.pipelining import stage_of as place_of
 
 FORWARDS = 3  # a backward takes twice the FLOPs of a forward
 SHARDED = "sharded parameters"
@@ -46,9 +47,64 @@ class PassSeconds:
     def seconds(self) -> float:
         return sum(self.parts.values())
 
+    def add(self, other: PassSeconds, times: int = 1) -> None:
+        """What ``times`` of another one take, too."""
+        for name, seconds in other.parts.items():
+            self.parts[name] += times * seconds
+        self.flops += times * other.flops
+
+
+@dataclass
+class UnitSums:
+    """Of units that the same ranks share: how many they are, and bytes as they are gathered, as
+    their gradients are summed, and that an update of all of them reads and writes."""
+
+    units: int = 0
+    computed: int = 0
+    summed: int = 0
+    updated: int = 0
+
+    def add(self, other: UnitSums, times: int = 1) -> None:
+        """``times`` more units like others."""
+        self.units += times * other.units
+        self.computed += times * other.computed
+        self.summed += times * other.summed
+        self.updated += times * other.updated
+
+
+@dataclass
+class StageWork:
+    """What a stage computes, whoever shares its units: a forward, a backward, units that all data
+    ranks share and those with experts that other ranks do not have. Works of layers add up."""
+
+    forward: PassSeconds = field(default_factory=PassSeconds)
+    backward: PassSeconds = field(default_factory=PassSeconds)
+    units: UnitSums = field(default_factory=UnitSums)
+    experts: UnitSums = field(default_factory=UnitSums)
+
+    def add(self, other: StageWork, times: int = 1) -> None:
+        """``times`` another one, too."""
+        self.forward.add(other.forward, times)
+        self.backward.add(other.backward, times)
+        self.units.add(other.units, times)
+        self.experts.add(other.experts, times)
+
+    def add_unit(
+        self, name: str, unit: RecordedUnit, sharding: Sharding, optimizer: Optimizer
+    ) -> None:
+        """One more unit, called ``name``."""
+        trained = [t for t in unit.tensors if t.fqn not in unit.frozen]
+        found = UnitSums(
+            1,
+            sum(t.numel * sharding.computed(t.dtype) for t in unit.tensors),
+            sum(t.numel * sharding.reduced(t.dtype) for t in trained),
+            sum(_touched(t, optimizer) for t in trained),
+        )
+        (self.experts if sharding.is_experts(name) else self.units).add(found)
+
 
 @dataclass(frozen=True)
-class Layout:
+class RankClock:
     """Where the ranks of each degree are, ``host`` of them on one, and the constants ``c`` of their
     machine, of which those of the clock are from a ``source``. Ranks of a group lie ``beside``
     apart from each other."""
@@ -58,11 +114,15 @@ class Layout:
     c: Mapping[str, float]
     source: str
 
-    def ring(self, nbytes: float, ranks: int, beside: int, times: int = 1) -> float:
-        """Seconds of a collective over some of them."""
-        return float(ring_seconds(nbytes, ranks, beside, self.host, self.c, times))
+    def rings(
+        self, sums: UnitSums, nbytes: float, ranks: int, beside: int, times: int = 1
+    ) -> float:
+        """Seconds of a collective of each unit over some of them, which together move so much."""
+        each = nbytes / max(sums.units, 1)
+        seconds = ring_seconds(each, ranks, beside, self.host, self.c, times)
+        return float(sums.units * seconds)
 
-    def passed(self, moments: Sequence[Moment]) -> PassSeconds:
+    def passed(self, pieces: Sequence[Piece]) -> PassSeconds:
         """A forward or backward, without what units gather and reduce."""
         found = PassSeconds()
         d = self.degrees
@@ -71,18 +131,21 @@ class Layout:
             "context": (d.context, d.tensor),
             "expert": (d.expert, 1),
         }
-        for moment in moments:
-            spent = piece_seconds(moment.piece, self.c)
+        # Blocks that repeat are one piece again and again.
+        times = Counter(map(id, pieces))
+        for piece in {id(piece): piece for piece in pieces}.values():
+            one = PassSeconds(flops=piece.work.flops)
+            spent = piece_seconds(piece, self.c)
             busy = spent.computing
-            for sent in moment.piece.operators.sent if moment.piece.operators else ():
+            for sent in piece.operators.sent if piece.operators else ():
                 seconds = sent_seconds(sent, *groups[sent.group], self.host, self.c)
-                found.parts[f"{sent.group} parallel"] += seconds
+                one.parts[f"{sent.group} parallel"] += seconds
                 busy += seconds
-            found.parts["products"] += spent.products
-            found.parts["attention"] += spent.attention
-            found.parts["elementwise"] += spent.elementwise
-            found.parts["launches"] += max(spent.launches - busy, 0.0)
-            found.flops += moment.piece.work.flops
+            one.parts["products"] += spent.products
+            one.parts["attention"] += spent.attention
+            one.parts["elementwise"] += spent.elementwise
+            one.parts["launches"] += max(spent.launches - busy, 0.0)
+            found.add(one, times[id(piece)])
         return found
 
     def hidden(self, communicating: float, computing: float) -> float:
@@ -102,29 +165,41 @@ class Stage:
     update: float
 
 
-def stage_of_chunk(chunk: Chunk, sharding: Sharding, layout: Layout, optimizer: Optimizer) -> Stage:
-    """A chunk's seconds."""
-    forward, backward = layout.passed(chunk.forward), layout.passed(chunk.backward)
-    gathered, reduced, update = 0.0, 0.0, 0.0
-    tensor = layout.degrees.tensor
-    states_shared = sharding.shares == "states"
+def work_of_chunk(
+    chunk: Chunk, sharding: Sharding, clock: RankClock, optimizer: Optimizer
+) -> StageWork:
+    """What a recorded chunk of the model computes."""
+    forward, backward = ([m.piece for m in its] for its in (chunk.forward, chunk.backward))
+    work = StageWork(clock.passed(forward), clock.passed(backward))
     for name, unit in chunk.step.units.items():
-        trained = [t for t in unit.tensors if t.fqn not in unit.frozen]
-        computed = sum(t.numel * sharding.computed(t.dtype) for t in unit.tensors)
-        summed = sum(t.numel * sharding.reduced(t.dtype) for t in trained)
-        shards, replicas = sharding.shards_of(name), sharding.replicas
+        work.add_unit(name, unit, sharding, optimizer)
+    return work
+
+
+def stage_of(work: StageWork, sharding: Sharding, clock: RankClock) -> Stage:
+    """A chunk's seconds."""
+    forward, backward = PassSeconds(), PassSeconds()
+    forward.add(work.forward)
+    backward.add(work.backward)
+    gathered, reduced, update = 0.0, 0.0, 0.0
+    tensor = clock.degrees.tensor
+    states_shared = sharding.shares == "states"
+    for sums, ranks in (
+        (work.units, sharding.shards),
+        (work.experts, sharding.expert_shards),
+    ):
+        shards, replicas = ranks if sharding.shares == "all" else 1, sharding.replicas
         if sharding.shares != "all":
             replicas *= sharding.shards
-        gathered += layout.ring(computed, shards, tensor)
-        reduced += layout.ring(summed, shards, tensor)
+        gathered += clock.rings(sums, sums.computed, shards, tensor)
+        reduced += clock.rings(sums, sums.summed, shards, tensor)
         # Replicas sum what they have of a gradient, which an all-reduce moves twice. Where they
         # share states each gets a part of the sum, and what they updated is gathered again.
         among = (replicas, tensor * shards)
-        reduced += layout.ring(summed / shards, *among, 1 if states_shared else 2)
-        gathered += layout.ring(computed, *among) if states_shared else 0.0
-        updated = shards * replicas if states_shared else shards
-        update += sum(_touched(t, optimizer) for t in trained) / updated
-    update /= layout.c["memory_rate"] * layout.c["memory_efficiency"]
+        reduced += clock.rings(sums, sums.summed / shards, *among, 1 if states_shared else 2)
+        gathered += clock.rings(sums, sums.computed, *among) if states_shared else 0.0
+        update += sums.updated / (shards * replicas if states_shared else shards)
+    update /= clock.c["memory_rate"] * clock.c["memory_efficiency"]
     # What is sharded comes and goes with every microbatch where the runtime reduces each; whole
     # parameters (below stage 3) are gathered once a step. The rest waits for the last backward,
     # which hides it, but for a distributed optimizer, which begins when all gradients are there.
@@ -132,12 +207,12 @@ def stage_of_chunk(chunk: Chunk, sharding: Sharding, layout: Layout, optimizer: 
     comes = each and sharding.zero == 3
     again = gathered if comes and sharding.reshard_after_forward else 0.0
     if comes:
-        forward.parts[SHARDED] = layout.hidden(gathered, forward.seconds)
+        forward.parts[SHARDED] = clock.hidden(gathered, forward.seconds)
     if each:
-        backward.parts[SHARDED] = layout.hidden(reduced + again, backward.seconds)
+        backward.parts[SHARDED] = clock.hidden(reduced + again, backward.seconds)
     once = (0.0 if comes else gathered) + (0.0 if each else reduced)
     if not states_shared:
-        once = layout.hidden(once, forward.seconds + backward.seconds)
+        once = clock.hidden(once, forward.seconds + backward.seconds)
     return Stage(forward, backward, once, update)
 
 
@@ -151,25 +226,47 @@ def _touched(tensor: TensorSpec, optimizer: Optimizer) -> int:
 def step_time(
     ranks: Sequence[Sequence[Chunk]],
     sharding: Sharding,
-    layout: Layout,
+    clock: RankClock,
     optimizer: Optimizer,
     batch: BatchSection,
     dtype: str,
 ) -> StepTime:
     """A step of a pipeline's ``ranks``, each with its chunks; one rank where there is none.
     ``batch`` is that of a data rank, ``dtype`` what most products are in."""
-    degrees, c = layout.degrees, layout.c
     made: dict[int, Stage] = {}
 
     def stage(chunk: Chunk) -> Stage:
         key = id(chunk.recording)
         if key not in made:
-            made[key] = stage_of_chunk(chunk, sharding, layout, optimizer)
+            work = work_of_chunk(chunk, sharding, clock, optimizer)
+            made[key] = stage_of(work, sharding, clock)
         return made[key]
 
     stages = [[stage(chunk) for chunk in chunks] for chunks in ranks]
+    sent = max(chunk.sent for chunks in ranks for chunk in chunks)
+    return time_of(stages, sharding, clock, batch, dtype, sent)
+
+
+def busy_seconds(stages: Sequence[Sequence[Stage]], degrees: Degrees) -> list[float]:
+    """What every rank of a pipeline computes in a step, without what it does once."""
+    return [
+        sum(s.forward.seconds + s.backward.seconds for s in each) * degrees.microbatches
+        for each in stages
+    ]
+
+
+def time_of(
+    stages: Sequence[Sequence[Stage]],
+    sharding: Sharding,
+    clock: RankClock,
+    batch: BatchSection,
+    dtype: str,
+    sent: int,
+) -> StepTime:
+    """A step of the ``stages`` of every rank; each sends so many bytes to the next one."""
+    degrees, c = clock.degrees, clock.c
     times = degrees.microbatches
-    busy = [sum(s.forward.seconds + s.backward.seconds for s in each) * times for each in stages]
+    busy = busy_seconds(stages, degrees)
     slowest = stages[max(range(len(busy)), key=busy.__getitem__)]
     parts: Counter[str] = Counter()
     for each in slowest:
@@ -179,8 +276,7 @@ def step_time(
         parts[SHARDED if sharding.shares == "all" else "gradients"] += each.once
         parts["optimizer"] += each.update
     if degrees.pipeline > 1:
-        sent = max(chunk.sent for chunks in ranks for chunk in chunks)
-        ends = _makespan(stages, degrees, _transfer(sent, layout))
+        ends = _makespan(stages, degrees, _transfer(sent, clock))
         # A rank that never waits has none, and its sum in another order may end a bit earlier.
         parts["pipeline bubble"] = max(ends - max(busy), 0.0)
     parts["fixed"] = c["step_latency"]
@@ -196,16 +292,16 @@ def step_time(
         FORWARDS * flops * times * world // degrees.pipeline,
         world * product_rate(dtype, c),
         world,
-        layout.source,
+        clock.source,
         "tokens" if batch.sequence > 1 else "samples",
     )
 
 
-def _transfer(nbytes: int, layout: Layout) -> float:
+def _transfer(nbytes: int, clock: RankClock) -> float:
     """Seconds until what a stage sends is at the next one, which is on another host unless all
     ranks of a stage and the next are on one."""
-    rate = link_rate if layout.degrees.world_size <= layout.host else network_rate
-    return float(nbytes / rate(layout.c) + layout.c["collective_latency"])
+    rate = link_rate if clock.degrees.world_size <= clock.host else network_rate
+    return float(nbytes / rate(clock.c) + clock.c["collective_latency"])
 
 
 def _makespan(stages: Sequence[Sequence[Stage]], degrees: Degrees, transfer: float) -> float:
@@ -222,7 +318,7 @@ def _makespan(stages: Sequence[Sequence[Stage]], degrees: Degrees, transfer: flo
         for rank, passes in enumerate(orders):
             while place[rank] < len(passes):
                 each = passes[place[rank]]
-                at = stage_of(degrees.schedule, degrees.pipeline, rank, each.chunk)
+                at = place_of(degrees.schedule, degrees.pipeline, rank, each.chunk)
                 key = "forward" if each.kind == "forward" else "backward"
                 before, needs = at - 1 if key == "forward" else at + 1, 0.0
                 if each.kind != "weight_backward" and 0 <= before < count:

@@ -28,7 +28,7 @@ from shardwright.cost.presets import HARDWARE
 from shardwright.estimate.footprint import assumptions_on_gpu, settings_of
 from shardwright.estimate.llama import LlamaModel
 from shardwright.estimate.stages import KEPT, PipelineRank, pipeline_ranks
-from shardwright.estimate.step_time import Layout, step_time
+from shardwright.estimate.step_time import RankClock, step_time
 from shardwright.heap.allocator import AllocatorSettings
 from shardwright.heap.classes import MODELLED, RankClass, Setting, outside, rank_memories
 from shardwright.heap.flat import FlatUnits
@@ -137,12 +137,12 @@ class _Estimate:
         ranks = {each.coordinates.get("pipeline", 0): each.step.chunks for each in classes}
         c = {name: each.value for name, each in (preset.constants | preset.clock).items()}
         host = self.cluster.local_world_size or self.degrees.world_size
-        layout = Layout(self.degrees, host, c, preset.clock["range"].source)
+        clock = RankClock(self.degrees, host, c, preset.clock["range"].source)
         dtype = self.section.param_dtype or "fp32"
         return step_time(
             list(ranks.values()),
             self.sharding,
-            layout,
+            clock,
             optimizer_of(self.job),
             self.job.batch,
             dtype,
