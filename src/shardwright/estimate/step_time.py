@@ -276,7 +276,7 @@ def time_of(
         parts[SHARDED if sharding.shares == "all" else "gradients"] += each.once
         parts["optimizer"] += each.update
     if degrees.pipeline > 1:
-        ends = _makespan(stages, degrees, _transfer(sent, clock))
+        ends = _makespan(stages, degrees, transfer_seconds(sent, clock))
         # A rank that never waits has none, and its sum in another order may end a bit earlier.
         parts["pipeline bubble"] = max(ends - max(busy), 0.0)
     parts["fixed"] = c["step_latency"]
@@ -297,7 +297,7 @@ def time_of(
     )
 
 
-def _transfer(nbytes: int, clock: RankClock) -> float:
+def transfer_seconds(nbytes: int, clock: RankClock) -> float:
     """Seconds until what a stage sends is at the next one, which is on another host unless all
     ranks of a stage and the next are on one."""
     rate = link_rate if clock.degrees.world_size <= clock.host else network_rate

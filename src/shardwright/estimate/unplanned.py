@@ -56,10 +56,14 @@ LOADS: tuple[tuple[Quantile, str, float], ...] = (
 )
 
 
-def estimated(job: Job, *, details: bool = False, rank: str = "") -> Footprint:
+def estimated(
+    job: Job, *, details: bool = False, rank: str = "", spare: int | None = None
+) -> Footprint:
     """The memory of every class of ranks of a llama or a user's module, as ``[parallel]`` and
-    ``[memory]`` divide and run it; arguments are those of :func:`footprint`."""
-    return _Estimate(job).result(details, rank)
+    ``[memory]`` divide and run it; arguments are those of :func:`footprint`. Where all that is
+    asked is whether so many bytes are ``spare``, what allocators hold is not followed beyond that.
+    """
+    return _Estimate(job).result(details, rank, spare)
 
 
 class _Estimate:
@@ -93,10 +97,18 @@ class _Estimate:
         self.operators: list[tuple[str, ...]] = []
         self.assumptions = [*optimizer_of(job).assumptions(), *_sharing(job, self.degrees)]
 
-    def result(self, details: bool, rank: str) -> Footprint:
+    def result(self, details: bool, rank: str, spare: int | None) -> Footprint:
         # On the CPU the kernels of the trace are those of a run, so all bytes are met exactly; a
         # GPU's, a compiler's and fp8's are known by rules.
         exact = self.device == "cpu" and not self.section.compile and not self.section.float8
+        extras = outside(
+            self.degrees,
+            self.device == "cuda",
+            more=self.section.fsdp2_settings.separate_reduce_scatter_group,
+        )
+        enough = None
+        if spare is not None and self.capacity is not None:
+            enough = self.capacity - spare - sum(extra.high for extra in extras)
         setting = Setting(
             self.machine,
             self.sharding,
@@ -104,6 +116,7 @@ class _Estimate:
             AllocatorSettings.parse(self.section.allocator),
             self.capacity,
             modelled=() if exact else MODELLED,
+            enough=enough,
         )
         classes = list(self._classes())
         found = rank_memories(classes, setting, details=details, named=rank)
@@ -118,11 +131,7 @@ class _Estimate:
             settings=settings_of(self.job, self.device),
             ranks=found,
             capacity=self.capacity,
-            outside=outside(
-                self.degrees,
-                self.device == "cuda",
-                more=self.section.fsdp2_settings.separate_reduce_scatter_group,
-            ),
+            outside=extras,
             assumptions=tuple(dict.fromkeys(self.assumptions)),
             source=f"Estimated without a plan, for none follows {keys}." if keys else "",
             time=self._time(classes),

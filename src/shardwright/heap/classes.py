@@ -69,7 +69,8 @@ def rank_memories(
     # a tenth of its bytes in gaps to be the fullest, and a replay plays every allocation of a step
     # twice.
     worst = max(range(len(found)), key=lambda k: found[k].peak_bytes)
-    if details or setting.on_gpu:
+    over = setting.enough is not None and found[worst].peak_bytes > setting.enough
+    if details or (setting.on_gpu and not over):
         for index in _followed(found, worst, setting.on_gpu, named):
             found[index] = _with_events(found[index], classes[index], setting, details)
             if setting.enough is not None and found[index].reserved_bytes > setting.enough:

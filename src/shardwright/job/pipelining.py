@@ -433,6 +433,23 @@ def representative(schedule: str, stages: int, microbatches: int, chunks: int | 
     return enough * step
 
 
+def alive_before_backwards(
+    schedule: str, stages: int, microbatches: int, chunks: int | None = None
+) -> list[list[tuple[int, State, State]]]:
+    """Rank by rank, before backwards that meet most: the chunk, of how many microbatches each chunk
+    keeps something then, and which have gradients of earlier ones."""
+    chunks = checked(schedule, stages, microbatches, chunks)
+    return [
+        [
+            (chunk, state[:chunks], state[2 * chunks :])
+            for (kind, chunk), states in of_rank.items()
+            if kind in ("backward", "input_backward")
+            for state in states
+        ]
+        for of_rank in _highest(schedule, stages, microbatches, chunks)
+    ]
+
+
 def _highest(
     schedule: str, stages: int, microbatches: int, chunks: int
 ) -> list[dict[tuple[str, int], set[State]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -162,7 +162,7 @@ def limits_of(job: Job, world_size: int) -> Limits:
     )
 
 
-class _UnevenError(Exception):
+class UnevenError(Exception):
     """Two recordings do not say of a third what it is."""
 
 
@@ -184,10 +184,10 @@ class Scaled:
         # long to trace.
         if job.model.traits.is_function and size not in made and len(made) > 1:
             try:
-                found = _drawn(made, size)
+                found = drawn(made, size)
                 drawn[size] = job, found
                 return found
-            except _UnevenError:
+            except UnevenError:
                 pass
         if size not in made:
             made[size] = self.record(job, routed)
@@ -203,8 +203,9 @@ class Scaled:
         )
 
 
-def _drawn(made: dict[int, Recording], size: int) -> Recording:
-    """What lies on the line through the smallest and the largest batch."""
+def drawn(made: Mapping[int, Recording], size: int) -> Recording:
+    """What lies on the line through the smallest and the largest batch that were recorded;
+    UnevenError where there is none."""
     near, far = min(made), max(made)
     ends = (msgspec.to_builtins(made[each]) for each in (near, far))
     found = _on_line(*ends, size - near, far - near)
@@ -214,7 +215,7 @@ def _drawn(made: dict[int, Recording], size: int) -> Recording:
 def _on_line(near: Any, far: Any, part: int, whole: int) -> Any:
     """``near`` and ``part`` of ``whole`` of the way to ``far``, number by number."""
     if type(near) is not type(far):
-        raise _UnevenError
+        raise UnevenError
     if isinstance(near, list | tuple) and len(near) == len(far):
         return [_on_line(*pair, part, whole) for pair in zip(near, far, strict=True)]
     if isinstance(near, dict) and near.keys() == far.keys():
@@ -224,10 +225,10 @@ def _on_line(near: Any, far: Any, part: int, whole: int) -> Any:
     # Names, kinds and rates do not lie on a line: what differs in them between two batches is
     # another step.
     if type(near) is not int:
-        raise _UnevenError
+        raise UnevenError
     way, rest = divmod((far - near) * part, whole)
     # Whole numbers only: a number of bytes between two would be a guess, and this is to be what a
     # trace gives.
     if rest or near + way < 0:
-        raise _UnevenError
+        raise UnevenError
     return near + way

@@ -1,0 +1,116 @@
+"""Which layout of a model on a cluster is fastest and fits: what was looked at and found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from shardwright.core.document import Shown
+from shardwright.core.footprint import StepTime, Verdict
+from shardwright.core.placement import Zero
+
+SCHEMA = "shardwright.advice/1"
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a model is divided over ranks and its batch over time. ``zero`` is 0 where the runtime
+    has no stages, ``micro_batch`` are samples of a data rank that run at once."""
+
+    data_replicate: int = 1
+    data_shard: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    schedule: str = ""
+    chunks: int = 1
+    context: int = 1
+    expert: int = 1
+    zero: Zero | int = 0
+    micro_batch: int = 1
+    checkpointing: str = "none"
+    compile: bool = False
+
+    @property
+    def words(self) -> str:
+        """What is not left at one, in a line."""
+        return ", ".join(self._words())
+
+    def _words(self) -> Iterator[str]:
+        for name in ("tensor", "pipeline", "context", "expert"):
+            if getattr(self, name) > 1:
+                yield f"{name} {getattr(self, name)}"
+        if self.pipeline > 1:
+            yield self.schedule + (f" x{self.chunks}" if self.chunks > 1 else "")
+        shard = f"shard {self.data_shard}"
+        yield f"{shard} x {self.data_replicate}" if self.data_replicate > 1 else shard
+        if self.zero:
+            yield f"zero {self.zero}"
+        yield f"micro {self.micro_batch}"
+        yield self.checkpointing
+        if self.compile:
+            yield "compiled"
+
+
+class Advised(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A layout and what it comes to: its step, and the least and the most bytes that its fullest
+    rank needs. Of one that a bound alone refused, ``bound``, both are that bound."""
+
+    layout: Layout
+    time: StepTime
+    least_bytes: int
+    most_bytes: int
+    verdict: Verdict
+    bound: bool = False
+
+
+class Priced(msgspec.Struct, frozen=True, array_like=True):
+    """A point of the picture: seconds of a step, bytes that are needed at least, and how the layout
+    was judged (empty where nobody asked)."""
+
+    seconds: float
+    nbytes: int
+    verdict: Verdict | str
+
+
+class Advice(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fastest layout that fits, first of ``rows``, with the next ones that do; ``faster`` are
+    those that a step would take less time with, and that do not fit or only perhaps.
+
+    ``space`` has the values of every axis, ``layouts`` is how many of their combinations there are;
+    all were priced. ``bounded`` were refused by a bound of their memory, ``exact`` had theirs
+    worked out. ``proven``: every layout that is faster than the answer was refused. Samples of all
+    ranks are the ``global_batch``.
+    """
+
+    model: str
+    engine: str
+    world_size: int
+    device: str
+    capacity: int
+    global_batch: int
+    sequence: int
+    dtype: str
+    space: dict[str, tuple[str, ...]]
+    layouts: int
+    rows: tuple[Advised, ...]
+    faster: tuple[Advised, ...]
+    bounded: int
+    exact: int
+    proven: bool
+    nearest: Advised | UnsetType = UNSET
+    fewest_ranks: int | UnsetType = UNSET
+    points: tuple[Priced, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    seconds: float = 0.0
+    schema: str = SCHEMA
+
+    @property
+    def answer(self) -> Advised | None:
+        """The fastest that fits."""
+        return self.rows[0] if self.rows else None
+
+    def days(self, tokens: float) -> float:
+        """How long so many tokens take with the answer."""
+        assert self.answer is not None
+        return tokens / self.answer.time.tokens_per_second / 86_400

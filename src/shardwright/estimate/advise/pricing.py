@@ -1,0 +1,449 @@
+"""Seconds of every layout, and a bound of its memory, from one recording for each way to divide a
+layer: layouts that cut layers alike differ in sums.
+"""
+
+# `memory` records each stage of a layout and walks it. Thousands of layouts have only a hundred
+# different layers between them, so here the whole model is recorded once for each of these, cut
+# into what is before its layers, one layer of each sort, and what is behind; a stage is so many of
+# them. What must stay true: a step put together so takes as long as `memory` says (a test compares
+# both), or the order of layouts is not that of the figures that are printed.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import compress
+from typing import NamedTuple
+
+import msgspec
+
+from shardwright.core.advice import Layout
+from shardwright.core.footprint import StepTime
+from shardwright.core.llama import LlamaShape
+from shardwright.core.recording import BlockNames, Piece, Recording
+from shardwright.core.tensor import TensorSpec, element_bytes
+from shardwright.cost.presets import HARDWARE
+from shardwright.estimate.advise.space import Space
+from shardwright.estimate.fit.variants import UnevenError, drawn
+from shardwright.estimate.stages import ModelStage, stages
+from shardwright.estimate.step_time import (
+    RankClock,
+    Stage,
+    StageWork,
+    busy_seconds,
+    stage_of,
+    time_of,
+    transfer_seconds,
+)
+from shardwright.estimate.unplanned import machine_of, optimizer_of, recorded_model, sharding
+from shardwright.heap.ledger import Ledger
+from shardwright.heap.machine import Sharding
+from shardwright.heap.rank_step import states
+from shardwright.job.job import Job, memory_of, parallel_of
+from shardwright.job.parallel import Degrees, experts_of
+from shardwright.job.pipelining import State, alive_before_backwards, representative
+from shardwright.job.pipelining import stage_of as place_of
+from shardwright.planner.profiles import cluster_of
+from shardwright.trace.checkpointing import policy
+from shardwright.trace.treatment import Treatment
+
+
+@dataclass
+class Share:
+    """What a part of the model is to a rank: ``work``; bytes that a forward leaves for the backward
+    (``saved``) and the most that the backward takes beside them (``rise``), or the forward on its
+    way (``forward_rise``); its units."""
+
+    work: StageWork = field(default_factory=StageWork)
+    saved: int = 0
+    rise: int = 0
+    forward_rise: int = 0
+    units: dict[str, tuple[TensorSpec, ...]] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+    whole: int = 0  # bytes of its units as they compute
+
+    @property
+    def summed(self) -> int:
+        """Bytes of its gradients as they are summed."""
+        return self.work.units.summed + self.work.experts.summed
+
+
+class Model(NamedTuple):
+    """The shares of a model: before its layers, a layer of each number, behind them; layers that a
+    policy picks, ``every`` so many of a stage, are those of ``picked``."""
+
+    begin: Share
+    layers: list[Share]
+    end: Share
+    stream: int  # bytes that a stage sends on
+    every: int = 1
+    picked: list[Share] = []  # noqa: RUF012
+
+    def shares(self, stage: ModelStage) -> list[tuple[Share, int]]:
+        """What a stage has of it, in order, and how often."""
+        first, stop = stage.layers
+        found = self.layers[first:stop]
+        if self.every > 1:
+            picked = slice(self.every - 1, None, self.every)
+            found[picked] = self.picked[first:stop][picked]
+        before, behind = [self.begin] if stage.first else [], [self.end] if stage.last else []
+        every = [*before, *found, *behind]
+        times = Counter(map(id, every))
+        return [(share, times[key]) for key, share in {id(s): s for s in every}.items()]
+
+    def begun(self, stage: ModelStage) -> Share:
+        """The last of a stage's layers, or what it has instead."""
+        first, stop = stage.layers
+        if first == stop:
+            return self.begin if stage.first else self.end
+        is_picked = self.every > 1 and (stop - first) % self.every == 0
+        return (self.picked if is_picked else self.layers)[stop - 1]
+
+
+class _Kept(NamedTuple):
+    """Bytes of a stage: of its units between steps, of what it updates, saved by a forward, of its
+    units as they compute and of gradients as they are summed; whose backward begins behind the
+    head's."""
+
+    resident: int
+    updated: int
+    saved: int
+    whole: int
+    summed: int
+    begun: Share
+
+
+class Pricing:
+    """Prices layouts of a ``space`` with the constants of its cluster's clock."""
+
+    def __init__(self, space: Space) -> None:
+        self.space, self.job = space, space.job
+        self.cluster, _ = cluster_of(space.job_of(Layout(data_shard=space.world)))
+        preset = HARDWARE[self.job.cluster.preset]
+        self.c = {name: each.value for name, each in (preset.constants | preset.clock).items()}
+        self.source = preset.clock["range"].source
+        self.host = self.cluster.local_world_size or space.world
+        self.device = memory_of(self.job).lowering or self.cluster.compute_device
+        self.optimizer = optimizer_of(self.job)
+        self.dtype = memory_of(self.job).param_dtype or "fp32"
+        self.experts = experts_of(parallel_of(self.job), self.job.model.traits)
+        shape = space.shape
+        self.tied = shape is not None and shape.tied_embeddings
+        self._models: dict[tuple[object, ...], Model] = {}
+        self._stages: dict[tuple[object, ...], Stage] = {}
+        self._residents: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._sums: dict[tuple[object, ...], _Kept] = {}
+        self._recordings: dict[tuple[object, ...], Recording] = {}
+        self._on_line: bool | None = None  # whether what was drawn is what was recorded
+        self.recorded = 0
+
+    # ---- seconds -------------------------------------------------------------------------------
+
+    def sharding(self, layout: Layout) -> Sharding:
+        """How a layout's data ranks share what they have."""
+        section = memory_of(self.space.job_of(layout)) if layout.zero else memory_of(self.job)
+        degrees = self.space.degrees(layout)
+        on_gpu = self.device == "cuda"
+        return sharding(section, degrees, on_gpu, self.experts, self.optimizer.block)
+
+    def clock(self, layout: Layout) -> RankClock:
+        """Where a layout's ranks are, with the constants."""
+        return RankClock(self.space.degrees(layout), self.host, self.c, self.source)
+
+    def stages(self, layout: Layout) -> list[list[Stage]]:
+        """Of every rank of its pipeline, chunk by chunk."""
+        cut, clock = self.sharding(layout), self.clock(layout)
+        model = self.model(layout)
+        ways = (layout.data_shard, layout.data_replicate, layout.zero)
+        found = []
+        for rank in self.ranks(layout):
+            of_rank = []
+            for stage in rank:
+                key = (id(model), stage, ways)
+                if key not in self._stages:
+                    work = StageWork()
+                    for share, times in model.shares(stage):
+                        work.add(share.work, times)
+                    self._stages[key] = stage_of(work, cut, clock)
+                of_rank.append(self._stages[key])
+            found.append(of_rank)
+        return found
+
+    def ranks(self, layout: Layout) -> list[list[ModelStage]]:
+        """Which stages of the model every rank of the pipeline has."""
+        layers = len(self.model(layout).layers)
+        return _ranks(layers, layout.pipeline, layout.chunks, layout.schedule)
+
+    def least_seconds(self, layout: Layout) -> float:
+        """What a step takes at least: a rank begins when a microbatch has come through the stages
+        before its first, and what its last backward leaves goes back through them."""
+        found, degrees = self.stages(layout), self.space.degrees(layout)
+        busy = busy_seconds(found, degrees)
+        slowest = found[max(range(len(busy)), key=busy.__getitem__)]
+        extra = sum(each.once + each.update for each in slowest) + self.c["step_latency"]
+        if layout.pipeline == 1:
+            return busy[0] + extra
+        sent = transfer_seconds(self.model(layout).stream, self.clock(layout))
+        # Of ranks in a loop the first chunks are the first stages.
+        ends, before = 0.0, 0.0
+        for seconds, of_rank in zip(busy, found, strict=True):
+            ends = max(ends, before + seconds)
+            first = of_rank[0]
+            before += first.forward.seconds + first.backward.seconds + 2 * sent
+        return ends + extra
+
+    def time(self, layout: Layout) -> StepTime:
+        """A step of a layout, as ``memory`` says it."""
+        times = self.space.microbatches(layout) * layout.micro_batch
+        batch = msgspec.structs.replace(self.job.batch, size=times)
+        model = self.model(layout)
+        return time_of(
+            self.stages(layout),
+            self.sharding(layout),
+            self.clock(layout),
+            batch,
+            self.dtype,
+            model.stream if layout.pipeline > 1 else 0,
+        )
+
+    # ---- recordings ----------------------------------------------------------------------------
+
+    def model(self, layout: Layout) -> Model:
+        """The shares of the model under a layout, from a recording of all of it."""
+        key = (
+            layout.tensor, layout.context, layout.expert, layout.micro_batch, layout.compile,
+            layout.checkpointing, layout.pipeline > 1 and self.tied,
+        )  # fmt: skip
+        if key not in self._models:
+            every = policy(layout.checkpointing).every
+            if every > 1 and self.space.shape is not None:
+                self._models[key] = self._in_turn(layout, every)
+            else:
+                self._models[key] = self._recorded(layout)
+        return self._models[key]
+
+    def _in_turn(self, layout: Layout, every: int) -> Model:
+        """Every so many layers fully checkpointed, the others not."""
+        none, full = (
+            self.model(msgspec.structs.replace(layout, checkpointing=name))
+            for name in ("none", "full")
+        )
+        return none._replace(every=every, picked=full.layers)
+
+    def _recorded(self, layout: Layout) -> Model:
+        # One data rank that runs one microbatch: what is shared among more is the machine's.
+        alone = msgspec.structs.replace(layout, pipeline=1, schedule="", chunks=1, data_replicate=1)
+        degrees = msgspec.structs.replace(self.space.degrees(alone), microbatches=1)
+        size, few = layout.micro_batch, (2, 4)
+        job = self.space.job_of(alone)
+        if layout.pipeline > 1:
+            job = _untied(job)
+        found = None
+        if size > max(few) and self.space.shape is not None and self._on_line is not False:
+            # Every number of a step grows by the same with every sample, or the two that were
+            # recorded say that it does not. (Of one sample some copies are views.)
+            made = {n: self._recording(job, degrees, n) for n in few}
+            with suppress(UnevenError):
+                found = drawn(made, size)
+            if self._on_line is None:
+                self._on_line = found == self._recording(job, degrees, size)
+        if found is None or not self._on_line:
+            found = self._recording(job, degrees, size)
+        return self._divided(found, degrees, self._stream(layout))
+
+    def _recording(self, job: Job, degrees: Degrees, size: int) -> Recording:
+        key = (size, degrees, job.memory, job.model.shape)
+        if key not in self._recordings:
+            self.recorded += 1
+            batch = msgspec.structs.replace(job.batch, size=size)
+            job = msgspec.structs.replace(job, batch=batch)
+            section = memory_of(job)
+            compiled = section.compile is True
+            treatment = Treatment(self.device, section.policy, bool(section.compile), compiled, "")
+            model = recorded_model(job, degrees, treatment)
+            stage = ModelStage((0, model.layers), True, True)
+            self._recordings[key] = model.recorded(parallel_of(job), stage).recording
+        return self._recordings[key]
+
+    def _stream(self, layout: Layout) -> int:
+        shape = self.space.shape
+        if shape is None:
+            return 0
+        tokens = self.job.batch.sequence // layout.context // layout.tensor
+        return layout.micro_batch * tokens * shape.dim * element_bytes(self.dtype)
+
+    def _divided(self, recording: Recording, degrees: Degrees, stream: int) -> Model:
+        """A recording cut where its layers begin and end."""
+        blocks = BlockNames(recording)
+        clock = RankClock(degrees, self.host, self.c, self.source)
+        cut = sharding(memory_of(self.job), degrees, self.device == "cuda", self.experts)
+        parts: dict[object, tuple[list[Piece], list[Piece]]] = {}
+        at: object = "begin"
+        where = 0  # 0: forward, 1: backward
+        for piece in recording.pieces:
+            where = 1 if piece.point == "backward" else where
+            home = blocks.home(piece.unit)
+            if home is not None:
+                at = home[0].name, home[1]
+            elif at not in ("begin", "end") and piece.point not in ("leave", "leave_backward"):
+                at = "begin" if where else "end"
+            parts.setdefault(at, ([], []))[where].append(piece)
+        found = {name: _share(*pieces, clock) for name, pieces in parts.items()}
+        entered = [p.unit for p in recording.pieces if p.point == "enter"]
+        first = min(
+            (k for k, name in enumerate(entered) if blocks.home(name)), default=len(entered)
+        )
+        for unit in recording.units:
+            home = blocks.home(unit.name)
+            early = unit.name not in entered or entered.index(unit.name) < first
+            name = (home[0].name, home[1]) if home else "begin" if early else "end"
+            share = found.setdefault(name, Share())
+            share.work.add_unit(unit.name, unit, cut, self.optimizer)
+            share.units[unit.name] = unit.tensors
+            share.frozen |= set(unit.frozen)
+            share.whole += sum(t.numel * cut.computed(t.dtype) for t in unit.tensors)
+        every = [
+            found[series.name, series.template(k)]
+            for series in recording.series
+            for k in range(len(series.names))
+        ]
+        numbers = [int(n.rpartition(".")[2]) for s in recording.series for n in s.names]
+        order = sorted(range(len(every)), key=numbers.__getitem__)
+        return Model(found["begin"], [every[k] for k in order], found.get("end", Share()), stream)
+
+    # ---- a bound of memory ---------------------------------------------------------------------
+
+    def least_bytes(self, layout: Layout) -> int:
+        """What the fullest rank has alive at least: what it keeps between steps, and what is saved
+        where most microbatches are in flight and the backward of a layer begins."""
+        return max(self._of_rank(layout, r, its) for r, its in enumerate(self.ranks(layout)))
+
+    def _of_rank(self, layout: Layout, rank: int, of_rank: Sequence[ModelStage]) -> int:
+        cut, model = self.sharding(layout), self.model(layout)
+        chunks = [self._kept(layout, cut, stage) for stage in of_rank]
+        base = sum(chunk.resident for chunk in chunks)
+        updated = sum(chunk.updated for chunk in chunks)
+        received = sum(0 if stage.first else model.stream for stage in of_rank)
+        base += received * self.space.microbatches(layout)
+        shared = cut.shares == "all"
+        # Whole gradients of all microbatches wait for the end of a pipeline's step, and whole
+        # parameters with them; else there are those of this rank's shares.
+        waits, stays = cut.reduces == "end", shared and not cut.reshard_after_forward
+        ends = sum(chunk.summed for chunk in chunks) if waits else updated
+        found = base + ends if shared else base
+        for chunk, alive, again in self._alive(layout)[rank]:
+            own, stage = chunks[chunk], of_rank[chunk]
+            held = sum(n * each.saved for n, each in zip(alive, chunks, strict=True))
+            # Parameters stay whole, and gradients with them, until a chunk's last backward.
+            whole = own.begun.whole if shared else 0
+            before = updated if shared and any(again) and layout.pipeline == 1 else 0
+            if stays:
+                whole = sum(each.whole for each in compress(chunks, alive))
+            if waits and shared:
+                both = [n and g for n, g in zip(alive, again, strict=True)]
+                before = sum(each.summed for each in compress(chunks, both))
+            # A backward begins behind the layers and gets to the last of them with all that is
+            # saved before it; a forward ends there, too, with what microbatches left.
+            behind = model.end.saved if stage.last else 0
+            most = [held, held - behind + own.begun.rise]
+            if stage.last:
+                most.append(held + model.end.rise)
+                before_end = own.saved * alive[chunk] - behind + model.end.forward_rise
+                found = max(found, base + (own.whole if stays else 0) + before_end)
+            found = max(found, base + before + whole + max(most))
+        return found
+
+    def _kept(self, layout: Layout, cut: Sharding, stage: ModelStage) -> _Kept:
+        """Sums of what a stage keeps."""
+        model = self.model(layout)
+        key = (id(model), stage, cut.shards, cut.expert_shards, cut.replicas, cut.zero)
+        if key not in self._sums:
+            its = model.shares(stage)
+            residents = [self._resident(cut, share) for share, _ in its]
+            times = [n for _, n in its]
+            self._sums[key] = _Kept(
+                sum(n * each[0] for n, each in zip(times, residents, strict=True)),
+                sum(n * each[1] for n, each in zip(times, residents, strict=True)),
+                sum(n * share.saved for share, n in its),
+                sum(n * share.whole for share, n in its),
+                sum(n * share.summed for share, n in its),
+                model.begun(stage),
+            )
+        return self._sums[key]
+
+    def _alive(self, layout: Layout) -> list[list[tuple[int, State, State]]]:
+        times = self.space.microbatches(layout)
+        if layout.pipeline == 1:
+            return [[(0, (1,), (int(times > 1),))]]
+        return _alive(layout.schedule, layout.pipeline, times, layout.chunks)
+
+    def _resident(self, cut: Sharding, share: Share) -> tuple[int, int]:
+        """Bytes that a rank keeps of a share's units, and those of what it updates."""
+        key = (id(share), cut.shards, cut.expert_shards, cut.replicas, cut.zero)
+        if key not in self._residents:
+            make = machine_of(memory_of(self.job), cut)
+            machine = make(Ledger(), share.units, share.frozen)
+            kept = sum(machine.resident().values())
+            here, own = not cut.on_gpu, machine.updated()
+            for tensor in own:
+                for state in states(self.optimizer, tensor):
+                    kept += state.bytes if here or state.place == "device" else 0
+            gradients = 0 if cut.offload else sum(tensor.nbytes for tensor in own)
+            self._residents[key] = kept, gradients
+        return self._residents[key]
+
+
+@lru_cache(maxsize=4096)
+def _ranks(layers: int, pipeline: int, chunks: int, schedule: str) -> list[list[ModelStage]]:
+    dealt = stages(layers, pipeline * chunks)
+    if pipeline == 1:
+        return [dealt]
+    return [
+        [dealt[place_of(schedule, pipeline, rank, chunk)] for chunk in range(chunks)]
+        for rank in range(pipeline)
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _alive(
+    schedule: str, pipeline: int, microbatches: int, chunks: int
+) -> list[list[tuple[int, State, State]]]:
+    few = representative(schedule, pipeline, microbatches, chunks)
+    return alive_before_backwards(schedule, pipeline, few, chunks)
+
+
+def _share(forward: Sequence[Piece], backward: Sequence[Piece], clock: RankClock) -> Share:
+    """What pieces of a part of the model come to."""
+    work = StageWork(clock.passed(forward), clock.passed(backward))
+    saved, forward_rise = _change(forward)
+    return Share(work, saved, _change(backward)[1], forward_rise)
+
+
+def _change(pieces: Sequence[Piece]) -> tuple[int, int]:
+    """What pieces leave, and the most on the way, beside what was there."""
+    now = most = 0
+    for piece in pieces:
+        for touch in piece.touches:
+            if touch.what == "take":
+                now += touch.nbytes
+                most = max(most, now)
+            elif touch.what == "free":
+                now -= touch.nbytes
+    return now, most
+
+
+def _untied(job: Job) -> Job:
+    """Stages of a pipeline each have a head or an embedding of their own."""
+    shape = job.model.shape
+    if not isinstance(shape, LlamaShape) or not shape.tied_embeddings:
+        return job
+    model = msgspec.structs.replace(
+        job.model, shape=msgspec.structs.replace(shape, tied_embeddings=False)
+    )
+    return msgspec.structs.replace(job, model=model)
+
+
+Hear = Callable[[str], None]

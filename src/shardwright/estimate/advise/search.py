@@ -1,0 +1,290 @@
+"""The fastest layouts that fit: all priced, taken fastest first, each refused by a bound of its
+memory or by its exact figure, until enough fit.
+"""
+
+# What makes the answer a proof: layouts leave the queue in the order of their seconds. One waits
+# there with a bound from below until it is the first; then its pipeline is followed pass by pass,
+# and it goes back with its real seconds. Memory is asked the same way: only a layout that is next
+# and whose bound leaves room is estimated, which takes a thousand times as long.
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import UNSET
+
+from shardwright.core.advice import Advice, Advised, Layout, Priced
+from shardwright.core.errors import InputError, NoPlanError, UnsupportedError, expected
+from shardwright.core.footprint import Footprint, StepTime, Verdict, verdict_of
+from shardwright.cost.presets import HARDWARE
+from shardwright.estimate.advise.pricing import Pricing
+from shardwright.estimate.advise.space import Space, engine_of
+from shardwright.estimate.footprint import footprint
+from shardwright.estimate.unplanned import estimated
+from shardwright.heap.classes import outside
+from shardwright.job.job import Job
+from shardwright.job.model_of_job import is_planned
+from shardwright.planner.profiles import cluster_of
+from shardwright.planner.variation import changed
+
+SHOWN = 10  # layouts that fit
+FASTER = 5  # layouts in front of them
+MOST_DOUBLED = 2**14  # ranks up to which fewer are looked for
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked for beside a job: an engine's layouts, values of axes, bytes of every device
+    that stay free, and what the job takes now, by which all seconds are scaled."""
+
+    engine: str = ""
+    fixed: Mapping[str, str] = field(default_factory=dict)
+    headroom: int = 0
+    measured: float | None = None
+
+
+def advise(
+    job: Job, wanted: Wanted = Wanted(), progress: Callable[[str], None] = lambda _: None
+) -> Advice:
+    """The fastest layouts of a job's model on its cluster that fit, its global batch, sequence,
+    dtype and optimizer held.
+
+    ``progress`` gets a line now and then; an interruption ends the search with what was found.
+    InputError for a cluster whose clock is not known, UnsupportedError for a model that is planned
+    table by table.
+    """
+    begun = time.perf_counter()
+    search = _Search(job, wanted, progress)
+    found = search.advice()
+    if not found.rows and search.finished:
+        found = msgspec.structs.replace(found, **search.ways_out())
+    return msgspec.structs.replace(found, seconds=time.perf_counter() - begun)
+
+
+def fewest_ranks(
+    job: Job, wanted: Wanted, fast_enough: Callable[[Advice], bool], progress: Callable[[str], None]
+) -> Advice | None:
+    """The advice on the fewest ranks, doubled from one host on, on which something fits and is
+    ``fast_enough``; None where no number is."""
+    cluster, _ = cluster_of(job)
+    world = cluster.local_world_size or 1
+    while world <= MOST_DOUBLED:
+        try:
+            found = advise(_on(job, world), wanted, progress)
+        except InputError:  # the batch is not divided by so many
+            return None
+        if found.rows and fast_enough(found):
+            return found
+        world *= 2
+    return None
+
+
+def _on(job: Job, world: int) -> Job:
+    """The job on other ranks, its global batch held."""
+    cluster, _ = cluster_of(job)
+    here = job.cluster.world_size or cluster.world_size
+    whole = job.batch.size * Space(job, engine_of(job), here, here, {}).data
+    if whole % world:
+        wanted = f"a global batch that {world} ranks divide"
+        raise InputError(expected("job: batch.size", wanted, f"{whole} samples"))
+    keys = {"cluster.world_size": world, "batch.size": whole // world}
+    return changed(job, {**keys, "parallel": UNSET})
+
+
+class _Search:
+    def __init__(self, job: Job, wanted: Wanted, progress: Callable[[str], None]) -> None:
+        preset = HARDWARE.get(job.cluster.preset)
+        if preset is None or not preset.clock:
+            where = "job: cluster.preset"
+            accelerators = "an accelerator whose seconds are known"
+            found = f"'{job.cluster.preset}'" if job.cluster.preset else "none"
+            raise InputError(expected(where, accelerators, found, "Such as --on 8xH100."))
+        if not (job.model.traits.is_function or job.model.traits.is_estimated):
+            remedy = "shardwright plan places its tables and units together."
+            what = "a llama, or a module of your own"
+            raise UnsupportedError(expected("job: model.kind", what, job.model.kind, remedy))
+        self.job, self.wanted, self.progress = job, wanted, progress
+        cluster, _ = cluster_of(job)
+        self.world = job.cluster.world_size or cluster.world_size
+        host = cluster.local_world_size or self.world
+        self.engine = engine_of(job, wanted.engine)
+        self.space = Space(job, self.engine, self.world, min(host, self.world), wanted.fixed)
+        self.pricing = Pricing(self.space)
+        self.capacity = self.pricing.cluster.memory_per_rank
+        self.scale = 1.0
+        self.least: dict[Layout, tuple[float, int]] = {}
+        self.taken: list[Advised] = []
+        self.refused: list[Layout] = []  # by their bound
+        self.exact = 0
+        self.finished = False
+        self.assumptions: list[str] = []
+
+    def advice(self) -> Advice:
+        """What was found, in the order of seconds."""
+        rows: list[Advised] = []
+        try:
+            self._price()
+            self._scale()
+            for each in self._in_order():
+                self.taken.append(each)
+                if each.verdict == "fits":
+                    rows.append(each)
+                if len(rows) == SHOWN:
+                    break
+            self.finished = True
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+        answer = rows[0] if rows else None
+        return Advice(
+            model=self.job.model.name,
+            engine=self.engine,
+            world_size=self.world,
+            device=self.job.cluster.preset,
+            capacity=self.capacity,
+            global_batch=self.space.global_batch,
+            sequence=self.job.batch.sequence,
+            dtype=self.pricing.dtype,
+            space={name: tuple(map(str, its)) for name, its in self.space.axes.items()},
+            layouts=len(self.least),
+            rows=tuple(rows),
+            faster=tuple(self._faster(answer)) if answer else (),
+            bounded=len(self.refused),
+            exact=self.exact,
+            proven=answer is not None,
+            points=self._points(),
+            assumptions=tuple(dict.fromkeys(self.assumptions)),
+        )
+
+    def ways_out(self) -> dict[str, object]:
+        """Where nothing fits: what lacks least, and the fewest ranks on which something does."""
+        order = sorted(self.least, key=lambda layout: self._bound(layout)[0])
+        nearest = min(map(self._exact, order[:3]), key=lambda each: each.most_bytes)
+
+        world = 2 * self.world
+        while world <= MOST_DOUBLED:
+            try:
+                search = _Search(_on(self.job, world), self.wanted, self.progress)
+            except InputError:
+                break
+            if search.fits():
+                return {"nearest": nearest, "fewest_ranks": world}
+            world *= 2
+        return {"nearest": nearest}
+
+    def fits(self) -> bool:
+        """Whether any layout does."""
+        self._price()
+        return any(each.verdict == "fits" for each in self._in_order())
+
+    def _price(self) -> None:
+        """Seconds and bytes of every layout, from below."""
+        heard = time.monotonic()
+        for layout in self.space.layouts():
+            seconds = self.pricing.least_seconds(layout)
+            self.least[layout] = seconds, self.pricing.least_bytes(layout)
+            if time.monotonic() - heard > 1:
+                heard = time.monotonic()
+                self.progress(f"{len(self.least):,} layouts priced")
+        if not self.least:
+            batch = f"{self.space.global_batch:,} samples on {self.world:,} ranks"
+            raise InputError(expected("advise", "a layout that divides the batch", batch))
+
+    def _scale(self) -> None:
+        if self.wanted.measured is None:
+            return
+        now = footprint(self.job, ways=False).time
+        assert now
+        self.scale = self.wanted.measured / now.seconds
+
+    def _in_order(self) -> Iterator[Advised]:
+        """Every layout with its memory, fastest first."""
+        queue = [(its[0], place, layout) for place, (layout, its) in enumerate(self.least.items())]
+        heapq.heapify(queue)
+        exact: dict[int, StepTime] = {}
+        while queue:
+            seconds, place, layout = heapq.heappop(queue)
+            _, high = self._bound(layout)
+            if high > self.capacity - self.wanted.headroom:
+                self.refused.append(layout)
+                continue
+            if place not in exact:
+                exact[place] = found = self.pricing.time(layout)
+                assert found.seconds > seconds * (1 - 1e-9), "a bound above what it bounds"
+                heapq.heappush(queue, (found.seconds, place, layout))
+                continue
+            yield self._judged(layout, exact[place], self._estimated(layout))
+
+    def _verdict(self, least: int, most: int) -> Verdict:
+        return verdict_of(least + self.wanted.headroom, most + self.wanted.headroom, self.capacity)
+
+    def _bound(self, layout: Layout) -> tuple[int, int]:
+        """The least that a layout's fullest rank needs of its device, and what it must at least be
+        sure to have."""
+        nbytes = self.least[layout][1]
+        extras = outside(self.space.degrees(layout), self.pricing.device == "cuda")
+        return nbytes + sum(e.low for e in extras), nbytes + sum(e.high for e in extras)
+
+    def _estimated(self, layout: Layout, spare: int | None = 0) -> Footprint | None:
+        """The layout's footprint, or None where there is none for it."""
+        self.exact += 1
+        self.progress(
+            f"{len(self.least):,} layouts priced, {len(self.refused):,} refused by a bound, "
+            f"{self.exact:,} estimated"
+        )
+        job = self.space.job_of(layout)
+        room = None if spare is None else spare + self.wanted.headroom
+        try:
+            if is_planned(job):
+                return footprint(job, ways=False)
+            return estimated(job, spare=room)
+        except NoPlanError:
+            return None
+
+    def _judged(self, layout: Layout, seconds: StepTime, found: Footprint | None) -> Advised:
+        if found is None:
+            low, high = self._bound(layout)
+            return Advised(layout, self._scaled(seconds), low, high, "does not fit")
+        self.assumptions += found.assumptions
+        needs = [found.needs(rank) for rank in found.ranks]
+        least, most = max(n[0] for n in needs), max(n[1] for n in needs)
+        return Advised(layout, self._scaled(seconds), least, most, self._verdict(least, most))
+
+    def _exact(self, layout: Layout) -> Advised:
+        return self._judged(layout, self.pricing.time(layout), self._estimated(layout, None))
+
+    def _scaled(self, found: StepTime) -> StepTime:
+        if self.scale == 1:
+            return found
+        parts = {name: seconds * self.scale for name, seconds in found.parts.items()}
+        changed_ = {name: getattr(found, name) * self.scale for name in ("seconds", "low", "high")}
+        return msgspec.structs.replace(found, parts=parts, **changed_)
+
+    def _faster(self, answer: Advised) -> list[Advised]:
+        """Of the layouts in front of the answer those that lack least, with exact figures."""
+        limit = answer.time.seconds
+        known = [e for e in self.taken if e.verdict != "fits" and e.time.seconds < limit]
+        bounds = {e.layout: e.most_bytes for e in known}
+        bounds |= {each: self._bound(each)[1] for each in self.refused}
+        found: list[Advised] = []
+        for layout in sorted(bounds, key=bounds.__getitem__):
+            if self.pricing.time(layout).seconds * self.scale < limit:
+                found.append(self._exact(layout))
+            if len(found) == FASTER:
+                break
+        return sorted(found, key=lambda each: each.time.seconds)
+
+    def _points(self) -> tuple[Priced, ...]:
+        judged = {each.layout: each for each in self.taken}
+        return tuple(
+            Priced(
+                judged[layout].time.seconds if layout in judged else seconds * self.scale,
+                judged[layout].least_bytes if layout in judged else nbytes,
+                judged[layout].verdict if layout in judged else "",
+            )
+            for layout, (seconds, nbytes) in self.least.items()
+        )

@@ -1,0 +1,242 @@
+"""The layouts that a job may have: axes with bounds, and the job that each layout is."""
+
+# The space is a product of named axes so that what was looked at can be printed in a few lines. A
+# combination that no engine could run (degrees that do not multiply or divide, schedules that need
+# other numbers of microbatches) is left out here, by the same checks that refuse it in a job.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, get_args
+
+import msgspec
+
+from shardwright.core.advice import Layout
+from shardwright.core.errors import InputError, expected, nearest
+from shardwright.core.llama import LlamaShape
+from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
+from shardwright.job.memory import Runtime, check_policy
+from shardwright.job.parallel import Degrees, degrees
+from shardwright.job.pipelining import checked, named
+from shardwright.planner.variation import changed
+
+LEAST_TOKENS = 2048  # of a sample on a context rank: with fewer, rings take longer than attention
+MOST_MICRO, MOST_CHUNKS = 8, 4
+
+# Engines by name: the runtime whose memory is theirs, what pipelines they run, stages of ZeRO (0
+# where they have but one way), and policies of checkpointing.
+FSDP2_POLICIES = ("none", "selective", "full", "layers:2", "layers:4")
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a program that runs layouts has."""
+
+    runtime: Runtime
+    schedules: tuple[str, ...]
+    zeros: tuple[int, ...] = (0,)
+    policies: tuple[str, ...] = FSDP2_POLICIES
+    axes: tuple[str, ...] = ("tensor", "pipeline", "context", "expert", "data_replicate")
+
+
+ENGINES = {
+    "torchtitan": Engine("fsdp2", ("1f1b", "interleaved_1f1b")),
+    "fsdp2": Engine("fsdp2", (), axes=("tensor", "data_replicate")),
+    "megatron": Engine(
+        "megatron", ("1f1b", "interleaved_1f1b"), (1,), ("none", "core_attention", "full"),
+        ("tensor", "pipeline", "context", "expert"),
+    ),
+    "shardwright": Engine("shardwright", (), (3, 2, 1), axes=("data_replicate",)),
+}  # fmt: skip
+OF_RUNTIME = {"fsdp2": "torchtitan", "megatron": "megatron", "shardwright": "shardwright"}
+AXES = (
+    "tensor", "pipeline", "schedule", "chunks", "context", "expert", "data_replicate", "zero",
+    "micro_batch", "checkpointing", "compile",
+)  # fmt: skip
+
+
+def engine_of(job: Job, name: str = "") -> str:
+    """The engine of a ``name``, or the one that a job's runtime is; InputError for another."""
+    if name:
+        if name not in ENGINES:
+            raise InputError(expected("--engine", nearest(name, ENGINES), f"'{name}'"))
+        return name
+    runtime = memory_of(job).runtime
+    if runtime not in OF_RUNTIME:
+        wanted = f"an engine whose layouts are looked for, one of {', '.join(ENGINES)}"
+        raise InputError(expected("--engine", wanted, f"none for memory.runtime = '{runtime}'"))
+    # A job that says nothing of its runtime is planned for ours, which has data ranks alone.
+    return "torchtitan" if job.memory is msgspec.UNSET else OF_RUNTIME[runtime]
+
+
+class Space:
+    """The layouts of a ``job`` on ``world`` ranks, ``host`` of them on each host, for ``engine``;
+    ``fixed`` has axes with the only values that they may have."""
+
+    def __init__(
+        self, job: Job, engine: str, world: int, host: int, fixed: Mapping[str, str]
+    ) -> None:
+        self.engine = ENGINES[engine]
+        self.world = world
+        self.job = changed(job, {"memory.runtime": self.engine.runtime})
+        self.global_batch = _global_batch(job, world)
+        self.shape = job.model.shape if isinstance(job.model.shape, LlamaShape) else None
+        self.axes: dict[str, Sequence[Any]] = self._axes(host)
+        for axis, text in fixed.items():
+            self.axes[axis] = (self._fixed(axis, text),)
+
+    def _axes(self, host: int) -> dict[str, Sequence[Any]]:
+        given, has = parallel_of(self.job), self.engine.axes
+        policies: Sequence[str] = self.engine.policies
+        found: dict[str, Sequence[Any]] = {
+            "zero": self.engine.zeros,
+            "micro_batch": [n for n in _powers(MOST_MICRO) if self.global_batch % n == 0],
+            "checkpointing": policies,
+            "compile": (bool(memory_of(self.job).compile),),
+        }
+        replicas = _divisors(self.world) if "data_replicate" in has else (1,)
+        if self.shape is None:
+            # What divides a user's module it says itself: those degrees stay as the job has them.
+            own = {name: (getattr(given, name),) for name in AXES[:2] + AXES[4:6]}
+            pipeline = {"schedule": (given.schedule,), "chunks": (given.chunks or 1,)}
+            return {**own, **pipeline, "data_replicate": replicas, **found}
+        shape, sequence = self.shape, self.job.batch.sequence
+        several = "interleaved_1f1b" in self.engine.schedules
+        every: dict[str, Sequence[Any]] = {
+            "tensor": [n for n in _divisors(host) if shape.heads % n == 0],
+            "pipeline": [n for n in _divisors(self.world) if n <= shape.layers],
+            "context": [n for n in _powers(sequence // LEAST_TOKENS) if self.world % n == 0],
+            "expert": [n for n in _divisors(shape.experts or 1) if self.world % n == 0],
+        }
+        found |= {name: values if name in has else (1,) for name, values in every.items()}
+        found["schedule"] = self.engine.schedules or ("",)
+        found["chunks"] = _powers(MOST_CHUNKS) if several else (1,)
+        return {name: found.get(name, replicas) for name in AXES}
+
+    def _fixed(self, axis: str, text: str) -> Any:
+        if axis not in AXES:
+            raise InputError(expected("--fix", f"an axis, {nearest(axis, AXES)}", f"'{axis}'"))
+        where = f"--fix {axis}"
+        if axis == "checkpointing":
+            check_policy(text, where)
+            return text
+        if axis == "schedule":
+            return named(text).name
+        if axis == "compile":
+            if text not in ("true", "false"):
+                raise InputError(expected(where, "true or false", f"'{text}'"))
+            return text == "true"
+        if not text.isdigit() or int(text) < (axis != "zero"):
+            raise InputError(expected(where, "a whole number from 1 on", f"'{text}'"))
+        if self.shape is None and int(text) not in self.axes[axis]:
+            raise InputError(expected(where, f"{self.axes[axis][0]} of a module of your own", text))
+        return int(text)
+
+    def layouts(self) -> Iterator[Layout]:
+        """Every layout, in the order of the axes."""
+        a, moe = self.axes, bool(self.shape and self.shape.moe_layers)
+        for tensor, context, expert, pipeline in product(
+            a["tensor"], a["context"], a["expert"], a["pipeline"]
+        ):
+            ranks = tensor * context * pipeline
+            if self.world % ranks:
+                continue
+            data = self.world // ranks
+            if self.global_batch % data or (moe and data * context * tensor % expert):
+                continue
+            rest = product(a["schedule"], a["chunks"], a["data_replicate"], a["micro_batch"])
+            for schedule, chunks, replicate, micro in rest:
+                if data % replicate or (self.global_batch // data) % micro:
+                    continue
+                if (data // replicate) * context * tensor % expert:
+                    continue
+                made = Layout(
+                    data_replicate=replicate,
+                    data_shard=data // replicate,
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    schedule=schedule if pipeline > 1 else "",
+                    chunks=chunks if pipeline > 1 else 1,
+                    context=context,
+                    expert=expert,
+                    micro_batch=micro,
+                )
+                first = schedule == a["schedule"][0] and chunks == a["chunks"][0]
+                if (first if pipeline == 1 else True) and self._runs(made):
+                    for zero, policy, compiled in product(
+                        a["zero"], a["checkpointing"], a["compile"]
+                    ):
+                        keys = {"zero": zero, "checkpointing": policy, "compile": compiled}
+                        yield msgspec.structs.replace(made, **keys)
+
+    def microbatches(self, layout: Layout) -> int:
+        """How many a data rank has in a step."""
+        data = layout.data_replicate * layout.data_shard
+        return self.global_batch // data // layout.micro_batch
+
+    def degrees(self, layout: Layout) -> Degrees:
+        """Its degrees, known to divide what they do."""
+        return Degrees(
+            data_replicate=layout.data_replicate,
+            data_shard=layout.data_shard,
+            tensor=layout.tensor,
+            sequence=layout.tensor > 1,
+            pipeline=layout.pipeline,
+            context=layout.context,
+            expert=layout.expert,
+            schedule=layout.schedule or "1f1b",
+            microbatches=self.microbatches(layout),
+            chunks=layout.chunks,
+        )
+
+    def job_of(self, layout: Layout) -> Job:
+        """The job that asks for a layout."""
+        names = ("data_replicate", "data_shard", "tensor", "pipeline", "context", "expert")
+        keys: dict[str, Any] = {f"parallel.{name}": getattr(layout, name) for name in names}
+        if layout.pipeline > 1:
+            keys["parallel.schedule"] = layout.schedule
+            keys["parallel.chunks"] = layout.chunks if layout.chunks > 1 else None
+        times = self.microbatches(layout)
+        keys["parallel.microbatches"] = times if times > 1 or layout.pipeline > 1 else None
+        keys["batch.size"] = times * layout.micro_batch
+        keys["cluster.world_size"] = self.world
+        keys["memory.checkpointing"] = layout.checkpointing
+        if layout.zero:
+            keys["memory.zero"] = layout.zero
+        if layout.compile != bool(memory_of(self.job).compile):
+            keys["memory.compile"] = layout.compile
+        return changed(self.job, keys)
+
+    def _runs(self, layout: Layout) -> bool:
+        """Whether the job's own checks take it."""
+        try:
+            if layout.pipeline > 1:
+                times = self.microbatches(layout)
+                chunks = None if layout.chunks == 1 else layout.chunks
+                if checked(layout.schedule, layout.pipeline, times, chunks) != layout.chunks:
+                    return False
+            degrees_of(self.job_of(layout), self.world)
+        except InputError:
+            return False
+        return True
+
+
+def _global_batch(job: Job, world: int) -> int:
+    """Samples of all ranks in a step of the job as it is."""
+    section = parallel_of(job)
+    found = degrees(section, world, job.batch.size)
+    return job.batch.size * found.data_replicate * found.data_shard
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _powers(most: int) -> list[int]:
+    return [2**n for n in range(max(most, 1).bit_length())]
+
+
+assert set(Layout.__struct_fields__) == {*AXES, "data_shard"}
+assert {e.runtime for e in ENGINES.values()} <= set(get_args(Runtime))
