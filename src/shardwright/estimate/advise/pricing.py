@@ -10,6 +10,7 @@ layer: layouts that cut layers alike differ in sums.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -49,6 +50,9 @@ from shardwright.job.pipelining import stage_of as place_of
 from shardwright.planner.profiles import cluster_of
 from shardwright.trace.checkpointing import policy
 from shardwright.trace.treatment import Treatment
+
+PAIRS = ((1, 2), (2, 4))  # sizes of microbatches that larger ones are drawn by
+NEAR = 1e-3  # by what part of its bytes what is drawn may be off
 
 
 @dataclass
@@ -137,7 +141,8 @@ class Pricing:
         self._residents: dict[tuple[object, ...], tuple[int, int]] = {}
         self._sums: dict[tuple[object, ...], _Kept] = {}
         self._recordings: dict[tuple[object, ...], Recording] = {}
-        self._on_line: bool | None = None  # whether what was drawn is what was recorded
+        # by two sizes, whether what was drawn by them is what was recorded
+        self._on_line: dict[tuple[int, int], bool] = {}
         self.recorded = 0
 
     # ---- seconds -------------------------------------------------------------------------------
@@ -237,22 +242,28 @@ class Pricing:
         # One data rank that runs one microbatch: what is shared among more is the machine's.
         alone = msgspec.structs.replace(layout, pipeline=1, schedule="", chunks=1, data_replicate=1)
         degrees = msgspec.structs.replace(self.space.degrees(alone), microbatches=1)
-        size, few = layout.micro_batch, (2, 4)
         job = self.space.job_of(alone)
         if layout.pipeline > 1:
             job = _untied(job)
-        found = None
-        if size > max(few) and self.space.shape is not None and self._on_line is not False:
-            # Every number of a step grows by the same with every sample, or the two that were
-            # recorded say that it does not. (Of one sample some copies are views.)
+        found = self._between(job, degrees, layout.micro_batch)
+        made = found or self._recording(job, degrees, layout.micro_batch)
+        return self._divided(made, degrees, self._stream(layout), NEAR if found else 0.0)
+
+    def _between(self, job: Job, degrees: Degrees, size: int) -> Recording | None:
+        """The step of a microbatch of a llama on the line through two smaller ones, if there is
+        one: of one sample some copies are views."""
+        for few in PAIRS if self.space.shape is not None else ():
+            if size <= few[-1] or self._on_line.get(few) is False:
+                continue
             made = {n: self._recording(job, degrees, n) for n in few}
             with suppress(UnevenError):
                 found = drawn(made, size)
-            if self._on_line is None:
-                self._on_line = found == self._recording(job, degrees, size)
-        if found is None or not self._on_line:
-            found = self._recording(job, degrees, size)
-        return self._divided(found, degrees, self._stream(layout))
+                if few not in self._on_line:
+                    real = self._recording(job, degrees, size)
+                    self._on_line[few] = _near(found, real)
+                if self._on_line[few]:
+                    return found
+        return None
 
     def _recording(self, job: Job, degrees: Degrees, size: int) -> Recording:
         key = (size, degrees, job.memory, job.model.shape)
@@ -275,8 +286,9 @@ class Pricing:
         tokens = self.job.batch.sequence // layout.context // layout.tensor
         return layout.micro_batch * tokens * shape.dim * element_bytes(self.dtype)
 
-    def _divided(self, recording: Recording, degrees: Degrees, stream: int) -> Model:
-        """A recording cut where its layers begin and end."""
+    def _divided(self, recording: Recording, degrees: Degrees, stream: int, off: float) -> Model:
+        """A recording, whose bytes may be ``off`` by such a part, cut where its layers begin and
+        end."""
         blocks = BlockNames(recording)
         clock = RankClock(degrees, self.host, self.c, self.source)
         cut = sharding(memory_of(self.job), degrees, self.device == "cuda", self.experts)
@@ -291,7 +303,7 @@ class Pricing:
             elif at not in ("begin", "end") and piece.point not in ("leave", "leave_backward"):
                 at = "begin" if where else "end"
             parts.setdefault(at, ([], []))[where].append(piece)
-        found = {name: _share(*pieces, clock) for name, pieces in parts.items()}
+        found = {name: _share(*pieces, clock, off) for name, pieces in parts.items()}
         entered = [p.unit for p in recording.pieces if p.point == "enter"]
         first = min(
             (k for k, name in enumerate(entered) if blocks.home(name)), default=len(entered)
@@ -415,11 +427,29 @@ def _alive(
     return alive_before_backwards(schedule, pipeline, few, chunks)
 
 
-def _share(forward: Sequence[Piece], backward: Sequence[Piece], clock: RankClock) -> Share:
+def _share(
+    forward: Sequence[Piece], backward: Sequence[Piece], clock: RankClock, off: float
+) -> Share:
     """What pieces of a part of the model come to."""
     work = StageWork(clock.passed(forward), clock.passed(backward))
     saved, forward_rise = _change(forward)
-    return Share(work, saved, _change(backward)[1], forward_rise)
+    sizes = (saved, _change(backward)[1], forward_rise)
+    return Share(work, *(math.floor(size - off * abs(size)) for size in sizes))
+
+
+def _near(one: Recording, other: Recording) -> bool:
+    """Whether the same pieces of two recordings differ by less than is left room for."""
+    if [(p.point, p.unit) for p in one.pieces] != [(p.point, p.unit) for p in other.pieces]:
+        return False
+    numbers = (
+        (*_change([piece]), *msgspec.structs.astuple(piece.work))
+        for found in (one, other)
+        for piece in found.pieces
+    )
+    every = [number for its in numbers for number in its]
+    half = len(every) // 2
+    pairs = zip(every[:half], every[half:], strict=True)
+    return all(abs(a - b) <= NEAR / 2 * max(abs(a), abs(b)) for a, b in pairs)
 
 
 def _change(pieces: Sequence[Piece]) -> tuple[int, int]:
