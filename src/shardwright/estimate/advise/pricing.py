@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from shardwright.core.advice import Layout
 from shardwright.core.footprint import StepTime
-from shardwright.core.llama import LlamaShape
 from shardwright.core.recording import BlockNames, Piece, Recording
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.cost.presets import HARDWARE
@@ -52,6 +51,7 @@ from shardwright.trace.checkpointing import policy
 from shardwright.trace.treatment import Treatment
 
 PAIRS = ((1, 2), (2, 4))  # sizes of microbatches that larger ones are drawn by
+FEW = 2  # layers that are recorded where all are alike
 NEAR = 1e-3  # by what part of its bytes what is drawn may be off
 
 
@@ -242,12 +242,22 @@ class Pricing:
         # One data rank that runs one microbatch: what is shared among more is the machine's.
         alone = msgspec.structs.replace(layout, pipeline=1, schedule="", chunks=1, data_replicate=1)
         degrees = msgspec.structs.replace(self.space.degrees(alone), microbatches=1)
-        job = self.space.job_of(alone)
-        if layout.pipeline > 1:
-            job = _untied(job)
+        job = self._small(self.space.job_of(alone), layout.pipeline > 1)
         found = self._between(job, degrees, layout.micro_batch)
         made = found or self._recording(job, degrees, layout.micro_batch)
         return self._divided(made, degrees, self._stream(layout), NEAR if found else 0.0)
+
+    def _small(self, job: Job, pipelined: bool) -> Job:
+        """The job with two layers where all are alike, of which the last is like none before it.
+        Stages of a pipeline each have a head or an embedding of their own."""
+        shape = self.space.shape
+        if shape is None:
+            return job
+        keys: dict[str, Any] = {"tied_embeddings": shape.tied_embeddings and not pipelined}
+        if len(shape.moe_layers) in (0, shape.layers) and shape.layers > FEW:
+            keys |= {"layers": FEW, "moe_layers": tuple(range(FEW)) if shape.moe_layers else ()}
+        model = msgspec.structs.replace(job.model, shape=msgspec.structs.replace(shape, **keys))
+        return msgspec.structs.replace(job, model=model)
 
     def _between(self, job: Job, degrees: Degrees, size: int) -> Recording | None:
         """The step of a microbatch of a llama on the line through two smaller ones, if there is
@@ -324,7 +334,10 @@ class Pricing:
         ]
         numbers = [int(n.rpartition(".")[2]) for s in recording.series for n in s.names]
         order = sorted(range(len(every)), key=numbers.__getitem__)
-        return Model(found["begin"], [every[k] for k in order], found.get("end", Share()), stream)
+        layers = [every[k] for k in order]
+        if self.space.shape is not None:
+            layers = [layers[0]] * (self.space.shape.layers - len(layers)) + layers
+        return Model(found["begin"], layers, found.get("end", Share()), stream)
 
     # ---- a bound of memory ---------------------------------------------------------------------
 
@@ -463,17 +476,3 @@ def _change(pieces: Sequence[Piece]) -> tuple[int, int]:
             elif touch.what == "free":
                 now -= touch.nbytes
     return now, most
-
-
-def _untied(job: Job) -> Job:
-    """Stages of a pipeline each have a head or an embedding of their own."""
-    shape = job.model.shape
-    if not isinstance(shape, LlamaShape) or not shape.tied_embeddings:
-        return job
-    model = msgspec.structs.replace(
-        job.model, shape=msgspec.structs.replace(shape, tied_embeddings=False)
-    )
-    return msgspec.structs.replace(job, model=model)
-
-
-Hear = Callable[[str], None]
