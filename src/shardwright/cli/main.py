@@ -36,6 +36,7 @@ COMMANDS = {
     "explain": "every step behind the numbers of a plan",
     "memory": "what every rank of a job takes, before it runs: by category, module and tensor",
     "fit": "the largest batch and sequence of a job that fit, and the fewest ranks",
+    "advise": "the fastest layout of a model on a cluster that fits, for an engine that runs it",
     "train": "run a job or a plan under torchrun on this machine",
     "compare": "predicted against measured, of a finished run",
     "report": "one HTML file about a plan or a run",

@@ -47,6 +47,7 @@ from shardwright.job.parallel import Degrees, experts_of
 from shardwright.job.pipelining import State, alive_before_backwards, representative
 from shardwright.job.pipelining import stage_of as place_of
 from shardwright.planner.profiles import cluster_of
+from shardwright.planner.variation import changed
 from shardwright.trace.checkpointing import policy
 from shardwright.trace.treatment import Treatment
 
@@ -125,7 +126,7 @@ class Pricing:
 
     def __init__(self, space: Space) -> None:
         self.space, self.job = space, space.job
-        self.cluster, _ = cluster_of(space.job_of(Layout(data_shard=space.world)))
+        self.cluster, _ = cluster_of(changed(self.job, {"cluster.world_size": space.world}))
         preset = HARDWARE[self.job.cluster.preset]
         self.c = {name: each.value for name, each in (preset.constants | preset.clock).items()}
         self.source = preset.clock["range"].source

@@ -12,21 +12,26 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
-from msgspec import UNSET
 
 from shardwright.core.advice import Advice, Advised, Layout, Priced
-from shardwright.core.errors import InputError, NoPlanError, UnsupportedError, expected
+from shardwright.core.errors import (
+    InputError,
+    NoPlanError,
+    UnsupportedError,
+    check_type,
+    expected,
+)
 from shardwright.core.footprint import Footprint, StepTime, Verdict, verdict_of
 from shardwright.cost.presets import HARDWARE
 from shardwright.estimate.advise.pricing import Pricing
-from shardwright.estimate.advise.space import Space, engine_of
+from shardwright.estimate.advise.space import Space, engine_of, global_batch
 from shardwright.estimate.footprint import footprint
 from shardwright.estimate.unplanned import estimated
 from shardwright.heap.classes import outside
-from shardwright.job.job import Job
+from shardwright.job.job import A_JOB, Job
 from shardwright.job.model_of_job import is_planned
 from shardwright.planner.profiles import cluster_of
 from shardwright.planner.variation import changed
@@ -39,26 +44,31 @@ MOST_DOUBLED = 2**14  # ranks up to which fewer are looked for
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What is asked for beside a job: an engine's layouts, values of axes, bytes of every device
-    that stay free, and what the job takes now, by which all seconds are scaled."""
+    that stay free, samples of all ranks in a step (the job's, where 0), and how many seconds a step
+    of the job as it is was measured to take, by which all are scaled."""
 
     engine: str = ""
     fixed: Mapping[str, str] = field(default_factory=dict)
     headroom: int = 0
-    measured: float | None = None
+    global_batch: int = 0
+    measured: float = 0.0
 
 
-def advise(
-    job: Job, wanted: Wanted = Wanted(), progress: Callable[[str], None] = lambda _: None
-) -> Advice:
-    """The fastest layouts of a job's model on its cluster that fit, its global batch, sequence,
-    dtype and optimizer held.
+Hear = Callable[[str], None]
 
-    ``progress`` gets a line now and then; an interruption ends the search with what was found.
-    InputError for a cluster whose clock is not known, UnsupportedError for a model that is planned
-    table by table.
+
+def advise(job: Job, wanted: Wanted | None = None, progress: Hear = lambda _: None) -> Advice:
+    """The fastest layouts of a job's model on its cluster that fit; its global batch, sequence,
+    dtype and optimizer are held.
+
+    ``progress`` gets a line for everything that is worked out; an interruption ends the search with
+    what was found until then. Of a job for which nothing fits the nearest layout is told and the
+    fewest ranks. InputError for a cluster whose clock is not known, UnsupportedError for a model
+    that is planned table by table.
     """
     begun = time.perf_counter()
-    search = _Search(job, wanted, progress)
+    check_type(job, Job, "job", A_JOB)
+    search = _Search(job, wanted or Wanted(), progress)
     found = search.advice()
     if not found.rows and search.finished:
         found = msgspec.structs.replace(found, **search.ways_out())
@@ -66,17 +76,15 @@ def advise(
 
 
 def fewest_ranks(
-    job: Job, wanted: Wanted, fast_enough: Callable[[Advice], bool], progress: Callable[[str], None]
+    job: Job, wanted: Wanted, fast_enough: Callable[[Advice], bool], progress: Hear
 ) -> Advice | None:
     """The advice on the fewest ranks, doubled from one host on, on which something fits and is
-    ``fast_enough``; None where no number is."""
-    cluster, _ = cluster_of(job)
-    world = cluster.local_world_size or 1
-    while world <= MOST_DOUBLED:
-        try:
-            found = advise(_on(job, world), wanted, progress)
-        except InputError:  # the batch is not divided by so many
-            return None
+    ``fast_enough``, the global batch held; None where no number is."""
+    cluster, here = cluster_of(job)[0], _Search(job, wanted, progress)
+    wanted = replace(wanted, global_batch=here.space.global_batch)
+    world = min(cluster.local_world_size or 1, here.world)
+    while world <= MOST_DOUBLED and wanted.global_batch % world == 0:
+        found = advise(_on(job, world), wanted, progress)
         if found.rows and fast_enough(found):
             return found
         world *= 2
@@ -84,15 +92,8 @@ def fewest_ranks(
 
 
 def _on(job: Job, world: int) -> Job:
-    """The job on other ranks, its global batch held."""
-    cluster, _ = cluster_of(job)
-    here = job.cluster.world_size or cluster.world_size
-    whole = job.batch.size * Space(job, engine_of(job), here, here, {}).data
-    if whole % world:
-        wanted = f"a global batch that {world} ranks divide"
-        raise InputError(expected("job: batch.size", wanted, f"{whole} samples"))
-    keys = {"cluster.world_size": world, "batch.size": whole // world}
-    return changed(job, {**keys, "parallel": UNSET})
+    """The job on other ranks."""
+    return changed(job, {"cluster.world_size": world})
 
 
 class _Search:
@@ -112,7 +113,10 @@ class _Search:
         self.world = job.cluster.world_size or cluster.world_size
         host = cluster.local_world_size or self.world
         self.engine = engine_of(job, wanted.engine)
-        self.space = Space(job, self.engine, self.world, min(host, self.world), wanted.fixed)
+        batch = wanted.global_batch or global_batch(job, self.world)
+        self.space = Space(
+            job, self.engine, (self.world, min(host, self.world)), batch, wanted.fixed
+        )
         self.pricing = Pricing(self.space)
         self.capacity = self.pricing.cluster.memory_per_rank
         self.scale = 1.0
@@ -165,13 +169,10 @@ class _Search:
         order = sorted(self.least, key=lambda layout: self._bound(layout)[0])
         nearest = min(map(self._exact, order[:3]), key=lambda each: each.most_bytes)
 
+        wanted = replace(self.wanted, global_batch=self.space.global_batch)
         world = 2 * self.world
-        while world <= MOST_DOUBLED:
-            try:
-                search = _Search(_on(self.job, world), self.wanted, self.progress)
-            except InputError:
-                break
-            if search.fits():
+        while world <= MOST_DOUBLED and wanted.global_batch % world == 0:
+            if _Search(_on(self.job, world), wanted, self.progress).fits():
                 return {"nearest": nearest, "fewest_ranks": world}
             world *= 2
         return {"nearest": nearest}
@@ -195,10 +196,13 @@ class _Search:
             raise InputError(expected("advise", "a layout that divides the batch", batch))
 
     def _scale(self) -> None:
-        if self.wanted.measured is None:
+        if not self.wanted.measured:
             return
         now = footprint(self.job, ways=False).time
-        assert now
+        if not now:
+            raise InputError(
+                expected("--measured", "a job whose step has predicted seconds", "none of this one")
+            )
         self.scale = self.wanted.measured / now.seconds
 
     def _in_order(self) -> Iterator[Advised]:

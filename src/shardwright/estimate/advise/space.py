@@ -72,16 +72,17 @@ def engine_of(job: Job, name: str = "") -> str:
 
 
 class Space:
-    """The layouts of a ``job`` on ``world`` ranks, ``host`` of them on each host, for ``engine``;
-    ``fixed`` has axes with the only values that they may have."""
+    """The layouts of a ``job`` for ``engine`` with ``batch`` samples of all ranks in a step;
+    ``ranks`` are how many there are, and how many of them on a host. ``fixed`` has axes with the
+    only values that they may have."""
 
     def __init__(
-        self, job: Job, engine: str, world: int, host: int, fixed: Mapping[str, str]
+        self, job: Job, engine: str, ranks: tuple[int, int], batch: int, fixed: Mapping[str, str]
     ) -> None:
         self.engine = ENGINES[engine]
-        self.world = world
+        self.world, host = ranks
         self.job = changed(job, {"memory.runtime": self.engine.runtime})
-        self.global_batch = _global_batch(job, world)
+        self.global_batch = batch
         self.shape = job.model.shape if isinstance(job.model.shape, LlamaShape) else None
         self.axes: dict[str, Sequence[Any]] = self._axes(host)
         for axis, text in fixed.items():
@@ -223,7 +224,7 @@ class Space:
         return True
 
 
-def _global_batch(job: Job, world: int) -> int:
+def global_batch(job: Job, world: int) -> int:
     """Samples of all ranks in a step of the job as it is."""
     section = parallel_of(job)
     found = degrees(section, world, job.batch.size)

@@ -1,0 +1,133 @@
+"""``shardwright advise JOB.toml``: the fastest layout of a model on a cluster that fits."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+
+from shardwright.cli import options as shared
+from shardwright.core.advice import Advice
+from shardwright.core.document import PICTURE, check_output, write_atomically
+from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, expected
+from shardwright.core.quantities import parse_bytes
+from shardwright.job.job import named_files
+
+EVERY = 2.0  # seconds between lines of progress
+DAYS = re.compile(r"(\d+(?:\.\d+)?)\s*(d|days?|h|hours?|weeks?)")
+DAYS_OF = {"d": 1.0, "h": 1 / 24, "w": 7.0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``advise``."""
+    parser.epilog = (
+        "Held are the global batch, the sequence, dtypes and the optimizer of the job; its degrees "
+        "are not looked at. Exit code 3: no layout fits. Ctrl-C shows what was found."
+    )
+    shared.job_argument(parser)
+    parser.add_argument(
+        "--global-batch", type=int, default=0, metavar="N", help="samples of all ranks in a step"
+    )
+    parser.add_argument("--engine", default="", metavar="NAME", help="what runs the layout")
+    parser.add_argument(
+        "--fix", action="append", default=[], metavar="AXIS=VALUE", help="such as tensor=8"
+    )
+    parser.add_argument("--headroom", metavar="SIZE", help='stays free of each device: "6 GiB"')
+    parser.add_argument(
+        "--measured", type=float, metavar="SECONDS", help="a step of the job as it is took so long"
+    )
+    parser.add_argument("--tokens", type=float, metavar="N", help="of the whole training: 15e12")
+    parser.add_argument(
+        "--fewest-gpus", action="store_true", help="as few as fit, or as meet --deadline"
+    )
+    parser.add_argument("--deadline", metavar="TIME", help='for --tokens: "12 days"')
+    parser.add_argument("--picture", type=Path, metavar="out.svg", help="time against memory")
+    parser.add_argument("--full", action="store_true", help="everything that was looked at")
+    shared.json_option(parser)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Search and show; 3 where nothing fits."""
+    job = shared.job_of(options)
+    if options.picture:
+        if options.picture.suffix != ".svg":
+            wanted = "a file that ends in .svg"
+            raise InputError(expected("--picture", wanted, f"'{options.picture.name}'"))
+        inputs = (options.job, *named_files(job, options.job))
+        check_output(options.picture, PICTURE, inputs, "--picture")
+    if options.measured is not None and not options.measured > 0:
+        raise InputError(expected("--measured", "seconds above 0", f"{options.measured:g}"))
+    if options.global_batch < 0:
+        raise InputError(expected("--global-batch", "at least 1", str(options.global_batch)))
+    if options.tokens is not None and not options.tokens > 0:
+        raise InputError(expected("--tokens", "a number above 0", f"{options.tokens:g}"))
+    deadline = _deadline(options)
+    from shardwright.estimate.advise import Wanted, advise, fewest_ranks
+
+    wanted = Wanted(
+        options.engine,
+        dict(map(_fixed, options.fix)),
+        parse_bytes(options.headroom, "--headroom") if options.headroom else 0,
+        options.global_batch,
+        options.measured or 0.0,
+    )
+    progress = _Progress()
+    if options.fewest_gpus:
+
+        def fast_enough(found: Advice) -> bool:
+            return deadline is None or found.days(options.tokens) <= deadline
+
+        fewest = fewest_ranks(job, wanted, fast_enough, progress)
+        if fewest is None:
+            within = f" within {options.deadline}" if options.deadline else ""
+            print(f"No number of GPUs that divides the batch is enough{within}.", file=sys.stderr)
+            return EXIT_NO_PLAN
+        found = fewest
+    else:
+        found = advise(job, wanted, progress)
+    if options.picture:
+        from shardwright.report.advice_report import picture
+
+        changed = shared.beside(options.picture)
+        write_atomically(options.picture, picture(found).encode())
+        print(f"picture written to {options.picture}{changed}", file=sys.stderr)
+    if options.json:
+        shared.print_json(found)
+    else:
+        from shardwright.report.advice_report import advice_report
+
+        shared.show(advice_report(found, tokens=options.tokens, full=options.full))
+    return EXIT_OK if found.rows else EXIT_NO_PLAN
+
+
+def _fixed(text: str) -> tuple[str, str]:
+    axis, given, value = text.partition("=")
+    if not given:
+        raise InputError(expected("--fix", "AXIS=VALUE", f"'{text}'", "Such as tensor=8."))
+    return axis.strip().replace("-", "_"), value.strip()
+
+
+def _deadline(options: argparse.Namespace) -> float | None:
+    """Days, where a deadline is given."""
+    if options.deadline is None:
+        return None
+    if options.tokens is None or not options.fewest_gpus:
+        raise InputError(expected("--deadline", "--fewest-gpus and --tokens beside it", "neither"))
+    found = DAYS.fullmatch(options.deadline.strip())
+    if not found:
+        raise InputError(expected("--deadline", "such as '12 days'", f"'{options.deadline}'"))
+    return float(found[1]) * DAYS_OF[found[2][0]]
+
+
+class _Progress:
+    """What is being worked out, on stderr now and then."""
+
+    def __init__(self) -> None:
+        self._heard = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if time.monotonic() - self._heard >= EVERY:
+            self._heard = time.monotonic()
+            print(f"{text} (Ctrl-C ends it)", file=sys.stderr, flush=True)

@@ -1,0 +1,233 @@
+"""Which layout is fastest and fits, in a terminal, and all layouts as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+
+from shardwright.core.advice import Advice, Advised, Priced
+from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.report.marks import FILLS, LINE, WIDTH, chart, element, label, legend, line, ticks
+from shardwright.report.memory_timeline import standalone
+from shardwright.report.sheet import Cell, Sheet, number, sheet_of, text
+from shardwright.report.table import assumed_line, drawn, listed, prose, spaced
+from shardwright.report.wording import (
+    TEXT_LIMIT,
+    percent,
+    printable,
+    range_text,
+    step_time_sentence,
+    two_digits,
+)
+
+FIRST_ROWS, FIRST_FASTER = 6, 3  # of a first screen
+COMPUTING = ("products", "attention", "elementwise", "optimizer", "launches", "fixed")
+
+
+def advice_report(
+    advice: Advice, *, tokens: float | None = None, full: bool = False
+) -> RenderableType:
+    """The answer with its proof, the next ones and what they lose by, and what faster ones lack."""
+    answer = advice.answer
+    assumed = tuple(printable(each, TEXT_LIMIT) for each in advice.assumptions)
+    rows = advice.rows if full else advice.rows[:FIRST_ROWS]
+    faster = advice.faster if full else advice.faster[:FIRST_FASTER]
+    return spaced(
+        prose(_headline(advice), style="bold"),
+        prose(_answer(advice, answer, tokens), style="bold green")
+        if answer
+        else prose(_nothing(advice), style="bold red"),
+        prose(_proof(advice)) if answer else None,
+        drawn(_rows_sheet(advice, rows)) if answer and len(rows) > 1 else None,
+        drawn(_faster_sheet(advice, faster)) if faster else None,
+        listed("Axes", tuple(_axes(advice))) if full else None,
+        listed("Assumptions", assumed) if full else assumed_line(assumed, 1),
+        prose(_next(advice, answer, full=full), style="dim"),
+    )
+
+
+def _headline(advice: Advice) -> str:
+    samples = f"{advice.global_batch:,} x {advice.sequence:,} tokens a step"
+    return (
+        f"Layouts of {printable(advice.model)} on {advice.world_size:,} x "
+        f"{printable(advice.device)} for {advice.engine}, {advice.dtype}: {samples}"
+    )
+
+
+def _answer(advice: Advice, answer: Advised, tokens: float | None) -> str:
+    spare = advice.capacity - answer.most_bytes
+    lines = [
+        f"Fastest that fits: {answer.layout.words}",
+        step_time_sentence(answer.time),
+        f"Needs {range_text(answer.least_bytes, answer.most_bytes)} of "
+        f"{format_bytes(advice.capacity)}: {format_bytes(spare)} to spare.",
+    ]
+    if tokens:
+        days = advice.days(tokens)
+        hours = days * 24 * advice.world_size
+        lines.append(
+            f"{tokens:.3g} tokens: about {two_digits(days)} days, {two_digits(hours)} GPU-hours."
+        )
+    return "\n".join(lines)
+
+
+def _proof(advice: Advice) -> str:
+    answer = advice.answer
+    assert answer is not None
+    whole = "" if advice.proven else " The search was ended early."
+    alike = sum(each.time.seconds <= answer.time.high for each in advice.rows)
+    text_of = (
+        f"Of {advice.layouts:,} layouts none that fits is faster within this model "
+        f"({advice.bounded:,} refused by a bound of memory, {advice.exact:,} worked out in "
+        f"{format_seconds(advice.seconds)}).{whole}"
+    )
+    if alike > 1:
+        more = " or more" if alike == len(advice.rows) else ""
+        text_of += f" {alike}{more} lie within its range: try them in this order."
+    return text_of
+
+
+def _nothing(advice: Advice) -> str:
+    found = f"None of {advice.layouts:,} layouts fits."
+    if advice.nearest:
+        lack = advice.nearest.most_bytes - advice.capacity
+        found += f" Nearest: {advice.nearest.layout.words}, which needs {format_bytes(lack)} more."
+    if advice.fewest_ranks:
+        return f"{found} On {advice.fewest_ranks:,} ranks something fits."
+    return f"{found} Nor does anything on more ranks that divide the batch."
+
+
+def _rows_sheet(advice: Advice, rows: tuple[Advised, ...]) -> Sheet:
+    first = rows[0]
+    rate = f"{first.time.counted}/s a device"
+    cells: list[Cell[Advised]] = [
+        text("layout", lambda row: row.layout.words),
+        number("a step", lambda row: f"{row.time.seconds:.4g} s"),
+        number(rate, lambda row: two_digits(row.time.tokens_per_second / row.time.devices), 2),
+        number("MFU", lambda row: percent(row.time.mfu), 1),
+        number("needs", lambda row: format_bytes(row.most_bytes)),
+        number("spare", lambda row: format_bytes(advice.capacity - row.most_bytes), 3),
+        text("waits most for", lambda row: _largest(_exposed(row)), 4),
+        text("loses by", lambda row: _largest(_losses(row, first))),
+    ]
+    left = len(advice.rows) - len(rows)
+    return sheet_of("Fastest that fit", rows, cells, f"{left} more: --full." if left else "")
+
+
+def _faster_sheet(advice: Advice, faster: tuple[Advised, ...]) -> Sheet:
+    def lacks(row: Advised) -> str:
+        missing = format_bytes(row.most_bytes - advice.capacity)
+        return f"perhaps fits; {missing} to be sure" if row.verdict == "perhaps" else missing
+
+    cells: list[Cell[Advised]] = [
+        text("layout", lambda row: row.layout.words),
+        number("a step", lambda row: f"{row.time.seconds:.4g} s"),
+        text("lacks", lacks),
+    ]
+    return sheet_of("Faster, that lack least", faster, cells)
+
+
+def _exposed(row: Advised) -> dict[str, float]:
+    return {name: spent for name, spent in row.time.parts.items() if name not in COMPUTING}
+
+
+def _losses(row: Advised, first: Advised) -> dict[str, float]:
+    """By how much parts of a step take longer than in the first row."""
+    before = first.time.parts
+    return {name: spent - before.get(name, 0.0) for name, spent in row.time.parts.items()}
+
+
+def _largest(parts: dict[str, float]) -> str:
+    name = max(parts, key=parts.__getitem__, default="")
+    return f"{name} {two_digits(parts[name])} s" if name and parts[name] > 0 else "-"
+
+
+def _axes(advice: Advice) -> Iterator[str]:
+    for name, values in advice.space.items():
+        if values != ("",):
+            yield f"{name}: {', '.join(values)}"
+
+
+def _next(advice: Advice, answer: Advised | None, *, full: bool) -> str:
+    more = "" if full else "More: --full. "
+    if answer is None:
+        return f"{more}Other axes: --fix AXIS=VALUE. A smaller batch: --global-batch N."
+    return f"{more}As a file: --export ENGINE -o FILE. All layouts: --picture x.svg."
+
+
+# ---- a picture -----------------------------------------------------------------------------------
+
+_LEFT, _TOP, _HEIGHT, _PREFIX = 66.0, 40.0, 320.0, "advice"
+KINDS = ("fits", "perhaps", "does not fit", "nobody asked: slower than the answer")
+FARTHEST = 4.0  # times the answer, or the capacity, that are drawn
+
+
+def picture(advice: Advice) -> str:
+    """Every layout by the seconds of its step and the bytes that it needs at least, with those that
+    no other beats in both, as an SVG of its own."""
+    answer = advice.answer
+    fastest = answer.time.seconds if answer else min(each.seconds for each in advice.points)
+    wide, high = FARTHEST * fastest, FARTHEST * advice.capacity
+    shown = [p for p in advice.points if p.seconds <= wide and p.nbytes <= high]
+    least = min((p.seconds for p in shown), default=fastest) * 0.95
+
+    def x(seconds: float) -> float:
+        return _LEFT + (WIDTH - _LEFT - 8) * math.log(seconds / least) / math.log(wide / least)
+
+    def y(nbytes: float) -> float:
+        return _TOP + _HEIGHT * (1 - nbytes / high)
+
+    bottom = _TOP + _HEIGHT
+    swatches, height = legend([(name, k) for k, name in enumerate(KINDS)], bottom + 40, _PREFIX)
+    parts = [
+        label(0, 12, f"{advice.layouts:,} layouts: time of a step against memory", bold=True),
+        label(WIDTH, 12, f"{len(advice.points) - len(shown):,} beyond the axes", "end", faint=True),
+    ]
+    for nbytes in ticks(high, binary=True):
+        parts += [line(_LEFT, y(nbytes), WIDTH, y(nbytes))]
+        parts += [label(_LEFT - 6, y(nbytes) + 4, format_bytes(nbytes), "end", faint=True)]
+    for times in (1, 1.5, 2, 3, FARTHEST):
+        at = x(fastest * times)
+        parts += [line(at, _TOP, at, bottom)]
+        anchor = "end" if times == FARTHEST else "middle"
+        parts += [label(at, bottom + LINE, f"{fastest * times:.3g} s", anchor, faint=True)]
+    parts += [_dot(x(p.seconds), y(p.nbytes), _kind(advice, p)) for p in shown]
+    edge = [f"{x(p.seconds):.1f},{y(p.nbytes):.1f}" for p in _frontier(shown)]
+    parts.append(
+        element(
+            "polyline",
+            {"points": " ".join(edge), "fill": "none", "stroke": "currentColor"},
+        )
+    )
+    parts.append(line(_LEFT, y(advice.capacity), WIDTH, y(advice.capacity), dashes="4 3"))
+    parts.append(label(WIDTH, y(advice.capacity) - 5, "capacity", "end"))
+    if answer:
+        place = x(answer.time.seconds), y(answer.least_bytes)
+        ring: dict[str, str | float] = {"cx": place[0], "cy": place[1], "r": 7, "fill": "none"}
+        parts.append(element("circle", {**ring, "stroke": "currentColor", "stroke-width": 2}))
+        parts.append(label(place[0] + 10, place[1] + LINE, answer.layout.words, bold=True))
+    parts.append(swatches)
+    said = _proof(advice) if answer else _nothing(advice)
+    return standalone(chart(_PREFIX, "Layouts", said, bottom + 40 + height, parts))
+
+
+def _kind(advice: Advice, point: Priced) -> int:
+    if point.verdict in KINDS:
+        return KINDS.index(point.verdict)
+    return 2 if point.nbytes > advice.capacity else 3
+
+
+def _dot(x: float, y: float, kind: int) -> str:
+    place: dict[str, str | float] = {"cx": x, "cy": y, "r": 4 if kind == 0 else 2}
+    return element("circle", {**place, "style": FILLS[kind].style, "fill-opacity": 0.7})
+
+
+def _frontier(points: list[Priced]) -> list[Priced]:
+    """Those that no other is both faster and smaller than."""
+    found: list[Priced] = []
+    for point in sorted(points, key=lambda p: (p.seconds, p.nbytes)):
+        if not found or point.nbytes < found[-1].nbytes:
+            found.append(point)
+    return found
