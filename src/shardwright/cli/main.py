@@ -36,6 +36,7 @@ COMMANDS = {
     "explain": "every step behind the numbers of a plan",
     "memory": "what every rank of a job takes, before it runs: by category, module and tensor",
     "fit": "the largest batch and sequence of a job that fit, and the fewest ranks",
+    "export": "a job's layout for TorchTitan, Megatron-LM, FSDP2 or Accelerate",
     "train": "run a job or a plan under torchrun on this machine",
     "compare": "predicted against measured, of a finished run",
     "report": "one HTML file about a plan or a run",

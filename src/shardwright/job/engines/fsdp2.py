@@ -1,0 +1,278 @@
+"""A layout as a snippet of Python for torch's own FSDP2: mesh, tensor ranks, checkpointing, units,
+a step. It needs torch alone.
+"""
+
+# The snippet is of llamas whose modules have Meta's names (models/llama, and the older models of
+# TorchTitan): units are the blocks, what is behind them, and the root, as an estimate has them.
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from shardwright.core.errors import expected
+from shardwright.job.engines.layout import ANY, Engine, Layout
+from shardwright.job.memory import COSTLY, PRODUCTS
+
+OPTIMIZERS = {
+    "adamw": "AdamW(parameters, lr={lr}{how})",
+    "adam": "Adam(parameters, lr={lr}{how})",
+    "sgd": "SGD(parameters, lr={lr}{how})",
+    "sgd_momentum": "SGD(parameters, lr={lr}, momentum=0.9{how})",
+}
+HOW = {"fused": ", fused=True", "foreach": ", foreach=True", "for_loop": ", foreach=False"}
+DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
+# A llama's own that parallelize_module has no style for, or that would need one more sum.
+UNCUT = ("qk_norm", "tied_embeddings", "moe_layers", "kv_lora_rank", "post_norms", "logit_cap")
+
+IMPORTS = """\
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+"""
+
+MESH = '''
+def mesh_of(device="cuda"):
+    """Ranks of a tensor are neighbours, then those that share a copy."""
+    return init_device_mesh(device, {sizes}, mesh_dim_names={names})
+
+
+def parallelize(model, mesh):
+    """The model, divided, checkpointed and sharded in place, before it has an optimizer."""
+'''
+
+TENSOR = """
+    part = {part}
+    inner = {{
+        **dict.fromkeys(("attention.wq", "attention.wk", "attention.wv"), ColwiseParallel()),
+        **dict.fromkeys(("feed_forward.w1", "feed_forward.w3"), ColwiseParallel()),
+        "attention.wo": RowwiseParallel(output_layouts=part),
+        "feed_forward.w2": RowwiseParallel(output_layouts=part),
+    }}
+    outer = {{
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=part),
+        "output": ColwiseParallel(
+            input_layouts=part, output_layouts={logits}, use_local_output={local}
+        ),
+    }}
+"""
+
+SEQUENCE = """\
+    outer["norm"] = inner["attention_norm"] = inner["ffn_norm"] = SequenceParallel()
+    for name, inputs in (("attention", 3), ("feed_forward", 1)):  # tokens are gathered before
+        inner[name] = PrepareModuleInput(
+            input_layouts=(part, None, None)[:inputs],
+            desired_input_layouts=(Replicate(), None, None)[:inputs],
+        )
+"""
+
+CUT = """\
+    table = model.tok_embeddings
+    if not isinstance(table, nn.Embedding):  # the one that parallelize_module knows
+        rows = nn.Embedding(*table.weight.shape, device="meta")
+        rows.weight = table.weight
+        model.tok_embeddings = rows
+    parallelize_module(model, mesh["tensor"], outer)
+    for block in model.layers.values():
+        block.attention.heads //= {tensor}
+        block.attention.kv_heads //= {tensor}
+        parallelize_module(block, mesh["tensor"], inner)
+"""
+
+CHECKPOINTS = """\
+    for place, (name, block) in enumerate(list(model.layers.items()), 1):
+        if place % {every} == 0:
+            model.layers[name] = checkpoint_wrapper(block, preserve_rng_state=False{context})
+"""
+
+SHARDS = '''\
+    policy = {{"mesh": mesh[{axes}], "mp_policy": MixedPrecisionPolicy({dtypes}){offload}}}
+    for block in model.layers.values():
+        fully_shard(block, reshard_after_forward={reshards}, **policy)
+    fully_shard({head}, reshard_after_forward=False, **policy)
+    return fully_shard(model, reshard_after_forward=False, **policy)
+
+
+def optimizer_of(model):
+    parameters = model.parameters()
+    return torch.optim.{optimizer}
+
+
+def loss(logits, targets):
+    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+{compiled}
+def step(model, optimizer, batches):
+    """One update by {microbatches} x {samples} samples of {sequence} tokens a data rank."""
+    for tokens, targets in batches:
+{backward}
+    optimizer.step()
+    optimizer.zero_grad()
+'''
+
+SELECTIVE = '''
+
+KEPT = {{{kept}}}  # results that are not computed again
+PRODUCTS = {{{products}}}  # of these every second one
+
+
+def selective():
+    """Counts anew for each forward and each recomputation, which have to count alike."""
+    count = {{False: 0, True: 0}}
+
+    def keep(ctx, operator, *args, **kwargs):
+        name = operator._schema.name
+        if name in PRODUCTS:
+            count[ctx.is_recompute] += 1
+        kept = count[ctx.is_recompute] % 2 if name in PRODUCTS else name in KEPT
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(keep)
+
+'''
+
+
+def _more(layout: Layout) -> Iterator[str]:
+    degrees, shape = layout.degrees, layout.shape
+    if layout.memory.loss == "parallel" and degrees.tensor == 1:
+        yield expected("memory.loss", "'gathered' without parallel.tensor", "'parallel'")
+    if degrees.tensor == 1:
+        return
+    for key in UNCUT:
+        if value := getattr(shape, key):
+            found = "some" if isinstance(value, tuple) else str(value)
+            yield expected(f"model.{key}", "none beside parallel.tensor in a snippet", found)
+    for key in ("kv_heads", "vocab", "ffn_dim"):
+        if getattr(shape, key) % degrees.tensor:
+            wanted = f"a multiple of parallel.tensor {degrees.tensor}"
+            yield expected(f"model.{key}", wanted, str(getattr(shape, key)))
+
+
+def _written(layout: Layout) -> str:
+    degrees, memory = layout.degrees, layout.memory
+    axes = {"replicate": degrees.data_replicate, "shard": degrees.data_shard}
+    axes = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
+    every = {**axes, "tensor": degrees.tensor} if degrees.tensor > 1 else axes
+    cut = _tensor(layout) if degrees.tensor > 1 else ""
+    policy = _checkpoints(layout.said["memory.checkpointing"])
+    body = [MESH.format(sizes=tuple(every.values()), names=tuple(every)), cut, policy]
+    if memory.compile:
+        body.append("    for block in model.layers.values():\n        block.compile()\n")
+    return "".join(
+        [_head(layout), IMPORTS, _selective(layout), *body, _shards(layout, tuple(axes))]
+    )
+
+
+def _head(layout: Layout) -> str:
+    return f'''\
+"""FSDP2 as a job says it, for {layout.degrees.world_size} ranks.
+
+    mesh = mesh_of()
+    model = parallelize(model, mesh)  # a llama with Meta's names, its parameters in fp32
+    optimizer = optimizer_of(model)
+    step(model, optimizer, batches)
+"""
+
+'''
+
+
+def _tensor(layout: Layout) -> str:
+    apart = layout.memory.loss == "parallel"
+    whole = TENSOR.format(
+        part="Shard(1)" if layout.degrees.sequence else "Replicate()",
+        logits="Shard(-1)" if apart else "Replicate()",
+        local=not apart,
+    )
+    sequence = SEQUENCE if layout.degrees.sequence else ""
+    return whole + sequence + CUT.format(tensor=layout.degrees.tensor)
+
+
+def _checkpoints(policy: str) -> str:
+    kind, _, rest = policy.partition(":")
+    if kind == "none":
+        return ""
+    every = rest if kind == "layers" else "1"
+    context = ", context_fn=selective" if kind in ("selective", "save") else ""
+    return CHECKPOINTS.format(every=every, context=context)
+
+
+def _selective(layout: Layout) -> str:
+    kind, _, rest = layout.said["memory.checkpointing"].partition(":")
+    if kind not in ("selective", "save"):
+        return ""
+    products = PRODUCTS if kind == "selective" else ()
+    kept = COSTLY if kind == "selective" else [_operator(name) for name in rest.split(",")]
+    return SELECTIVE.format(kept=_lines(kept), products=_lines(products))
+
+
+def _operator(name: str) -> str:
+    """``aten.mm`` as the dispatcher writes it."""
+    space, _, rest = name.strip().replace("::", ".").partition(".")
+    return f"{space}::{rest.partition('.')[0]}"
+
+
+def _lines(names: Iterable[str]) -> str:
+    return "".join(f"\n    {name!r}," for name in sorted(names)).replace("'", '"') + "\n"
+
+
+def _shards(layout: Layout, axes: tuple[str, ...]) -> str:
+    degrees, memory = layout.degrees, layout.memory
+    dtypes = ", ".join(
+        f"{key}={DTYPES[layout.said[f'memory.{key}']]}" for key in ("param_dtype", "reduce_dtype")
+    )
+    apart = memory.loss == "parallel"
+    line = f"(loss(model(tokens), targets) / {degrees.microbatches}).backward()"
+    backward = f"        with loss_parallel():\n            {line}" if apart else f"        {line}"
+    return SHARDS.format(
+        axes=repr(axes if len(axes) > 1 else axes[0]).replace("'", '"'),
+        dtypes=dtypes,
+        offload=', "offload_policy": CPUOffloadPolicy()' if memory.offload == "all" else "",
+        reshards=layout.said["memory.reshard_after_forward"],
+        # A head that is the embedding stays with it, in the root.
+        head="model.norm" if layout.shape.tied_embeddings else "[model.norm, model.output]",
+        optimizer=OPTIMIZERS[layout.job.train.optimizer].format(
+            lr=layout.job.train.learning_rate, how=HOW[layout.said["memory.implementation"]]
+        ),
+        compiled="\nloss = torch.compile(loss)\n\n" if memory.compile is True else "",
+        microbatches=degrees.microbatches,
+        samples=layout.samples,
+        sequence=layout.job.batch.sequence,
+        backward=backward,
+    )
+
+
+FSDP2 = Engine(
+    "FSDP2",
+    "torch 2.11 to 2.13",
+    {
+        **{f"parallel.{key}": (ANY,) for key in ("data_replicate", "data_shard", "tensor")},
+        "parallel.sequence": (ANY,),
+        "parallel.microbatches": (ANY,),
+        "memory.runtime": ("fsdp2",),
+        "memory.checkpointing": ("none", "full", "selective", "layers:*", "save:*"),
+        "memory.param_dtype": (ANY,),
+        "memory.reduce_dtype": (ANY,),
+        "memory.implementation": tuple(HOW),
+        "memory.reshard_after_forward": (ANY,),
+        "memory.compile": (ANY,),
+        "memory.offload": ("none", "all"),
+        "memory.loss": ("gathered", "parallel"),
+        "train.optimizer": tuple(OPTIMIZERS),
+        "model": (ANY,),
+        "model.kind": ("llama",),
+    },
+    _more,
+    _written,
+)
