@@ -1,4 +1,4 @@
-"""``shardwright export JOB.toml --to ENGINE``: a job's layout as the engine that runs it reads it."""
+"""``shardwright export JOB.toml --to ENGINE``: a job's layout in the words of an engine."""
 
 from __future__ import annotations
 

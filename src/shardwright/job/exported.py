@@ -32,9 +32,10 @@ def exported(job: Job, engine: str) -> str:
 
     UnsupportedError with every reason why it cannot.
     """
-    if reasons := cannot(job, engine):
+    found, layout = _engine(engine), layout_of(job)
+    if reasons := tuple(found.cannot(layout)):
         raise UnsupportedError(" ".join(reasons))
-    return _engine(engine).written(layout_of(job))
+    return found.written(layout)
 
 
 def _engine(name: str) -> Engine:

@@ -28,8 +28,13 @@ IMPORTS = """\
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -92,13 +97,17 @@ CUT = """\
 """
 
 CHECKPOINTS = """\
-    for place, (name, block) in enumerate(list(model.layers.items()), 1):
+    for place, (name, block) in enumerate(list(model.layers.items()), start=1):
         if place % {every} == 0:
-            model.layers[name] = checkpoint_wrapper(block, preserve_rng_state=False{context})
+            model.layers[name] = checkpoint_wrapper(block{context}, preserve_rng_state=False)
 """
 
 SHARDS = '''\
-    policy = {{"mesh": mesh[{axes}], "mp_policy": MixedPrecisionPolicy({dtypes}){offload}}}
+    policy = {{
+        "mesh": mesh[{axes}],
+        "mp_policy": MixedPrecisionPolicy({dtypes}),
+        "offload_policy": {offload},
+    }}
     for block in model.layers.values():
         fully_shard(block, reshard_after_forward={reshards}, **policy)
     fully_shard({head}, reshard_after_forward=False, **policy)
@@ -167,7 +176,7 @@ def _written(layout: Layout) -> str:
     every = {**axes, "tensor": degrees.tensor} if degrees.tensor > 1 else axes
     cut = _tensor(layout) if degrees.tensor > 1 else ""
     policy = _checkpoints(layout.said["memory.checkpointing"])
-    body = [MESH.format(sizes=tuple(every.values()), names=tuple(every)), cut, policy]
+    body = [MESH.format(sizes=tuple(every.values()), names=_quoted(tuple(every))), cut, policy]
     if memory.compile:
         body.append("    for block in model.layers.values():\n        block.compile()\n")
     return "".join(
@@ -224,7 +233,11 @@ def _operator(name: str) -> str:
 
 
 def _lines(names: Iterable[str]) -> str:
-    return "".join(f"\n    {name!r}," for name in sorted(names)).replace("'", '"') + "\n"
+    return "".join(f"\n    {_quoted(name)}," for name in sorted(names)) + "\n"
+
+
+def _quoted(value: object) -> str:
+    return repr(value).replace("'", '"')
 
 
 def _shards(layout: Layout, axes: tuple[str, ...]) -> str:
@@ -236,9 +249,9 @@ def _shards(layout: Layout, axes: tuple[str, ...]) -> str:
     line = f"(loss(model(tokens), targets) / {degrees.microbatches}).backward()"
     backward = f"        with loss_parallel():\n            {line}" if apart else f"        {line}"
     return SHARDS.format(
-        axes=repr(axes if len(axes) > 1 else axes[0]).replace("'", '"'),
+        axes=_quoted(axes if len(axes) > 1 else axes[0]),
         dtypes=dtypes,
-        offload=', "offload_policy": CPUOffloadPolicy()' if memory.offload == "all" else "",
+        offload="CPUOffloadPolicy()" if memory.offload == "all" else "OffloadPolicy()",
         reshards=layout.said["memory.reshard_after_forward"],
         # A head that is the embedding stays with it, in the root.
         head="model.norm" if layout.shape.tied_embeddings else "[model.norm, model.output]",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +19,7 @@ from msgspec import UNSET
 from shardwright.core.errors import InputError, expected
 from shardwright.core.llama import LlamaShape
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
-from shardwright.job.memory import MemorySection, float8_scaling
+from shardwright.job.memory import WHOLE, MemorySection, float8_scaling
 from shardwright.job.parallel import Degrees, capacity_of, fixed_world
 
 ANY = "*"
@@ -65,7 +66,7 @@ class Engine(NamedTuple):
 
     def cannot(self, layout: Layout) -> Iterator[str]:
         """Why it does not run a layout, a line for each reason."""
-        usual = _said(_ALONE, MemorySection(), None)
+        usual = _usual()
         kind = layout.said["model.kind"]
         if not any(
             _is(kind, each) for each in self.limits["model.kind"]
@@ -101,7 +102,10 @@ def _said(degrees: Degrees, memory: MemorySection, job: Job | None) -> dict[str,
     for key in ASSUMED:
         del found[key]
     settings, reshards = memory.fsdp2_settings, memory.reshard_after_forward
-    reshards = degrees.pipeline == 1 if reshards == "default" else reshards
+    if memory.runtime in WHOLE:  # of which nothing is gathered
+        reshards = True
+    elif reshards == "default":
+        reshards = degrees.pipeline == 1
     found |= {
         "memory.checkpointing": memory.policy.replace("selective_op", "selective"),
         "memory.float8": float8_scaling(memory) or False,
@@ -120,10 +124,17 @@ def _said(degrees: Degrees, memory: MemorySection, job: Job | None) -> dict[str,
     found |= {"train.optimizer": job.train.optimizer, "model.kind": job.model.kind}
     if job.model.shape is not UNSET:
         widths = msgspec.structs.asdict(job.model.shape)
+        widths["v_head_dim"] = job.model.shape.value_dim
         found |= {f"model.{key}": widths[key] for key in widths if key not in NO_WIDTH}
     return found
 
 
+@cache
+def _usual() -> Mapping[str, Any]:
+    return _said(_ALONE, MemorySection(), None)
+
+
+@cache
 def _width(key: str) -> Any:
     """What a width is of a plain llama."""
     found = {field.name: field.default for field in msgspec.structs.fields(LlamaShape)}

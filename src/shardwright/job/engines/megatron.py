@@ -61,7 +61,10 @@ def _written(layout: Layout) -> str:
         for name, value in flags
         if value is not False
     )
-    return flag_lines("torchrun pretrain_gpt.py", iter(words))
+    # Without it a tensor's or a context's collectives wait for one another, and it is refused.
+    degrees = layout.degrees
+    one = "CUDA_DEVICE_MAX_CONNECTIONS=1 " if degrees.tensor * degrees.context > 1 else ""
+    return flag_lines(f"{one}torchrun pretrain_gpt.py", iter(words))
 
 
 Flags = Iterator[tuple[str, Any]]
@@ -162,7 +165,6 @@ MEGATRON = Engine(
         "memory.reduce_dtype": (ANY,),
         "memory.implementation": ("fused",),
         "memory.loss": ("parallel",),
-        "memory.reshard_after_forward": (ANY,),
         "train.optimizer": tuple(OPTIMIZERS.values()),
         "model.kind": ("llama",),
         **{f"model.{key}": (ANY,) for key in (*WIDTHS, *SWITCHES, *OTHERS)},

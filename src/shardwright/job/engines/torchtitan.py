@@ -49,7 +49,9 @@ _BOTH: dict[str, tuple[Any, ...]] = {
 def _flavors() -> dict[LlamaShape, tuple[str, str]]:
     """Family and flavor by their widths."""
     return {
-        _plain(completed(ModelSection(kind="llama", **sizes), "", None).shape): (family, flavor)
+        _plain(
+            completed(msgspec.convert({"kind": "llama"} | sizes, ModelSection), "", None).shape
+        ): (family, flavor)
         for family, flavors in FLAVORS.items()
         for flavor, sizes in flavors.items()
     }
@@ -175,6 +177,9 @@ def _toml(layout: Layout) -> str:
     }
     if pipelined:
         sections["parallelism"]["pipeline_parallel_microbatch_size"] = layout.samples
+    if degrees.schedule == "dualpipev" and degrees.expert > 1:
+        # An exchange of its own way, which no checkpointing goes with.
+        sections["parallelism"]["pipeline_parallel_expert_parallel_overlap"] = False
     if degrees.tensor > 1:
         gathered = layout.memory.loss == "gathered"
         sections["parallelism"]["disable_loss_parallel"] = gathered
