@@ -52,6 +52,11 @@ def test_a_layout_is_printed(call: Any) -> None:
     assert printed.out.endswith("activation-checkpoint:full\n")
 
 
+def test_ranks_are_those_of_a_machine_in_a_word(call: Any) -> None:
+    printed = call("export", "job.toml", "--to", "torchtitan", *FP32, "--on", "2x8xH100")
+    assert "\n  --parallelism.data_parallel_shard_degree 16 \\\n" in printed.out
+
+
 def test_a_layout_is_written_where_no_file_is(call: Any, tmp_path: Path) -> None:
     words = ("export", "job.toml", "--to", "torchtitan", *FP32, "-o", "run.sh")
     assert call(*words).out == "wrote run.sh\n"
@@ -65,7 +70,9 @@ def test_a_layout_is_written_where_no_file_is(call: Any, tmp_path: Path) -> None
 def test_yaml_of_accelerate_is_read_beside_a_job(call: Any, tmp_path: Path) -> None:
     assert call("export", "job.toml", "--to", "accelerate", "-o", "fsdp.yaml").code == 0
     call("init", "--from", "accelerate", "fsdp.yaml").refuses(2, "--job", "a job beside")
-    call("init", "--from", "megatron", "--num-layers 2", "--job", "job.toml").refuses(2, "--job", "one")
+    call("init", "--from", "megatron", "--num-layers 2", "--job", "job.toml").refuses(
+        2, "--job", "one"
+    )
     words = ("init", "--from", "accelerate", "fsdp.yaml", "--job", "job.toml", "-o", "back.toml")
     assert call(*words).code == 0
     back = read_job(tmp_path / "back.toml")

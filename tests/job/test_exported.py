@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -54,6 +55,21 @@ def test_layouts_come_back_as_they_went_out(engine: str) -> None:
         whole, found = layout_of(each), layout_of(read_back(engine, text, each))
         assert (found.said, found.samples) == (whole.said, whole.samples)
         assert found.job.batch == each.batch
+
+
+def test_snippets_are_python_without_a_line_too_many() -> None:
+    for _, text in sent("fsdp2"):
+        names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+        imported = re.findall(r"^from [\w.]+ import (?:\(([^)]*)\)|(.*))", text, re.MULTILINE)
+        assert names >= {name for pair in imported for name in re.findall(r"\w+", "".join(pair))}
+        assert max(map(len, text.splitlines())) <= 100
+
+
+def test_settings_of_the_allocator_are_a_comment() -> None:
+    memory = {"allocator": "expandable_segments:True", "loss": "chunked"}
+    text = exported(job(memory=memory), "torchtitan")
+    assert text.startswith("# Set PYTORCH_ALLOC_CONF=expandable_segments:True for it.\n")
+    assert job_of_flags(text, None).document["parallel"]["data_shard"] == 8
 
 
 def flags(text: str, after: str) -> Iterator[tuple[str, list[str]]]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import msgspec
+
 from shardwright.cli import options as shared
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, expected
 from shardwright.job.exported import ENGINES, exported
+from shardwright.planner.profiles import cluster_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Print or write the layout."""
-    text = exported(shared.job_of(options), options.to)
+    job = shared.job_of(options)
+    # Here and not where it is exported: what a preset has stands on a floor above.
+    cluster, _ = cluster_of(job)
+    section = msgspec.structs.replace(job.cluster, world_size=cluster.world_size)
+    text = exported(msgspec.structs.replace(job, cluster=section), options.to)
     if options.out is None:
         print(text, end="")
         return EXIT_OK

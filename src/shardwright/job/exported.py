@@ -35,7 +35,10 @@ def exported(job: Job, engine: str) -> str:
     found, layout = _engine(engine), layout_of(job)
     if reasons := tuple(found.cannot(layout)):
         raise UnsupportedError(" ".join(reasons))
-    return found.written(layout)
+    settings = layout.memory.allocator
+    # A comment of a shell, of TOML, of YAML and of Python.
+    head = f"# Set PYTORCH_ALLOC_CONF={settings} for it.\n" if settings else ""
+    return head + found.written(layout)
 
 
 def _engine(name: str) -> Engine:

@@ -7,6 +7,7 @@ a step. It needs torch alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 from shardwright.core.errors import expected
@@ -20,35 +21,30 @@ OPTIMIZERS = {
     "sgd_momentum": "SGD(parameters, lr={lr}, momentum=0.9{how})",
 }
 HOW = {"fused": ", fused=True", "foreach": ", foreach=True", "for_loop": ", foreach=False"}
+LINE = 100  # characters
 DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
 # A llama's own that parallelize_module has no style for, or that would need one more sum.
 UNCUT = ("qk_norm", "tied_embeddings", "moe_layers", "kv_lora_rank", "post_norms", "logit_cap")
 
-IMPORTS = """\
-import torch
-from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
+IMPORTS = (
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper"),
+    ("torch.distributed.device_mesh", "init_device_mesh"),
+    (
+        "torch.distributed.fsdp",
+        "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy fully_shard",
+    ),
+    ("torch.distributed.tensor", "Replicate Shard"),
+    (
+        "torch.distributed.tensor.parallel",
+        "ColwiseParallel PrepareModuleInput RowwiseParallel SequenceParallel loss_parallel "
+        "parallelize_module",
+    ),
+    ("torch.nn.functional", "cross_entropy"),
+    ("torch.utils.checkpoint", "CheckpointPolicy create_selective_checkpoint_contexts"),
 )
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
-from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-"""
 
 MESH = '''
+
 def mesh_of(device="cuda"):
     """Ranks of a tensor are neighbours, then those that share a copy."""
     return init_device_mesh(device, {sizes}, mesh_dim_names={names})
@@ -58,7 +54,7 @@ def parallelize(model, mesh):
     """The model, divided, checkpointed and sharded in place, before it has an optimizer."""
 '''
 
-TENSOR = """
+TENSOR = """\
     part = {part}
     inner = {{
         **dict.fromkeys(("attention.wq", "attention.wk", "attention.wv"), ColwiseParallel()),
@@ -97,9 +93,9 @@ CUT = """\
 """
 
 CHECKPOINTS = """\
-    for place, (name, block) in enumerate(list(model.layers.items()), start=1):
-        if place % {every} == 0:
-            model.layers[name] = checkpoint_wrapper(block{context}, preserve_rng_state=False)
+    for name, block in list(model.layers.items()){picked}:
+        again = checkpoint_wrapper(block, preserve_rng_state=False{context})
+        model.layers[name] = again
 """
 
 SHARDS = '''\
@@ -121,8 +117,8 @@ def optimizer_of(model):
 
 def loss(logits, targets):
     return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
 {compiled}
+
 def step(model, optimizer, batches):
     """One update by {microbatches} x {samples} samples of {sequence} tokens a data rank."""
     for tokens, targets in batches:
@@ -132,7 +128,6 @@ def step(model, optimizer, batches):
 '''
 
 SELECTIVE = '''
-
 KEPT = {{{kept}}}  # results that are not computed again
 PRODUCTS = {{{products}}}  # of these every second one
 
@@ -149,7 +144,6 @@ def selective():
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(keep)
-
 '''
 
 
@@ -175,23 +169,34 @@ def _written(layout: Layout) -> str:
     axes = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
     every = {**axes, "tensor": degrees.tensor} if degrees.tensor > 1 else axes
     cut = _tensor(layout) if degrees.tensor > 1 else ""
-    policy = _checkpoints(layout.said["memory.checkpointing"])
-    body = [MESH.format(sizes=tuple(every.values()), names=_quoted(tuple(every))), cut, policy]
+    body = [_selective(layout), MESH.format(sizes=tuple(every.values()), names=_quoted((*every,)))]
+    body += [cut, _checkpoints(layout.said["memory.checkpointing"])]
     if memory.compile:
         body.append("    for block in model.layers.values():\n        block.compile()\n")
-    return "".join(
-        [_head(layout), IMPORTS, _selective(layout), *body, _shards(layout, tuple(axes))]
-    )
+    text = "".join([*body, _shards(layout, tuple(axes))])
+    return _head(layout) + _imports(text) + text
+
+
+def _imports(text: str) -> str:
+    """Of what a text names."""
+    lines = ["import torch"] + (["from torch import nn"] if re.search(r"\bnn\.", text) else [])
+    for module, names in IMPORTS:
+        found = [name for name in names.split() if re.search(rf"\b{name}\b", text)]
+        line = f"from {module} import {', '.join(found)}"
+        if len(line) > LINE:
+            line = f"from {module} import (\n" + "".join(f"    {n},\n" for n in found) + ")"
+        lines += [line] if found else []
+    return "\n".join(lines) + "\n"
 
 
 def _head(layout: Layout) -> str:
     return f'''\
 """FSDP2 as a job says it, for {layout.degrees.world_size} ranks.
 
-    mesh = mesh_of()
-    model = parallelize(model, mesh)  # a llama with Meta's names, its parameters in fp32
-    optimizer = optimizer_of(model)
-    step(model, optimizer, batches)
+mesh = mesh_of()
+model = parallelize(model, mesh)  # a llama with Meta's names, its parameters in fp32
+optimizer = optimizer_of(model)
+step(model, optimizer, batches)
 """
 
 '''
@@ -212,9 +217,9 @@ def _checkpoints(policy: str) -> str:
     kind, _, rest = policy.partition(":")
     if kind == "none":
         return ""
-    every = rest if kind == "layers" else "1"
+    picked = f"[{int(rest) - 1}::{rest}]" if kind == "layers" else ""
     context = ", context_fn=selective" if kind in ("selective", "save") else ""
-    return CHECKPOINTS.format(every=every, context=context)
+    return CHECKPOINTS.format(picked=picked, context=context)
 
 
 def _selective(layout: Layout) -> str:
@@ -258,7 +263,7 @@ def _shards(layout: Layout, axes: tuple[str, ...]) -> str:
         optimizer=OPTIMIZERS[layout.job.train.optimizer].format(
             lr=layout.job.train.learning_rate, how=HOW[layout.said["memory.implementation"]]
         ),
-        compiled="\nloss = torch.compile(loss)\n\n" if memory.compile is True else "",
+        compiled="\n\nloss = torch.compile(loss)\n" if memory.compile is True else "",
         microbatches=degrees.microbatches,
         samples=layout.samples,
         sequence=layout.job.batch.sequence,
