@@ -14,15 +14,19 @@ from typing import Any
 
 import pytest
 from layouts import jobs, read_back
+from msgspec.structs import replace
 
+from shardwright.core.document import encode_toml
 from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.job import megatron
 from shardwright.job.engines import accelerate
 from shardwright.job.engines.layout import layout_of
+from shardwright.job.engines.own import document_of
 from shardwright.job.exported import ENGINES, cannot, exported
-from shardwright.job.job import Job, parse_job
+from shardwright.job.job import Job, parse_job, read_job
 from shardwright.job.torchtitan import CONFIGS, job_of_flags
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 COUNT = 100  # of each engine
 READ = [name for name in ENGINES if name != "fsdp2"]
 # What the engines' own parsers take, read from their source by the versions that stand in it.
@@ -189,6 +193,14 @@ def test_what_an_engine_cannot_do_is_one_line(
     with pytest.raises(UnsupportedError) as caught:
         exported(found, engine)
     assert all(reason in str(caught.value) for reason in reasons)
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_job_is_written_as_a_document_that_reads_as_equal(example: Path) -> None:
+    whole = read_job(example)
+    # Tables of a file stand in the document itself.
+    whole = replace(whole, model=replace(whole.model, tables=""))
+    assert parse_job(tomllib.loads(encode_toml(document_of(whole)))) == whole
 
 
 def test_a_key_without_a_row_is_refused_by_every_other_engine() -> None:

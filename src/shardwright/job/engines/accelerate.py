@@ -14,7 +14,7 @@ from msgspec import UNSET
 
 from shardwright.core.errors import InputError, expected
 from shardwright.job.engines.layout import ANY, Engine, Layout, layout_of
-from shardwright.job.engines.own import given
+from shardwright.job.engines.own import document_of, given
 from shardwright.job.imported import Imported, Keys
 from shardwright.job.job import Job, memory_of
 
@@ -136,7 +136,7 @@ def job_of(text: str, job: Job, world_size: int | None) -> Imported:
         raise keys.refused("fsdp_config", "fsdp_version", "2", "1, its default")
     if keys.number("parallelism_config", "parallelism_config_sp_size", default=1) > 1:
         raise keys.refused("parallelism_config", "parallelism_config_sp_size", "1")
-    document = given(job)
+    document = document_of(job)
     ranks = world_size or keys.number(ALL, "num_processes", default=job.cluster.world_size or 1)
     document["parallel"] = _degrees(keys, ranks, "parallelism_config" in sections)
     document["parallel"]["microbatches"] = layout_of(job).degrees.microbatches

@@ -11,7 +11,7 @@ from msgspec import NODEFAULT, UNSET
 from shardwright.core.document import encode_toml
 from shardwright.core.errors import expected
 from shardwright.job.engines.layout import ANY, Engine, Layout
-from shardwright.job.job import HIDDEN
+from shardwright.job.job import HIDDEN, Job
 from shardwright.job.model_of_job import unplanned
 
 # What a job has by the time that it is read, beside the keys that it is from.
@@ -24,11 +24,19 @@ def _more(layout: Layout) -> Iterator[str]:
 
 
 def _written(layout: Layout) -> str:
-    return encode_toml(given(layout.job))
+    return encode_toml(document_of(layout.job))
+
+
+def document_of(job: Job) -> dict[str, Any]:
+    """A job as a document that reads back as equal, without what it has anyway."""
+    found: dict[str, Any] = given(job)
+    if not job.tables:
+        del found["tables"]
+    return found
 
 
 def given(value: Any) -> Any:
-    """A value without what it would be anyway."""
+    """A section, or a value of one, without what it would be anyway."""
     if isinstance(value, tuple):
         return [given(each) for each in value]
     if not isinstance(value, msgspec.Struct):
