@@ -248,6 +248,8 @@ def test_a_script_of_main_is_read_by_its_variables() -> None:
     found = job_of_flags(script, 8)
     assert found.document["model"]["layers"] == 32
     assert found.harmless == ("metrics", "debug")
+    assert found.unread == ("CUDA graphs, for training.disable_cuda_graphs is not set",)
+    assert job_of_flags(f"{script} --training.disable_cuda_graphs", 8).unread == ()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
+
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.job.imported import Document, Imported, Keys
 from shardwright.job.megatron import arguments
@@ -235,9 +237,14 @@ def job_of_flags(text: str, world_size: int | None) -> Imported:
     if parallel["tensor"] > 1:
         parallel["sequence"] = whole
     document["memory"]["loss"] = "chunked"
-    # Graphs take memory of their own, and nothing here knows how much; most runs have none.
-    keys.value("training", "disable_cuda_graphs", False)
-    return keys.imported(document)
+    # Both take memory of their own, and nothing here knows how much.
+    more = []
+    if not keys.value("training", "disable_cuda_graphs", False):
+        more.append("CUDA graphs, for training.disable_cuda_graphs is not set")
+    if keys.value("compile", "enable_async_tensor_parallel", False):
+        more.append("compile.enable_async_tensor_parallel")
+    found = keys.imported(document)
+    return msgspec.structs.replace(found, unread=(*found.unread, *more))
 
 
 def _sections(text: str) -> dict[str, Any]:
