@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -51,6 +52,12 @@ def plain(model: nn.Module) -> dict[str, DTensor]:
         assert isinstance(parameter, DTensor), name
         found[name.replace("_checkpoint_wrapped_module.", "")] = parameter
     return found
+
+
+def units_of(model: nn.Module) -> list[tuple[nn.Module, ...]]:
+    """Modules that FSDP2 gathers together."""
+    states = {id(state): state for state in map(_get_module_fsdp_state, model.modules()) if state}
+    return [state._modules for state in states.values()]
 
 
 def share(rows: int, ranks: int, place: int) -> int:
@@ -95,9 +102,14 @@ def test_a_snippet_places_parameters_as_its_job_says(
     }
     found = plain(model)
     assert {name: tuple(part.to_local().shape) for name, part in found.items()} == wanted
-    units = {name for name, part in model.named_modules() if isinstance(part, FSDPModule)}
-    blocks = {f"layers.{layer}" for layer in range(shape.layers)}
-    assert {name.replace("._checkpoint_wrapped_module", "") for name in units} >= blocks | {""}
+    clean = {part: name for name, part in model.named_modules() if isinstance(part, FSDPModule)}
+    groups = {
+        tuple(name.replace("._checkpoint_wrapped_module", "") for name in each)
+        for each in ([clean[part] for part in unit] for unit in units_of(model))
+    }
+    ends = set() if shape.tied_embeddings else {("tok_embeddings",), ("norm", "output")}
+    blocks = {(f"layers.{layer}",) for layer in range(shape.layers)}
+    assert groups == blocks | ends | {("",)}
 
     optimizer = snippet["optimizer_of"](model)
     tokens = torch.zeros(layout.samples, LENGTH, dtype=torch.int64)

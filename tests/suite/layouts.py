@@ -34,7 +34,7 @@ OF_ENGINE: dict[str, dict[str, list[Any]]] = {
         "checkpointing": ["none", "full"],
         "param_dtype": ["bf16", "fp16", "fp32"],
         "reduce_dtype": ["bf16", "fp16", "fp32"],
-        "reshard_after_forward": [True, False, "default"],
+        "reshard_after_forward": [False, "default"],
         "compile": [False],
         "offload": ["none", "all"],
     },

@@ -109,7 +109,8 @@ ACCELERATE = Engine(
         "memory.offload": ("none", "all"),
         "memory.param_dtype": ("bf16", "fp16", "fp32", UNSET),
         "memory.reduce_dtype": ("bf16", "fp16", "fp32", UNSET),
-        "memory.reshard_after_forward": (ANY,),
+        # Its root has the head, and keeps it until backward, as our default does.
+        "memory.reshard_after_forward": ("default", False),
         # The script's own:
         "memory.implementation": (ANY,),
         "memory.loss": ("gathered", "chunked"),
@@ -168,7 +169,7 @@ def _memory(keys: Keys, job: Job) -> dict[str, Any]:
     reshards = keys.value("fsdp_config", "fsdp_reshard_after_forward", True)
     if not isinstance(reshards, bool):
         raise keys.refused("fsdp_config", "fsdp_reshard_after_forward", "true or false")
-    found["reshard_after_forward"] = reshards
+    found["reshard_after_forward"] = "default" if reshards else False
     keys.config[ALL].setdefault("mixed_precision", "no")
     if keys.config[ALL]["mixed_precision"] is False:
         keys.config[ALL]["mixed_precision"] = "no"

@@ -3,7 +3,7 @@ a step. It needs torch alone.
 """
 
 # The snippet is of llamas whose modules have Meta's names (models/llama, and the older models of
-# TorchTitan): units are the blocks, what is behind them, and the root, as an estimate has them.
+# TorchTitan): units are the embedding, the blocks and what is behind them, as an estimate has them.
 
 from __future__ import annotations
 
@@ -104,10 +104,9 @@ SHARDS = '''\
         "mp_policy": MixedPrecisionPolicy({dtypes}),
         "offload_policy": {offload},
     }}
-    for block in model.layers.values():
+    for block in {units}:
         fully_shard(block, reshard_after_forward={reshards}, **policy)
-    fully_shard({head}, reshard_after_forward=False, **policy)
-    return fully_shard(model, reshard_after_forward=False, **policy)
+{head}    return fully_shard(model, **policy)
 
 
 def optimizer_of(model):
@@ -126,6 +125,10 @@ def step(model, optimizer, batches):
     optimizer.step()
     optimizer.zero_grad()
 '''
+
+HEAD = """\
+    fully_shard([model.norm, model.output], reshard_after_forward={last}, **policy)
+"""
 
 SELECTIVE = '''
 KEPT = {{{kept}}}  # results that are not computed again
@@ -250,16 +253,17 @@ def _shards(layout: Layout, axes: tuple[str, ...]) -> str:
     dtypes = ", ".join(
         f"{key}={DTYPES[layout.said[f'memory.{key}']]}" for key in ("param_dtype", "reduce_dtype")
     )
-    apart = memory.loss == "parallel"
+    apart, tied = memory.loss == "parallel", layout.shape.tied_embeddings
     line = f"(loss(model(tokens), targets) / {degrees.microbatches}).backward()"
     backward = f"        with loss_parallel():\n            {line}" if apart else f"        {line}"
     return SHARDS.format(
         axes=_quoted(axes if len(axes) > 1 else axes[0]),
         dtypes=dtypes,
         offload="CPUOffloadPolicy()" if memory.offload == "all" else "OffloadPolicy()",
-        reshards=layout.said["memory.reshard_after_forward"],
-        # A head that is the embedding stays with it, in the root.
-        head="model.norm" if layout.shape.tied_embeddings else "[model.norm, model.output]",
+        reshards=memory.reshard_after_forward is not False,
+        # A head that is the embedding shares the root with it.
+        units="model.layers.values()" if tied else "(model.tok_embeddings, *model.layers.values())",
+        head="" if tied else HEAD.format(last=memory.reshard_after_forward is True),
         optimizer=OPTIMIZERS[layout.job.train.optimizer].format(
             lr=layout.job.train.learning_rate, how=HOW[layout.said["memory.implementation"]]
         ),

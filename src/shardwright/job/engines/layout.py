@@ -101,16 +101,13 @@ def _said(degrees: Degrees, memory: MemorySection, job: Job | None) -> dict[str,
     found |= {f"memory.{key}": value for key, value in msgspec.structs.asdict(memory).items()}
     for key in ASSUMED:
         del found[key]
-    settings, reshards = memory.fsdp2_settings, memory.reshard_after_forward
-    if memory.runtime in WHOLE:  # of which nothing is gathered
-        reshards = True
-    elif reshards == "default":
-        reshards = degrees.pipeline == 1
+    settings = memory.fsdp2_settings
+    if memory.runtime in WHOLE:  # which gather nothing
+        found["memory.reshard_after_forward"] = "default"
     found |= {
         "memory.checkpointing": memory.policy.replace("selective_op", "selective"),
         "memory.float8": float8_scaling(memory) or False,
         "memory.implementation": memory.implementation or "foreach",
-        "memory.reshard_after_forward": reshards,
         "memory.fp32_logits": bool(memory.fp32_logits),
         "memory.fsdp2.buffers": settings.reduce_scatter_max_input_buffers,
         "memory.fsdp2.group": settings.separate_reduce_scatter_group,
