@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from shardwright.core.document import encode_toml, parse_toml, read_bytes, write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
 from shardwright.job import megatron, torchtitan
-from shardwright.job.job import parse_job
+from shardwright.job.engines import accelerate
+from shardwright.job.imported import Imported
+from shardwright.job.job import parse_job, read_job
 from shardwright.job.model import KINDS
 
 # Kinds with a template, tables alone first: what they ask for is least
@@ -20,7 +25,11 @@ TEMPLATES = sorted(
 )
 FUNCTIONS = ("build", "batches")  # of a Python file that the job names
 MODULE = "my_model"  # a job beside a Python file, for which its kind would be a poor name
-SOURCES = {"torchtitan": "TorchTitan", "megatron": "Megatron-LM"}
+SOURCES = {"torchtitan": "TorchTitan", "megatron": "Megatron-LM", "accelerate": "Accelerate"}
+ARGUMENTS: dict[str, Callable[[str, int | None], Imported]] = {
+    "torchtitan": torchtitan.job_of_flags,
+    "megatron": megatron.job_of,
+}
 ESTIMATES, ALONE = ("memory", "fit"), ("plan",)
 ALL = ("memory", "plan", "train")
 
@@ -33,9 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="source",
         nargs=2,
-        metavar=("torchtitan|megatron", "FILE"),
-        help="instead of a kind: a TorchTitan configuration, or Megatron-LM's arguments (a script, "
-        "or in quotes), as a job for memory and fit",
+        metavar=("|".join(SOURCES), "FILE"),
+        help="instead of a kind: TorchTitan's TOML, its main branch's flags or Megatron-LM's "
+        "arguments (a script, or in quotes), or Accelerate's YAML, as a job for memory and fit",
+    )
+    parser.add_argument(
+        "--job", metavar="JOB.toml", help="whose model and batch Accelerate's YAML divides"
     )
     parser.add_argument("-n", "--ranks", type=int, metavar="N", help="ranks that it is for")
     parser.add_argument(
@@ -50,10 +62,10 @@ def execute(options: argparse.Namespace) -> int:
     own = traits is not None and traits.is_function
     job = options.out or Path(f"{MODULE if own else kind}.toml")
     if (options.kind is None) is (options.source is None):
-        wanted = f"a kind ({', '.join(TEMPLATES)}), or --from torchtitan FILE or megatron FILE"
+        wanted = f"a kind ({', '.join(TEMPLATES)}), or --from {'|'.join(SOURCES)} FILE"
         raise InputError(expected("init", wanted, "both" if options.kind else "neither"))
     if options.kind is None:
-        files = {job: _converted(job, *options.source, options.ranks)}
+        files = {job: _converted(job, *options.source, options)}
     else:
         files = {job: _template(f"{kind}.toml", job)}
     if job.suffix not in ("", ".toml"):
@@ -117,23 +129,31 @@ def _lacking(module: Path) -> str:
     return "no Python that can be read"
 
 
-def _converted(job: Path, source: str, path: str, ranks: int | None) -> str:
+def _converted(job: Path, source: str, path: str, options: argparse.Namespace) -> str:
     if source not in SOURCES:
         raise InputError(expected("--from", " or ".join(SOURCES), f"'{source}'"))
-    typed = source == "megatron" and path.lstrip().startswith("--")  # arguments, not their file
+    if (options.job is None) is (source == "accelerate"):
+        wanted = "a job beside --from accelerate, and none beside others"
+        found = "none" if options.job is None else "one"
+        raise InputError(expected("--job", wanted, found, "Accelerate's YAML names no model."))
+    typed = path.lstrip().startswith("--")  # arguments, not their file
     name, where = ("Arguments", "") if typed else (Path(path).name, f"{path}: ")
     raw = path.encode() if typed else read_bytes(path, f"{SOURCES[source]} configuration")
-    what = f"a configuration of {SOURCES[source]}"
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
+        what = f"a configuration of {SOURCES[source]}"
         raise InputError(expected(path, what, f"'{error}'")) from None
-    config = parse_toml(text, path, what) if source == "torchtitan" else {}
+    # One that cannot be read is told with its own name, and not with that of the other.
+    beside = read_job(options.job) if options.job else None
+    config = _toml_of(source, text, path)
     try:
-        if source == "torchtitan":
-            found = torchtitan.job_of(config, ranks)
+        if beside is not None:
+            found = accelerate.job_of(text, beside, options.ranks)
+        elif config is not None:
+            found = torchtitan.job_of(config, options.ranks)
         else:
-            found = megatron.job_of(text, ranks)
+            found = ARGUMENTS[source](text, options.ranks)
         parse_job(found.document)
     except ShardwrightError as error:
         raise type(error)(f"{where}{error}") from None
@@ -145,3 +165,11 @@ def _converted(job: Path, source: str, path: str, ranks: int | None) -> str:
         "# What a GPU has is said by cluster.preset (h100-8 and others) or cluster.hbm_cap.",
     ]
     return "\n".join(lines) + "\n\n" + encode_toml(found.document)
+
+
+def _toml_of(source: str, text: str, path: str) -> dict[str, Any] | None:
+    """TOML of TorchTitan's releases; None where it is the flags of its main branch, which name a
+    configuration, or another program's."""
+    if source != "torchtitan" or re.search(r"--(config|module)\b|\bCONFIG=", text):
+        return None
+    return parse_toml(text, path, "a configuration of TorchTitan")

@@ -37,6 +37,7 @@ COMMANDS = {
     "memory": "what every rank of a job takes, before it runs: by category, module and tensor",
     "fit": "the largest batch and sequence of a job that fit, and the fewest ranks",
     "advise": "the fastest layout of a model on a cluster that fits, for an engine that runs it",
+    "export": "a job's layout for TorchTitan, Megatron-LM, FSDP2 or Accelerate",
     "train": "run a job or a plan under torchrun on this machine",
     "compare": "predicted against measured, of a finished run",
     "report": "one HTML file about a plan or a run",

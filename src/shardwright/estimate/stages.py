@@ -30,11 +30,11 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from shardwright.core.document import decode_json
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.recording import OF_UNITS, Piece, Recording
 from shardwright.core.work import OperatorShapes
 from shardwright.heap.rank_step import ONE_PASS
-from shardwright.job.parallel import Degrees
+from shardwright.job.parallel import Degrees, dealt
 from shardwright.job.pipelining import PassRun, order_in_runs, representative, stage_of
 from shardwright.trace.module import TracedModule, storage_bytes
 from shardwright.trace.recorder import Recorder
@@ -42,9 +42,6 @@ from shardwright.trace.structure import Container, containers
 from shardwright.tracker.private import own_children
 from shardwright.tracker.tensors import map_tensors, tensors_in
 
-# What the embedding and the head weigh, in layers, where layers are dealt out: TorchTitan's default
-# (torchtitan/distributed/pipeline_parallel.py, input_weight and output_weight).
-ENDS_WEIGH = 1
 HEAD = "head"  # the unit of what is behind the layers
 KEPT = ("", HEAD)  # units that are not freed after their forward
 WHERE = "parallel.pipeline"
@@ -82,23 +79,7 @@ class PipelineRank:
 
 def stages(layers: int, count: int) -> list[ModelStage]:
     """Deal ``layers`` out to ``count`` stages, the first and last with less for what is beside."""
-    if count == 1:
-        return [ModelStage((0, layers), True, True)]
-    # Embedding and head count as layers when they are dealt out and are taken off again: so the
-    # first and last stage get fewer layers, as TorchTitan does it.
-    weight = layers + 2 * ENDS_WEIGH
-    if weight < count or layers < count - 2 * ENDS_WEIGH:
-        raise InputError(
-            expected(
-                "[parallel] pipeline",
-                f"at most {layers + 2 * ENDS_WEIGH} stages for {layers} layers",
-                str(count),
-            )
-        )
-    each, over = divmod(weight, count)
-    sizes = [each + (index < over) for index in range(count)]
-    sizes[0] -= ENDS_WEIGH
-    sizes[-1] -= ENDS_WEIGH
+    sizes = dealt(layers, count)
     found, begin = [], 0
     for index, size in enumerate(sizes):
         found.append(ModelStage((begin, begin + size), index == 0, index == count - 1))

@@ -14,6 +14,7 @@ from typing import Any
 
 from shardwright.core.errors import InputError, expected
 from shardwright.job.imported import Document, Imported, Keys
+from shardwright.job.parallel import dealt
 
 ALL = ""  # arguments have no sections
 HARMLESS = re.compile(
@@ -24,7 +25,7 @@ HARMLESS = re.compile(
     r"(distributed|nproc|nnodes|node-rank|master|rdzv|tee|nccl|num-dataset|check-for-nan)\b.*|"
     r"(norm|rotary|loss-scale|initial-loss|hysteresis|finetune|override|use-checkpoint)\b.*|"
     r"(moe-router-(load|dtype|score|pre|enable)|moe-(aux|z-loss|token-dispatcher)|max-position).*|"
-    r"use-mcore-models|no-initialization|transformer-impl|vocab-file|merge-file|no-create.*|"
+    r"overlap-(grad|param)-.*|use-mcore-models|no-initialization|transformer-impl|vocab-file|merge-file|no-create.*|"
     r"attention-(softmax-in-fp32|backend)|use-flash-attn|moe-grouped-gemm|no-async.*"
     ")"
 )
@@ -48,10 +49,19 @@ REFUSED = {
     "encoder-num-layers": "an encoder",
     "decoder-first-pipeline-num-layers": "stages of unequal depth",
     "decoder-last-pipeline-num-layers": "stages of unequal depth",
-    "pipeline-model-parallel-layout": "stages of unequal depth",
     "spec": "a model of its own",
     "hybrid-override-pattern": "a hybrid model",
 }
+# What degrees, and layers of every stage in order (E the embedding, t a layer, L the head), are
+# called: engines/megatron.py writes by the same names.
+DEGREES = {
+    "tensor": "tensor-model-parallel-size",
+    "pipeline": "pipeline-model-parallel-size",
+    "context": "context-parallel-size",
+    "expert": "expert-model-parallel-size",
+}
+LAYOUT = "pipeline-model-parallel-layout"
+REPLICAS = "num-distributed-optimizer-instances"
 DTYPES = {"bf16": "bf16", "fp16": "fp16"}
 OPTIMIZERS = {"adam": "adamw", "sgd": "sgd_momentum"}
 
@@ -219,14 +229,8 @@ def _experts(keys: Keys, wide: int) -> dict[str, Any]:
 
 def _parallel(keys: Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
     """Degrees, and the ranks that they come to."""
-    names = {
-        "tensor": "tensor-model-parallel-size",
-        "pipeline": "pipeline-model-parallel-size",
-        "context": "context-parallel-size",
-        "expert": "expert-model-parallel-size",
-    }
     section: dict[str, Any] = {
-        ours: keys.number(ALL, theirs, default=1) for ours, theirs in names.items()
+        ours: keys.number(ALL, theirs, default=1) for ours, theirs in DEGREES.items()
     }
     tensor, pipeline = section["tensor"], section["pipeline"]
     cut = keys.number(ALL, "expert-tensor-parallel-size", default=tensor)
@@ -239,7 +243,12 @@ def _parallel(keys: Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
     ranks = world_size or math.lcm(others, pipeline * section["expert"])
     if ranks % others:
         raise InputError(expected("-n", f"a multiple of {others} ranks", f"{ranks}"))
-    section["data_shard"] = ranks // others
+    # Only a distributed optimizer is shared, and so has ranks that share and ranks that do not.
+    copies = keys.number(ALL, REPLICAS, default=1)
+    if (ranks // others) % copies:
+        wanted = f"a divisor of the {ranks // others} data ranks"
+        raise InputError(expected(f"--{REPLICAS}", wanted, str(copies)))
+    section |= {"data_replicate": copies, "data_shard": ranks // others // copies}
     if tensor > 1:
         section["sequence"] = bool(keys.value(ALL, "sequence-parallel", False))
     chunks = _chunks(keys, pipeline)
@@ -253,6 +262,8 @@ def _parallel(keys: Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
 
 def _chunks(keys: Keys, pipeline: int) -> int:
     """Stages of a rank."""
+    if keys.value(ALL, LAYOUT, None) is not None:
+        return _laid_out(keys, pipeline)
     if keys.value(ALL, "num-virtual-stages-per-pipeline-rank", None) is not None:
         return keys.number(ALL, "num-virtual-stages-per-pipeline-rank", default=1)
     if keys.value(ALL, "num-layers-per-virtual-pipeline-stage", None) is None:
@@ -261,11 +272,29 @@ def _chunks(keys: Keys, pipeline: int) -> int:
     return max(1, _needed(keys, "num-layers") // pipeline // each)
 
 
+def layout_of(layers: int, count: int) -> str:
+    """``count`` stages as the layout of their layers, as an estimate deals them out."""
+    inner = "|".join(f"t*{size}" if size else "" for size in dealt(layers, count))
+    return f"E{inner}L"
+
+
+def _laid_out(keys: Keys, pipeline: int) -> int:
+    """Stages of a rank of a layout; refused unless its stages are as deep as an estimate's."""
+    plain = str(keys.value(ALL, LAYOUT, "")).replace(",", "")
+    for one in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        plain = re.sub(one, lambda found: found[1] * int(found[2]), plain)
+    layers, count = _needed(keys, "num-layers"), plain.count("|") + 1
+    stages = plain.removeprefix("E").removesuffix("L").split("|")
+    if count % pipeline or stages != ["t" * size for size in dealt(layers, count)]:
+        raise keys.refused(ALL, LAYOUT, f"'{layout_of(layers, pipeline)}', as stages are estimated")
+    return count // pipeline
+
+
 def _batch(keys: Keys, document: Document) -> None:
     """Samples of a rank, and the microbatches that they are run in."""
     micro, data = (
         keys.number(ALL, "micro-batch-size", default=1),
-        document["parallel"]["data_shard"],
+        document["parallel"]["data_replicate"] * document["parallel"]["data_shard"],
     )
     in_all = keys.number(ALL, "global-batch-size", default=micro * data)
     if in_all % (micro * data):

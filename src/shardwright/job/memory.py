@@ -28,6 +28,23 @@ Float8 = Literal["tensorwise", "rowwise"]
 # What is kept of a block for its backward. "layers:N" computes every Nth block again as a whole,
 # "save:aten.mm,..." all but the results of these operators.
 CHECKPOINTING = ("none", "full", "selective", "selective_op", "core_attention")
+# What "selective" keeps of a block: every second product, and what is costly. _scaled_mm: a product
+# in fp8, which TorchTitan's policy sees as mm of torchao's tensors
+PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::linear", "aten::_scaled_mm"))
+# pytorch/torchtitan, op list of its selective checkpointing (2024-2026) without flex attention,
+# which is no operator of aten; the CPU's attention stands beside CUDA's
+COSTLY = frozenset(
+    (
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "_c10d_functional::reduce_scatter_tensor",
+        "_c10d_functional::all_to_all_single",
+        "aten::max",
+    )
+)
 _PARAMETRIC = re.compile(r"layers:[1-9][0-9]{0,3}|save:[\w.:, ]+")
 
 

@@ -29,6 +29,9 @@ from shardwright.job.pipelining import chunk_count
 
 DEFAULT_CAPACITY = 1.25
 DEFAULT_SKEW = 0.3
+# What the embedding and the head weigh, in layers, where layers are dealt out: TorchTitan's default
+# (torchtitan/distributed/pipeline_parallel.py, input_weight and output_weight).
+ENDS_WEIGH = 1
 
 Rest = Annotated[int, msgspec.Meta(ge=-1, le=MAX_WORLD)]
 Quantile = Literal["p50", "p99"]
@@ -257,6 +260,28 @@ def check_divides(
                 str(sequence),
             )
         )
+
+
+def dealt(layers: int, count: int) -> list[int]:
+    """Layers of each of ``count`` stages, the first and last with less for what is beside."""
+    if count == 1:
+        return [layers]
+    # Embedding and head count as layers when they are dealt out and are taken off again: so the
+    # first and last stage get fewer layers, as TorchTitan does it.
+    weight = layers + 2 * ENDS_WEIGH
+    if weight < count or layers < count - 2 * ENDS_WEIGH:
+        raise InputError(
+            expected(
+                "[parallel] pipeline",
+                f"at most {layers + 2 * ENDS_WEIGH} stages for {layers} layers",
+                str(count),
+            )
+        )
+    each, over = divmod(weight, count)
+    sizes = [each + (index < over) for index in range(count)]
+    sizes[0] -= ENDS_WEIGH
+    sizes[-1] -= ENDS_WEIGH
+    return sizes
 
 
 def capacity_of(section: ParallelSection) -> float | None:

@@ -1,17 +1,25 @@
-"""A TorchTitan configuration (its TOML files) as a job whose memory is estimated.
+"""A TorchTitan configuration as a job whose memory is estimated: the TOML files of its releases, or
+the flags of its main branch, which has no files any more.
 
 A key that changes memory is followed or refused by name. Sections that do not are left out, and so
-are single keys of the others; which, is said.
+are single keys of the others; which, is said. What a key is called stands in tables that the export
+(``engines/torchtitan.py``) reads the other way.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from shardwright.core.errors import InputError, expected
+import msgspec
+
+from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.job.imported import Document, Imported, Keys
+from shardwright.job.megatron import arguments
+from shardwright.job.parallel import ENDS_WEIGH
 from shardwright.job.pipelining import named
 
 
@@ -96,10 +104,93 @@ FLAVORS: dict[str, dict[str, dict[str, Any]]] = {
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam"}
+RESHARDS: dict[str, bool | str] = {"default": "default", "always": True, "never": False}
+DEGREES = {
+    "data_replicate": "data_parallel_replicate_degree",
+    "data_shard": "data_parallel_shard_degree",
+    "tensor": "tensor_parallel_degree",
+    "pipeline": "pipeline_parallel_degree",
+    "context": "context_parallel_degree",
+    "expert": "expert_parallel_degree",
+}
+"""Degrees of ``[parallel]`` and what ``[parallelism]`` calls them."""
+
 HARMLESS = re.compile(
-    "job|profiling|metrics|lr_scheduler|checkpoint|comm|validation|debug|fault_tolerance|experimental"
+    "job|profiling|metrics|lr_scheduler|checkpoint|comm|validation|debug|fault_tolerance|experimental|"
+    # of the main branch, and what starts it
+    "profiler|validator|dataloader|tokenizer|hf_assets_path|dump_folder|"
+    "nproc.*|nnodes|node_rank|rdzv.*|role|tee|local_ranks_filter|master.*"
 )
 """Sections that change no memory of a step."""
+
+
+class Configuration(NamedTuple):
+    """A function of the main branch's ``config_registry`` files, as far as memory knows of it: its
+    ``tokens`` are those of a microbatch on a data rank."""
+
+    module: str
+    flavor: str
+    tokens: int
+    sequence: int
+    checkpointing: str
+    more: Mapping[str, dict[str, Any]] = MappingProxyType({})
+
+    @property
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """What it sets, in the sections that flags are of."""
+        training = {"num_tokens_per_microbatch_per_dp_rank": self.tokens}
+        policy = {"mode": self.checkpointing, "selective_ac_option": "op"}
+        return {
+            "training": training | {"max_context_length": self.sequence},
+            "activation_checkpoint": policy,
+            **self.more,
+        }
+
+
+_COMPILED_LOSS = {"compile": {"enable": True, "components": ["loss"]}}
+_INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
+CONFIGS = {
+    "llama3_8b": Configuration("llama3", "8B", 8192, 8192, "selective"),
+    "llama3_70b": Configuration(
+        "llama3", "70B", 65_536, 8192, "full", {"parallelism": {"tensor_parallel_degree": 8}}
+    ),
+    "llama3_405b": Configuration(
+        "llama3",
+        "405B",
+        16_384,
+        8192,
+        "full",
+        {
+            "parallelism": {"tensor_parallel_degree": 8},
+            "compile": {"enable": True, "enable_async_tensor_parallel": True},
+            "model": {"converters": ["float8"]},
+            "float8": {"recipe_name": "rowwise"},
+        },
+    ),
+    "qwen3_0_6b": Configuration("qwen3", "0.6B", 16_384, 4096, "selective"),
+    "qwen3_1_7b": Configuration("qwen3", "1.7B", 16_384, 4096, "selective"),
+    "qwen3_14b": Configuration("qwen3", "14B", 16_384, 4096, "full"),
+    "qwen3_32b": Configuration("qwen3", "32B", 8192, 4096, "full"),
+    "qwen3_30b_a3b": Configuration("qwen3", "30B-A3B", 8192, 4096, "full"),
+    "deepseek_v3_16b": Configuration(
+        "deepseek_v3",
+        "16B",
+        16_384,
+        4096,
+        "selective",
+        {"parallelism": _INTERLEAVED | {"expert_parallel_degree": 8}, **_COMPILED_LOSS},
+    ),
+    "deepseek_v3_671b": Configuration(
+        "deepseek_v3",
+        "671B",
+        16_384,
+        4096,
+        "selective",
+        {"parallelism": _INTERLEAVED | {"expert_parallel_degree": 2}, **_COMPILED_LOSS},
+    ),
+}
+"""Those of pytorch/torchtitan b5bcd76 (2026-08-21) whose models are published ones; all compute a
+loss by chunks of tokens."""
 
 
 def job_of(config: Mapping[str, Any], world_size: int | None) -> Imported:
@@ -108,21 +199,98 @@ def job_of(config: Mapping[str, Any], world_size: int | None) -> Imported:
     InputError: a value that is none; UnsupportedError: one that no estimate follows.
     """
     keys = Keys(config, HARMLESS)
+    document = _document(keys, world_size)
+    batch, parallel = document["batch"], document["parallel"]
+    batch["size"] = keys.number("training", "local_batch_size", "batch_size", default=8)
+    batch["sequence"] = keys.number("training", "seq_len", default=2048)
+    times = _backwards(keys, parallel, "global_batch_size", batch["size"])
+    size = keys.number("parallelism", "pipeline_parallel_microbatch_size", default=1)
+    if times > 1:
+        parallel["microbatches"] = times
+        # Ours is what a rank sees in a step; TorchTitan's is what it sees in one backward.
+        batch["size"] *= times
+    if parallel["pipeline"] > 1:
+        parallel["microbatches"] = max(1, batch["size"] // size)
+    return keys.imported(document)
+
+
+def job_of_flags(text: str, world_size: int | None) -> Imported:
+    """The job of the flags of the main branch in ``text``, a shell script or the words alone.
+
+    InputError: a value that is none; UnsupportedError: one that no estimate follows.
+    """
+    keys = Keys(_sections(text), HARMLESS)
+    document = _document(keys, world_size)
+    batch, parallel = document["batch"], document["parallel"]
+    tokens = keys.number("training", "num_tokens_per_microbatch_per_dp_rank", default=16_384)
+    batch["sequence"] = keys.number("training", "max_context_length", default=2048)
+    if tokens % batch["sequence"]:
+        where = "training.num_tokens_per_microbatch_per_dp_rank"
+        wanted = f"a multiple of training.max_context_length {batch['sequence']}"
+        raise InputError(expected(where, wanted, str(tokens)))
+    parts = keys.number("parallelism", "num_pp_microbatches", default=1)
+    parts = parts if parallel["pipeline"] > 1 else 1
+    times = _backwards(keys, parallel, "num_tokens_per_train_step", tokens * parts)
+    parallel["microbatches"] = parts * times
+    batch["size"] = tokens // batch["sequence"] * parallel["microbatches"]
+    whole = keys.value("parallelism", "enable_sequence_parallel", True)
+    if parallel["tensor"] > 1:
+        parallel["sequence"] = whole
+    document["memory"]["loss"] = "chunked"
+    # Both take memory of their own, and nothing here knows how much.
+    more = []
+    if not keys.value("training", "disable_cuda_graphs", False):
+        more.append("CUDA graphs, for training.disable_cuda_graphs is not set")
+    if keys.value("compile", "enable_async_tensor_parallel", False):
+        more.append("compile.enable_async_tensor_parallel")
+    found = keys.imported(document)
+    return msgspec.structs.replace(found, unread=(*found.unread, *more))
+
+
+def _sections(text: str) -> dict[str, Any]:
+    """Flags as sections, over what the configuration that they name sets."""
+    # A policy is a word of its own, perhaps behind a flag that has no value.
+    policies = re.findall(r"activation[-_]checkpoint:([\w-]+)", text)
+    flags = arguments(re.sub(r"activation[-_]checkpoint:[\w-]+", "", text))
+    named = re.search(r"\bCONFIG=(?:\$\{\w+:-)?[\"']?(\w+)", text)
+    name = str(flags.pop("config", named[1] if named else "none"))
+    if name not in CONFIGS:
+        wanted = f"one of {', '.join(CONFIGS)}"
+        raise UnsupportedError(expected("--config", wanted, name))
+    found = CONFIGS[name]
+    if flags.pop("module", found.module) != found.module:
+        raise InputError(expected("--module", f"{found.module} of --config {name}", "another"))
+    sections: dict[str, Any] = {key: dict(value) for key, value in found.sections.items()}
+    sections.setdefault("model", {}).update(name=found.module, flavor=found.flavor)
+    if policies:
+        sections["activation_checkpoint"]["mode"] = policies[-1]
+    for flag, value in flags.items():
+        section, dot, key = flag.replace("-", "_").rpartition(".")
+        off = key.startswith("no_")
+        given = {"True": True, "False": False}.get(value, value)
+        if key == "components":
+            given = str(value).split(",")
+        target = sections.setdefault(section, {}) if dot else sections
+        target[key.removeprefix("no_")] = not given if off else given
+    return sections
+
+
+def _document(keys: Keys, world_size: int | None) -> Document:
+    """What both forms say by the same keys."""
     parallel, ranks = _parallel(keys, world_size)
+    model = _model(keys)
     document = {
-        "model": _model(keys),
+        "model": model,
         "cluster": {"compute_device": "cuda", "world_size": ranks},
-        "batch": {"size": keys.number("training", "local_batch_size", "batch_size", default=8)},
-        "parallel": parallel,
+        "batch": {},
+        "parallel": parallel | _stages(keys, parallel["pipeline"], model["layers"]),
         "memory": _memory(keys, parallel["tensor"] > 1),
         "train": {"optimizer": keys.one_of("optimizer", "name", OPTIMIZERS, "AdamW")},
     }
-    document["batch"]["sequence"] = keys.number("training", "seq_len", default=2048)
-    _microbatches(keys, document, ranks)
     if keys.value("optimizer", "early_step_in_backward", False):
         raise keys.refused("optimizer", "early_step_in_backward", "false")
     _refuse_other_degrees(keys)
-    return keys.imported(document)
+    return document
 
 
 def _refuse_other_degrees(keys: Keys) -> None:
@@ -144,16 +312,11 @@ def _model(keys: Keys) -> dict[str, Any]:
 def _parallel(keys: Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
     """Degrees, and the ranks that they come to."""
     section = {
-        ours: keys.number("parallelism", f"{theirs}_degree", default=1)
-        for ours, theirs in {
-            "data_replicate": "data_parallel_replicate",
-            "tensor": "tensor_parallel",
-            "pipeline": "pipeline_parallel",
-            "context": "context_parallel",
-            "expert": "expert_parallel",
-        }.items()
+        ours: keys.number("parallelism", theirs, default=1)
+        for ours, theirs in DEGREES.items()
+        if ours != "data_shard"
     }
-    shard = keys.number("parallelism", "data_parallel_shard_degree", default=-1, least=-1)
+    shard = keys.number("parallelism", DEGREES["data_shard"], default=-1, least=-1)
     others = section["data_replicate"] * section["tensor"] * section["pipeline"]
     # Expert ranks are left out of the product: they are ranks of the others, regrouped.
     others *= section["context"]
@@ -174,25 +337,41 @@ def _parallel(keys: Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
     return section | {"data_shard": ranks // others}, ranks
 
 
-def _microbatches(keys: Keys, document: Document, ranks: int) -> None:
-    """Parts of a rank's batch: those of a pipeline, or backwards until a step."""
-    batch, parallel = document["batch"], document["parallel"]
-    in_all = keys.number("training", "global_batch_size", default=-1, least=-1)
+def _backwards(keys: Keys, parallel: Mapping[str, int], name: str, once: int) -> int:
+    """Backwards until a step, of ``once`` samples or tokens each on a data rank, where the key of
+    ``[training]`` says how many there are of all ranks."""
+    in_all = keys.number("training", name, default=-1, least=-1)
     data = parallel["data_replicate"] * parallel["data_shard"]
-    if in_all > 0 and in_all != batch["size"] * data:
-        if in_all % (batch["size"] * data):
-            wanted = f"a multiple of {batch['size']} x {data} data ranks"
-            raise InputError(expected("training.global_batch_size", wanted, f"{in_all}"))
-        if parallel["pipeline"] > 1:
-            raise keys.refused("training", "global_batch_size", "one batch to a step in a pipeline")
-        parallel["microbatches"] = in_all // (batch["size"] * data)
-        # Ours is what a rank sees in a step; TorchTitan's is what it sees in one backward.
-        batch["size"] *= parallel["microbatches"]
-    size = keys.number("parallelism", "pipeline_parallel_microbatch_size", default=1)
-    schedule = keys.value("parallelism", "pipeline_parallel_schedule", "1F1B")
+    if in_all < 0 or in_all == once * data:
+        return 1
+    if in_all % (once * data):
+        wanted = f"a multiple of {once} x {data} data ranks"
+        raise InputError(expected(f"training.{name}", wanted, f"{in_all}"))
     if parallel["pipeline"] > 1:
-        parallel["schedule"] = named(str(schedule)).name
-        parallel["microbatches"] = max(1, batch["size"] // size)
+        raise keys.refused("training", name, "one batch to a step in a pipeline")
+    return in_all // (once * data)
+
+
+def _stages(keys: Keys, pipeline: int, layers: int) -> dict[str, Any]:
+    """The order of a pipeline, and the stages of a rank where they are not its usual ones."""
+    schedule = keys.value("parallelism", "pipeline_parallel_schedule", "1F1B")
+    each = keys.value("parallelism", "pipeline_parallel_layers_per_stage", None)
+    for end in ("first", "last"):
+        key = f"pipeline_parallel_{end}_stage_less_layers"
+        if keys.value("parallelism", key, ENDS_WEIGH) != ENDS_WEIGH:
+            raise keys.refused("parallelism", key, str(ENDS_WEIGH))
+    if pipeline == 1:
+        return {}
+    found = named(str(schedule))
+    if each is None:
+        return {"schedule": found.name}
+    each = keys.number("parallelism", "pipeline_parallel_layers_per_stage", default=1)
+    count = math.ceil((layers + 2 * ENDS_WEIGH) / each)
+    if count % pipeline:
+        key = "parallelism.pipeline_parallel_layers_per_stage"
+        wanted = f"layers of which {pipeline} ranks have equally many stages"
+        raise InputError(expected(key, wanted, f"{each}, which makes {count} stages"))
+    return {"schedule": found.name, "chunks": count // pipeline}
 
 
 def _memory(keys: Keys, cuts_words: bool) -> dict[str, Any]:
@@ -200,8 +379,7 @@ def _memory(keys: Keys, cuts_words: bool) -> dict[str, Any]:
         raise keys.refused("training", "dtype", "float32")
     disabled = keys.value("parallelism", "disable_loss_parallel", False)
     reshard = keys.value("parallelism", "fsdp_reshard_after_forward", "default")
-    resharded = {"default": "default", "always": True, "never": False}
-    if reshard not in resharded:
+    if reshard not in RESHARDS:
         raise keys.refused("parallelism", "fsdp_reshard_after_forward", "default, always or never")
     offloads = keys.value("training", "enable_cpu_offload", False)
     return {
@@ -210,7 +388,7 @@ def _memory(keys: Keys, cuts_words: bool) -> dict[str, Any]:
         "checkpointing": _checkpointing(keys),
         "param_dtype": keys.one_of("training", "mixed_precision_param", DTYPES, "bfloat16"),
         "reduce_dtype": keys.one_of("training", "mixed_precision_reduce", DTYPES, "float32"),
-        "reshard_after_forward": resharded[reshard],
+        "reshard_after_forward": RESHARDS[reshard],
         "implementation": str(keys.value("optimizer", "implementation", "fused")).replace("-", "_"),
         "compile": _compiled(keys),
         "float8": _float8(keys),

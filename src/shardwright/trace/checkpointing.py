@@ -30,27 +30,12 @@ from torch.utils.checkpoint import (
 )
 
 from shardwright.core.errors import InputError, expected
+from shardwright.job.memory import COSTLY, PRODUCTS
 from shardwright.trace.lowering.operators import aten_name
 from shardwright.tracker.private import operator_name
 
 Kind = Literal["none", "full", "operators", "core_attention"]
 
-# _scaled_mm: a product in fp8, which TorchTitan's policy sees as mm of torchao's tensors
-PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::linear", "aten::_scaled_mm"))
-# pytorch/torchtitan, op list of its selective checkpointing (2024-2026) without flex attention,
-# which is no operator of aten; the CPU's attention stands beside CUDA's
-COSTLY = frozenset(
-    (
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_fused_attention_overrideable",
-        "_c10d_functional::reduce_scatter_tensor",
-        "_c10d_functional::all_to_all_single",
-        "aten::max",
-    )
-)
 CORE_MODULES = ("core_attention", "inner_attention", "sdpa")  # Megatron, TorchTitan
 NAMES = "none, full, selective, selective_op, core_attention, layers:N or save:OPERATOR,..."
 

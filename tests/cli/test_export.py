@@ -1,0 +1,85 @@
+"""``shardwright export``: a job in the words of an engine, and what ``init`` reads back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.job.exported import ENGINES
+from shardwright.job.job import read_job
+
+JOB = """\
+[model]
+kind = "llama"
+layers = 32
+dim = 4096
+heads = 32
+kv_heads = 8
+ffn_dim = 14336
+vocab = 128256
+
+[cluster]
+compute_device = "cuda"
+world_size = 8
+
+[batch]
+size = 2
+sequence = 8192
+
+[memory]
+runtime = "fsdp2"
+checkpointing = "full"
+implementation = "fused"
+loss = "chunked"
+reduce_dtype = "bf16"
+"""
+FP32 = ("--set", "memory.reduce_dtype=fp32")
+
+
+@pytest.fixture(autouse=True)
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "job.toml").write_text(JOB)
+    return tmp_path / "job.toml"
+
+
+def test_a_layout_is_printed(call: Any) -> None:
+    printed = call("export", "job.toml", "--to", "torchtitan", *FP32)
+    assert printed.code == 0
+    assert "--config llama3_8b \\\n" in printed.out
+    assert "\n  --parallelism.data_parallel_shard_degree 8 \\\n" in printed.out
+    assert printed.out.endswith("activation-checkpoint:full\n")
+
+
+def test_ranks_are_those_of_a_machine_in_a_word(call: Any) -> None:
+    printed = call("export", "job.toml", "--to", "torchtitan", *FP32, "--on", "2x8xH100")
+    assert "\n  --parallelism.data_parallel_shard_degree 16 \\\n" in printed.out
+
+
+def test_a_layout_is_written_where_no_file_is(call: Any, tmp_path: Path) -> None:
+    words = ("export", "job.toml", "--to", "torchtitan", *FP32, "-o", "run.sh")
+    assert call(*words).out == "wrote run.sh\n"
+    call(*words).refuses(2, "run.sh", "no file yet")
+    written = call("init", "--from", "torchtitan", "run.sh", "-n", 8, "-o", "back.toml")
+    assert written.code == 0
+    back = read_job(tmp_path / "back.toml")
+    assert (back.batch.size, back.cluster.world_size) == (2, 8)
+
+
+def test_yaml_of_accelerate_is_read_beside_a_job(call: Any, tmp_path: Path) -> None:
+    assert call("export", "job.toml", "--to", "accelerate", "-o", "fsdp.yaml").code == 0
+    call("init", "--from", "accelerate", "fsdp.yaml").refuses(2, "--job", "a job beside")
+    call("init", "--from", "megatron", "--num-layers 2", "--job", "job.toml").refuses(
+        2, "--job", "one"
+    )
+    words = ("init", "--from", "accelerate", "fsdp.yaml", "--job", "job.toml", "-o", "back.toml")
+    assert call(*words).code == 0
+    back = read_job(tmp_path / "back.toml")
+    assert back.model == read_job(tmp_path / "job.toml").model
+
+
+def test_what_an_engine_cannot_do_is_refused_in_one_line(call: Any) -> None:
+    refused = call("export", "job.toml", "--to", "megatron")
+    refused.refuses(2, "memory.runtime: expected megatron", "memory.loss: expected parallel")
+    call("export", "job.toml", "--to", "nemo").refuses(2, "nemo", *ENGINES)

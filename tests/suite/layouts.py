@@ -1,0 +1,130 @@
+"""Random layouts of published models, to be sent to an engine and back."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+from shardwright.core.errors import InputError
+from shardwright.job import megatron, torchtitan
+from shardwright.job.engines import accelerate
+from shardwright.job.exported import cannot
+from shardwright.job.job import Job, parse_job
+from shardwright.job.torchtitan import FLAVORS
+
+FAMILIES = [(family, flavor) for family, flavors in FLAVORS.items() for flavor in flavors]
+OF_ENGINE: dict[str, dict[str, list[Any]]] = {
+    "torchtitan": {"loss": ["chunked"], "float8": [False, False, False, "rowwise"]},
+    "torchtitan-toml": {"loss": ["gathered", "parallel"], "float8": [False, "tensorwise"]},
+    "megatron": {
+        "runtime": ["megatron"],
+        "loss": ["parallel"],
+        "zero": [1, 1, 3],
+        "checkpointing": ["none", "full", "core_attention"],
+        "param_dtype": ["bf16", "bf16", "fp16", "fp32"],
+        "reduce_dtype": ["fp32", "fp32", "bf16", "fp16"],
+        "implementation": ["fused"],
+        "compile": [False],
+        "offload": ["none"],
+    },
+    "accelerate": {
+        "loss": ["gathered"],
+        "checkpointing": ["none", "full"],
+        "param_dtype": ["bf16", "fp16", "fp32"],
+        "reduce_dtype": ["bf16", "fp16", "fp32"],
+        "reshard_after_forward": [False, "default"],
+        "compile": [False],
+        "offload": ["none", "all"],
+    },
+    "shardwright": {
+        "runtime": ["shardwright"],
+        "zero": [1, 2, 3],
+        "reduce_dtype": ["fp32", "bf16"],
+        "implementation": [None],
+        "reshard_after_forward": ["default"],
+        "compile": [False],
+    },
+}
+OF_ENGINE["fsdp2"] = OF_ENGINE["torchtitan-toml"] | {
+    "checkpointing": ["none", "full", "selective", "layers:2", "save:aten.mm"],
+    "float8": [False],
+}
+USUAL: dict[str, list[Any]] = {
+    "runtime": ["fsdp2"],
+    "checkpointing": ["none", "full", "selective", "selective_op"],
+    "param_dtype": ["bf16", "bf16", "fp32"],
+    "reduce_dtype": ["fp32"],
+    "implementation": ["fused", "foreach", "for_loop", None],
+    "reshard_after_forward": ["default", True, False],
+    "compile": [False, True, "blocks"],
+    "offload": ["none", "none", "all"],
+}
+
+
+def jobs(engine: str, count: int) -> Iterator[Job]:
+    """So many jobs that an engine runs."""
+    draw = Random(engine)
+    while count:
+        try:
+            job = parse_job(_document(draw, engine))
+        except InputError:  # degrees that do not divide the model or one another
+            continue
+        if not cannot(job, engine):
+            count -= 1
+            yield job
+
+
+def _document(draw: Random, engine: str) -> dict[str, Any]:
+    family, flavor = draw.choice(FAMILIES)
+    sizes = FLAVORS[family][flavor]
+    plain, divided = (
+        engine == "shardwright",
+        engine in ("torchtitan", "torchtitan-toml", "megatron"),
+    )
+    degrees = {
+        "data_replicate": draw.choice([1, 1, 2, 4]),
+        "data_shard": draw.choice([1, 2, 4, 8]),
+        "tensor": 1 if plain else draw.choice([1, 1, 2, 4, 8]),
+        "pipeline": draw.choice([1, 1, 2, 4, 8]) if divided else 1,
+        "context": draw.choice([1, 1, 2, 4]) if divided or engine == "accelerate" else 1,
+        "expert": draw.choice([1, 2, 8]) if divided and "experts" in sizes else 1,
+    }
+    parallel: dict[str, Any] = dict(degrees)
+    if degrees["tensor"] > 1:
+        parallel["sequence"] = draw.choice([True, True, False]) if engine != "accelerate" else False
+    if degrees["pipeline"] > 1:
+        orders = ["1f1b", "interleaved_1f1b"]
+        if engine != "megatron":
+            orders += ["gpipe", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
+        parallel["schedule"] = draw.choice(orders)
+        if parallel["schedule"] in ("interleaved_1f1b", "looped_bfs"):
+            parallel["chunks"] = draw.choice([2, 3, 4])
+    if degrees["expert"] > 1 and engine == "megatron":
+        parallel["routing"] = draw.choice(["even", "capacity"])
+    parts = 1 if plain else draw.choice([1, 2, 4, 8, 16])
+    parallel["microbatches"] = None if plain else parts
+    choices = USUAL | OF_ENGINE[engine]
+    memory = {name: draw.choice(values) for name, values in choices.items()}
+    return {
+        "model": {"kind": "llama"} | sizes,
+        "cluster": {"compute_device": "cuda"},
+        "batch": {"size": parts * draw.choice([1, 2, 3]), "sequence": draw.choice([2048, 8192])},
+        "parallel": {key: value for key, value in parallel.items() if value is not None},
+        "memory": {key: value for key, value in memory.items() if value is not None},
+    }
+
+
+def read_back(engine: str, text: str, job: Job) -> Job:
+    """What our importer makes of it; of Accelerate's beside the ``job``."""
+    if engine == "torchtitan":
+        return parse_job(torchtitan.job_of_flags(text, None).document)
+    if engine == "torchtitan-toml":
+        return parse_job(torchtitan.job_of(tomllib.loads(text), None).document)
+    if engine == "megatron":
+        ranks = job.cluster.world_size
+        return parse_job(megatron.job_of(text, ranks).document)
+    if engine == "accelerate":
+        return parse_job(accelerate.job_of(text, job, None).document)
+    return parse_job(tomllib.loads(text))
