@@ -79,12 +79,13 @@ class Advice(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``space`` has the values of every axis, ``layouts`` is how many of their combinations there are;
     all were priced. ``bounded`` were refused by a bound of their memory, ``exact`` had theirs
-    worked out. ``proven``: every layout that is faster than the answer was refused. Samples of all
-    ranks are the ``global_batch``.
+    worked out, ``unable`` is the engine of some. ``proven``: every layout that is faster than the
+    answer was refused. Samples of all ranks are the ``global_batch``.
     """
 
     model: str
     engine: str
+    runtime: str
     world_size: int
     device: str
     capacity: int
@@ -97,6 +98,7 @@ class Advice(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     faster: tuple[Advised, ...]
     bounded: int
     exact: int
+    unable: int
     proven: bool
     nearest: Advised | UnsetType = UNSET
     fewest_ranks: int | UnsetType = UNSET

@@ -50,9 +50,10 @@ def advice_report(
 
 def _headline(advice: Advice) -> str:
     samples = f"{advice.global_batch:,} x {advice.sequence:,} tokens a step"
+    engine = advice.engine or advice.runtime
     return (
         f"Layouts of {printable(advice.model)} on {advice.world_size:,} x "
-        f"{printable(advice.device)} for {advice.engine}, {advice.dtype}: {samples}"
+        f"{printable(advice.device)} for {engine}, {advice.dtype}: {samples}"
     )
 
 

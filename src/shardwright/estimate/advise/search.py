@@ -27,11 +27,12 @@ from shardwright.core.errors import (
 from shardwright.core.footprint import Footprint, StepTime, Verdict, verdict_of
 from shardwright.cost.presets import HARDWARE
 from shardwright.estimate.advise.pricing import Pricing
-from shardwright.estimate.advise.space import Space, engine_of, global_batch
+from shardwright.estimate.advise.space import Space, global_batch
 from shardwright.estimate.footprint import footprint
 from shardwright.estimate.unplanned import estimated
 from shardwright.heap.classes import outside
-from shardwright.job.job import A_JOB, Job
+from shardwright.job.exported import cannot
+from shardwright.job.job import A_JOB, Job, memory_of
 from shardwright.job.model_of_job import is_planned
 from shardwright.planner.profiles import cluster_of
 from shardwright.planner.variation import changed
@@ -112,11 +113,10 @@ class _Search:
         cluster, _ = cluster_of(job)
         self.world = job.cluster.world_size or cluster.world_size
         host = cluster.local_world_size or self.world
-        self.engine = engine_of(job, wanted.engine)
+        self.unable = 0
         batch = wanted.global_batch or global_batch(job, self.world)
-        self.space = Space(
-            job, self.engine, (self.world, min(host, self.world)), batch, wanted.fixed
-        )
+        ranks = self.world, min(host, self.world)
+        self.space = Space(job, wanted.engine, ranks, batch, wanted.fixed)
         self.pricing = Pricing(self.space)
         self.capacity = self.pricing.cluster.memory_per_rank
         self.scale = 1.0
@@ -146,7 +146,8 @@ class _Search:
         answer = rows[0] if rows else None
         return Advice(
             model=self.job.model.name,
-            engine=self.engine,
+            engine=self.wanted.engine,
+            runtime=memory_of(self.space.job).runtime,
             world_size=self.world,
             device=self.job.cluster.preset,
             capacity=self.capacity,
@@ -159,6 +160,7 @@ class _Search:
             faster=tuple(self._faster(answer)) if answer else (),
             bounded=len(self.refused),
             exact=self.exact,
+            unable=self.unable,
             proven=answer is not None,
             points=self._points(),
             assumptions=tuple(dict.fromkeys(self.assumptions)),
@@ -191,6 +193,11 @@ class _Search:
             if time.monotonic() - heard > 1:
                 heard = time.monotonic()
                 self.progress(f"{len(self.least):,} layouts priced")
+        if self.wanted.engine and self.least:
+            # Most of what an engine refuses is of the model, whatever the layout.
+            plain = min(self.least, key=lambda each: (each.pipeline, each.tensor, each.context))
+            if why := cannot(self.space.job_of(plain), self.wanted.engine):
+                raise UnsupportedError(" ".join(why))
         if not self.least:
             batch = f"{self.space.global_batch:,} samples on {self.world:,} ranks"
             raise InputError(expected("advise", "a layout that divides the batch", batch))
@@ -220,6 +227,9 @@ class _Search:
                 exact[place] = found = self.pricing.time(layout)
                 assert found.seconds > seconds * (1 - 1e-9), "a bound above what it bounds"
                 heapq.heappush(queue, (found.seconds, place, layout))
+                continue
+            if self.wanted.engine and cannot(self.space.job_of(layout), self.wanted.engine):
+                self.unable += 1
                 continue
             yield self._judged(layout, exact[place], self._estimated(layout))
 

@@ -7,17 +7,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
 from shardwright.core.advice import Layout
 from shardwright.core.errors import InputError, expected, nearest
 from shardwright.core.llama import LlamaShape
+from shardwright.job.engines.layout import Limits, is_allowed
+from shardwright.job.exported import ENGINES
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
-from shardwright.job.memory import Runtime, check_policy
+from shardwright.job.memory import check_policy
 from shardwright.job.parallel import Degrees, degrees
 from shardwright.job.pipelining import checked, named
 from shardwright.planner.variation import changed
@@ -25,50 +26,42 @@ from shardwright.planner.variation import changed
 LEAST_TOKENS = 2048  # of a sample on a context rank: with fewer, rings take longer than attention
 MOST_MICRO, MOST_CHUNKS = 8, 4
 
-# Engines by name: the runtime whose memory is theirs, what pipelines they run, stages of ZeRO (0
-# where they have but one way), and policies of checkpointing.
-FSDP2_POLICIES = ("none", "selective", "full", "layers:2", "layers:4")
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """What a program that runs layouts has."""
-
-    runtime: Runtime
-    schedules: tuple[str, ...]
-    zeros: tuple[int, ...] = (0,)
-    policies: tuple[str, ...] = FSDP2_POLICIES
-    axes: tuple[str, ...] = ("tensor", "pipeline", "context", "expert", "data_replicate")
-
-
-ENGINES = {
-    "torchtitan": Engine("fsdp2", ("1f1b", "interleaved_1f1b")),
-    "fsdp2": Engine("fsdp2", (), axes=("tensor", "data_replicate")),
-    "megatron": Engine(
-        "megatron", ("1f1b", "interleaved_1f1b"), (1,), ("none", "core_attention", "full"),
-        ("tensor", "pipeline", "context", "expert"),
-    ),
-    "shardwright": Engine("shardwright", (), (3, 2, 1), axes=("data_replicate",)),
-}  # fmt: skip
-OF_RUNTIME = {"fsdp2": "torchtitan", "megatron": "megatron", "shardwright": "shardwright"}
+# What a runtime has where no engine is named that runs it: ours runs data ranks alone, and torch's
+# is asked for what TorchTitan makes of it.
+POLICIES: dict[str, tuple[str, ...]] = {
+    "megatron": ("none", "core_attention", "full"),
+    "fsdp2": ("none", "selective", "full", "layers:2", "layers:4"),
+    "shardwright": ("none", "selective", "full"),
+    "ddp": ("none", "selective", "full"),
+}
+ZEROS: dict[str, tuple[int, ...]] = {"megatron": (1,), "shardwright": (3, 2, 1)}
+DATA_ALONE = ("shardwright", "ddp")
+SCHEDULES = ("1f1b", "interleaved_1f1b")
+DIVIDING = ("tensor", "pipeline", "context", "expert")
 AXES = (
     "tensor", "pipeline", "schedule", "chunks", "context", "expert", "data_replicate", "zero",
     "micro_batch", "checkpointing", "compile",
 )  # fmt: skip
 
 
-def engine_of(job: Job, name: str = "") -> str:
-    """The engine of a ``name``, or the one that a job's runtime is; InputError for another."""
-    if name:
-        if name not in ENGINES:
-            raise InputError(expected("--engine", nearest(name, ENGINES), f"'{name}'"))
-        return name
-    runtime = memory_of(job).runtime
-    if runtime not in OF_RUNTIME:
-        wanted = f"an engine whose layouts are looked for, one of {', '.join(ENGINES)}"
-        raise InputError(expected("--engine", wanted, f"none for memory.runtime = '{runtime}'"))
-    # A job that says nothing of its runtime is planned for ours, which has data ranks alone.
-    return "torchtitan" if job.memory is msgspec.UNSET else OF_RUNTIME[runtime]
+def for_engine(job: Job, engine: str) -> Job:
+    """The job as an ``engine`` runs it: keys of its memory that must have another value there have
+    the first one that it takes. UnsupportedError for a model that it does not run."""
+    if not engine:
+        return job
+    if engine not in ENGINES:
+        raise InputError(expected("--engine", f"one of {nearest(engine, ENGINES)}", f"'{engine}'"))
+    limits, section = ENGINES[engine].limits, msgspec.structs.asdict(memory_of(job))
+    for key, allowed in limits.items():
+        where, _, name = key.partition(".")
+        if where == "memory" and name in section and not takes(limits, key, section[name]):
+            job = changed(job, {key: allowed[0]})
+    return job
+
+
+def takes(limits: Limits, key: str, value: object) -> bool:
+    """Whether an engine takes a value of a key."""
+    return any(is_allowed(value, each) for each in limits.get(key, ()))
 
 
 class Space:
@@ -79,9 +72,9 @@ class Space:
     def __init__(
         self, job: Job, engine: str, ranks: tuple[int, int], batch: int, fixed: Mapping[str, str]
     ) -> None:
-        self.engine = ENGINES[engine]
+        self.engine = engine
         self.world, host = ranks
-        self.job = changed(job, {"memory.runtime": self.engine.runtime})
+        self.job = for_engine(job, engine)
         self.global_batch = batch
         self.shape = job.model.shape if isinstance(job.model.shape, LlamaShape) else None
         self.axes: dict[str, Sequence[Any]] = self._axes(host)
@@ -89,32 +82,44 @@ class Space:
             self.axes[axis] = (self._fixed(axis, text),)
 
     def _axes(self, host: int) -> dict[str, Sequence[Any]]:
-        given, has = parallel_of(self.job), self.engine.axes
-        policies: Sequence[str] = self.engine.policies
+        runtime = memory_of(self.job).runtime
         found: dict[str, Sequence[Any]] = {
-            "zero": self.engine.zeros,
+            "zero": ZEROS.get(runtime, (0,)),
             "micro_batch": [n for n in _powers(MOST_MICRO) if self.global_batch % n == 0],
-            "checkpointing": policies,
+            "checkpointing": POLICIES[runtime],
             "compile": (bool(memory_of(self.job).compile),),
+            "data_replicate": (1,) if runtime == "megatron" else _divisors(self.world),
+            "schedule": SCHEDULES,
+            "chunks": _powers(MOST_CHUNKS),
         }
-        replicas = _divisors(self.world) if "data_replicate" in has else (1,)
         if self.shape is None:
             # What divides a user's module it says itself: those degrees stay as the job has them.
-            own = {name: (getattr(given, name),) for name in AXES[:2] + AXES[4:6]}
-            pipeline = {"schedule": (given.schedule,), "chunks": (given.chunks or 1,)}
-            return {**own, **pipeline, "data_replicate": replicas, **found}
-        shape, sequence = self.shape, self.job.batch.sequence
-        several = "interleaved_1f1b" in self.engine.schedules
-        every: dict[str, Sequence[Any]] = {
-            "tensor": [n for n in _divisors(host) if shape.heads % n == 0],
-            "pipeline": [n for n in _divisors(self.world) if n <= shape.layers],
-            "context": [n for n in _powers(sequence // LEAST_TOKENS) if self.world % n == 0],
-            "expert": [n for n in _divisors(shape.experts or 1) if self.world % n == 0],
-        }
-        found |= {name: values if name in has else (1,) for name, values in every.items()}
-        found["schedule"] = self.engine.schedules or ("",)
-        found["chunks"] = _powers(MOST_CHUNKS) if several else (1,)
-        return {name: found.get(name, replicas) for name in AXES}
+            given = parallel_of(self.job)
+            found |= {name: (getattr(given, name),) for name in DIVIDING}
+            found |= {"schedule": (given.schedule,), "chunks": (given.chunks or 1,)}
+        elif runtime in DATA_ALONE:
+            found |= dict.fromkeys((*DIVIDING, "chunks"), (1,)) | {"schedule": ("1f1b",)}
+        else:
+            shape, sequence = self.shape, self.job.batch.sequence
+            found |= {
+                "tensor": [n for n in _divisors(host) if shape.heads % n == 0],
+                "pipeline": [n for n in _divisors(self.world) if n <= shape.layers],
+                "context": [n for n in _powers(sequence // LEAST_TOKENS) if self.world % n == 0],
+                "expert": [n for n in _divisors(shape.experts or 1) if self.world % n == 0],
+            }
+        return {name: self._of_engine(name, found[name]) for name in AXES}
+
+    def _of_engine(self, axis: str, values: Sequence[Any]) -> Sequence[Any]:
+        """Those values of an axis that the engine takes, but for the first, which says nothing."""
+        if not self.engine:
+            return values
+        limits = ENGINES[self.engine].limits
+        where = "memory" if axis in ("checkpointing", "zero", "compile") else "parallel"
+        if axis in ("micro_batch", "zero", "compile") or where in limits:
+            return values
+        first = values[:1] if axis != "checkpointing" else ()
+        kept = [v for v in values if v in first or takes(limits, f"{where}.{axis}", v)]
+        return kept or values[:1]
 
     def _fixed(self, axis: str, text: str) -> Any:
         if axis not in AXES:
@@ -137,7 +142,7 @@ class Space:
 
     def layouts(self) -> Iterator[Layout]:
         """Every layout, in the order of the axes."""
-        a, moe = self.axes, bool(self.shape and self.shape.moe_layers)
+        a = self.axes
         for tensor, context, expert, pipeline in product(
             a["tensor"], a["context"], a["expert"], a["pipeline"]
         ):
@@ -145,7 +150,7 @@ class Space:
             if self.world % ranks:
                 continue
             data = self.world // ranks
-            if self.global_batch % data or (moe and data * context * tensor % expert):
+            if self.global_batch % data:
                 continue
             rest = product(a["schedule"], a["chunks"], a["data_replicate"], a["micro_batch"])
             for schedule, chunks, replicate, micro in rest:
@@ -240,4 +245,3 @@ def _powers(most: int) -> list[int]:
 
 
 assert set(Layout.__struct_fields__) == {*AXES, "data_shard"}
-assert {e.runtime for e in ENGINES.values()} <= set(get_args(Runtime))

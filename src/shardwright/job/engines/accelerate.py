@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, expected
-from shardwright.job.engines.layout import ANY, Engine, Layout, layout_of
+from shardwright.job.engines.layout import ANY, Engine, EngineLayout, layout_of
 from shardwright.job.engines.own import document_of, given
 from shardwright.job.imported import Imported, Keys
 from shardwright.job.job import Job, memory_of
@@ -42,7 +42,7 @@ HARMLESS = re.compile(
 )
 
 
-def _more(layout: Layout) -> Iterator[str]:
+def _more(layout: EngineLayout) -> Iterator[str]:
     degrees, memory = layout.degrees, layout.memory
     if memory.param_dtype != memory.reduce_dtype and memory.param_dtype is not UNSET:
         wanted = f"param_dtype {memory.param_dtype}, in which Accelerate sums too"
@@ -53,7 +53,7 @@ def _more(layout: Layout) -> Iterator[str]:
         yield expected("parallel.data_shard", "at least 2 beside data_replicate, else DDP", "1")
 
 
-def _written(layout: Layout) -> str:
+def _written(layout: EngineLayout) -> str:
     degrees, memory = layout.degrees, layout.memory
     precision = next(
         (name for name, ours in PRECISIONS.items() if ours == memory.param_dtype), "no"

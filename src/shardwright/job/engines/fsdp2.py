@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from shardwright.core.errors import expected
-from shardwright.job.engines.layout import ANY, Engine, Layout
+from shardwright.job.engines.layout import ANY, Engine, EngineLayout
 from shardwright.job.memory import COSTLY, PRODUCTS
 
 OPTIMIZERS = {
@@ -150,7 +150,7 @@ def selective():
 '''
 
 
-def _more(layout: Layout) -> Iterator[str]:
+def _more(layout: EngineLayout) -> Iterator[str]:
     degrees, shape = layout.degrees, layout.shape
     if layout.memory.loss == "parallel" and degrees.tensor == 1:
         yield expected("memory.loss", "'gathered' without parallel.tensor", "'parallel'")
@@ -166,7 +166,7 @@ def _more(layout: Layout) -> Iterator[str]:
             yield expected(f"model.{key}", wanted, str(getattr(shape, key)))
 
 
-def _written(layout: Layout) -> str:
+def _written(layout: EngineLayout) -> str:
     degrees, memory = layout.degrees, layout.memory
     axes = {"replicate": degrees.data_replicate, "shard": degrees.data_shard}
     axes = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
@@ -192,7 +192,7 @@ def _imports(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _head(layout: Layout) -> str:
+def _head(layout: EngineLayout) -> str:
     return f'''\
 """FSDP2 as a job says it, for {layout.degrees.world_size} ranks.
 
@@ -205,7 +205,7 @@ step(model, optimizer, batches)
 '''
 
 
-def _tensor(layout: Layout) -> str:
+def _tensor(layout: EngineLayout) -> str:
     apart = layout.memory.loss == "parallel"
     whole = TENSOR.format(
         part="Shard(1)" if layout.degrees.sequence else "Replicate()",
@@ -225,7 +225,7 @@ def _checkpoints(policy: str) -> str:
     return CHECKPOINTS.format(picked=picked, context=context)
 
 
-def _selective(layout: Layout) -> str:
+def _selective(layout: EngineLayout) -> str:
     kind, _, rest = layout.said["memory.checkpointing"].partition(":")
     if kind not in ("selective", "save"):
         return ""
@@ -248,7 +248,7 @@ def _quoted(value: object) -> str:
     return repr(value).replace("'", '"')
 
 
-def _shards(layout: Layout, axes: tuple[str, ...]) -> str:
+def _shards(layout: EngineLayout, axes: tuple[str, ...]) -> str:
     degrees, memory = layout.degrees, layout.memory
     dtypes = ", ".join(
         f"{key}={DTYPES[layout.said[f'memory.{key}']]}" for key in ("param_dtype", "reduce_dtype")

@@ -32,7 +32,7 @@ NO_WIDTH = ("dtype", "unread", "norm_eps", "rope_theta")
 _ALONE = Degrees(1, 1, 1, False, 1, 1, 1, "1f1b", 1, 1)
 
 
-class Layout(NamedTuple):
+class EngineLayout(NamedTuple):
     """``job`` as ``said``: every key that may differ between engines with its value; ``samples``
     are those of a microbatch on a data rank."""
 
@@ -61,22 +61,22 @@ class Engine(NamedTuple):
     title: str
     version: str
     limits: Limits
-    more: Callable[[Layout], Iterator[str]]
-    written: Callable[[Layout], str]
+    more: Callable[[EngineLayout], Iterator[str]]
+    written: Callable[[EngineLayout], str]
 
-    def cannot(self, layout: Layout) -> Iterator[str]:
+    def cannot(self, layout: EngineLayout) -> Iterator[str]:
         """Why it does not run a layout, a line for each reason."""
         usual = _usual()
         kind = layout.said["model.kind"]
         if not any(
-            _is(kind, each) for each in self.limits["model.kind"]
+            is_allowed(kind, each) for each in self.limits["model.kind"]
         ):  # of which nothing else can be asked
             yield self._refused("model.kind", self.limits["model.kind"], kind)
             return
         for key, value in layout.said.items():
             allowed = self.limits.get(key, self.limits.get(key.partition(".")[0], ()))
             allowed = allowed or (usual.get(key, _width(key)),)
-            if not any(_is(value, each) for each in allowed):
+            if not any(is_allowed(value, each) for each in allowed):
                 yield self._refused(key, allowed, value)
         yield from self.more(layout)
 
@@ -85,7 +85,7 @@ class Engine(NamedTuple):
         return expected(key, f"{wanted} for {self.title} ({self.version})", _word(value))
 
 
-def layout_of(job: Job) -> Layout:
+def layout_of(job: Job) -> EngineLayout:
     """The layout of a job; InputError where its ranks are not known or its degrees do not fit."""
     world = job.cluster.world_size or fixed_world(parallel_of(job))
     if world is None:
@@ -93,7 +93,7 @@ def layout_of(job: Job) -> Layout:
         raise InputError(expected("job: cluster.world_size", "a number of ranks", "none", remedy))
     degrees, memory = degrees_of(job, world), memory_of(job)
     said = _said(degrees, memory, job)
-    return Layout(job, degrees, memory, said, job.batch.size // degrees.microbatches)
+    return EngineLayout(job, degrees, memory, said, job.batch.size // degrees.microbatches)
 
 
 def _said(degrees: Degrees, memory: MemorySection, job: Job | None) -> dict[str, Any]:
@@ -138,7 +138,8 @@ def _width(key: str) -> Any:
     return found.get(key.partition(".")[2])
 
 
-def _is(value: Any, allowed: Any) -> bool:
+def is_allowed(value: Any, allowed: Any) -> bool:
+    """Whether a value is one that a limit allows."""
     if isinstance(value, str) and isinstance(allowed, str):
         return fnmatchcase(value, allowed)
     return allowed == ANY or (value == allowed and type(value) is type(allowed))

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwright.core.errors import expected
 from shardwright.core.llama import LlamaShape
-from shardwright.job.engines.layout import ANY, Engine, Layout, flag_lines, the_other_way
+from shardwright.job.engines.layout import ANY, Engine, EngineLayout, flag_lines, the_other_way
 from shardwright.job.megatron import DEGREES, LAYOUT, OPTIMIZERS, REPLICAS, layout_of
 
 USUAL_DIVISOR = 128  # of words, times tensor ranks; more are made up unless it is said
@@ -30,7 +30,7 @@ SWITCHES = {"qk_norm": "qk-layernorm", "attention_bias": "add-qkv-bias"}
 OTHERS = ("kv_heads", "head_dim", "v_head_dim", "vocab", "tied_embeddings", "moe_layers")
 
 
-def _more(layout: Layout) -> Iterator[str]:
+def _more(layout: EngineLayout) -> Iterator[str]:
     degrees, memory, shape = layout.degrees, layout.memory, layout.shape
     if shape.vocab % degrees.tensor:
         wanted = f"a multiple of parallel.tensor {degrees.tensor}, or Megatron-LM makes up words"
@@ -54,7 +54,7 @@ def _more(layout: Layout) -> Iterator[str]:
         yield expected("batch.sequence", wanted, str(layout.job.batch.sequence))
 
 
-def _written(layout: Layout) -> str:
+def _written(layout: EngineLayout) -> str:
     flags = (*_model(layout), *_parallel(layout), *_memory(layout))
     words = (
         f"--{name}" if value is True else f"--{name} {value}"
@@ -70,7 +70,7 @@ def _written(layout: Layout) -> str:
 Flags = Iterator[tuple[str, Any]]
 
 
-def _model(layout: Layout) -> Flags:
+def _model(layout: EngineLayout) -> Flags:
     shape = layout.shape
     for key, name in WIDTHS.items():
         if value := getattr(shape, key):
@@ -106,7 +106,7 @@ def _pattern(shape: LlamaShape) -> str:
     return "'" + "+".join(f"[{int(moe)}]*{len([*group])}" for moe, group in runs) + "'"
 
 
-def _parallel(layout: Layout) -> Flags:
+def _parallel(layout: EngineLayout) -> Flags:
     degrees = layout.degrees
     for key, name in DEGREES.items():
         yield name, getattr(degrees, key)
@@ -125,7 +125,7 @@ def _parallel(layout: Layout) -> Flags:
     yield "max-position-embeddings", layout.job.batch.sequence
 
 
-def _memory(layout: Layout) -> Flags:
+def _memory(layout: EngineLayout) -> Flags:
     memory = layout.memory
     if memory.param_dtype != "fp32":
         yield str(memory.param_dtype), True

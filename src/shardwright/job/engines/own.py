@@ -10,7 +10,7 @@ from msgspec import NODEFAULT, UNSET
 
 from shardwright.core.document import encode_toml
 from shardwright.core.errors import expected
-from shardwright.job.engines.layout import ANY, Engine, Layout
+from shardwright.job.engines.layout import ANY, Engine, EngineLayout
 from shardwright.job.job import HIDDEN, Job
 from shardwright.job.model_of_job import unplanned
 
@@ -18,12 +18,12 @@ from shardwright.job.model_of_job import unplanned
 UNWRITTEN = (*HIDDEN, "ModelSection.tables")
 
 
-def _more(layout: Layout) -> Iterator[str]:
+def _more(layout: EngineLayout) -> Iterator[str]:
     for key, planned, value in unplanned(layout.job):
         yield expected(key, f"{planned} for steps that are planned and run", value)
 
 
-def _written(layout: Layout) -> str:
+def _written(layout: EngineLayout) -> str:
     return encode_toml(document_of(layout.job))
 
 

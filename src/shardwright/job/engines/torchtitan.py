@@ -16,7 +16,7 @@ from shardwright.job.engines.layout import (
     ANY,
     NO_WIDTH,
     Engine,
-    Layout,
+    EngineLayout,
     flag_lines,
     the_other_way,
 )
@@ -68,11 +68,11 @@ def _plain(shape: Any) -> LlamaShape:
     return plain
 
 
-def _flavor(layout: Layout) -> tuple[str, str] | None:
+def _flavor(layout: EngineLayout) -> tuple[str, str] | None:
     return _flavors().get(_plain(layout.shape))
 
 
-def _config(layout: Layout) -> str | None:
+def _config(layout: EngineLayout) -> str | None:
     found = _flavor(layout)
     return next((name for name, c in CONFIGS.items() if (c.module, c.flavor) == found), None)
 
@@ -82,7 +82,7 @@ def _float8_of(name: str) -> str | bool:
     return found
 
 
-def _per_stage(layout: Layout) -> int | None:
+def _per_stage(layout: EngineLayout) -> int | None:
     """Layers that make so many stages, where they are not the schedule's usual ones; 0 where none
     do."""
     degrees = layout.degrees
@@ -93,7 +93,7 @@ def _per_stage(layout: Layout) -> int | None:
     return each if math.ceil(weight / each) == count else 0
 
 
-def _of_both(layout: Layout) -> Iterator[str]:
+def _of_both(layout: EngineLayout) -> Iterator[str]:
     degrees = layout.degrees
     if _flavor(layout) is None:
         known = ", ".join(f"{family} {' '.join(FLAVORS[family])}" for family in FLAVORS)
@@ -106,7 +106,7 @@ def _of_both(layout: Layout) -> Iterator[str]:
         yield expected("parallel.chunks", wanted, found)
 
 
-def _of_releases(layout: Layout) -> Iterator[str]:
+def _of_releases(layout: EngineLayout) -> Iterator[str]:
     yield from _of_both(layout)
     degrees, tensor = layout.degrees, layout.degrees.tensor
     if tensor > 1 and not degrees.sequence:
@@ -124,7 +124,7 @@ def _of_releases(layout: Layout) -> Iterator[str]:
         yield expected("batch.sequence", f"a multiple of {parts}", str(layout.job.batch.sequence))
 
 
-def _of_main(layout: Layout) -> Iterator[str]:
+def _of_main(layout: EngineLayout) -> Iterator[str]:
     yield from _of_both(layout)
     name, degrees = _config(layout), layout.degrees
     if name is None and _flavor(layout):
@@ -140,7 +140,7 @@ def _of_main(layout: Layout) -> Iterator[str]:
         yield expected("batch", f"a multiple of {parts} tokens to a microbatch", str(tokens))
 
 
-def _same(layout: Layout) -> dict[str, dict[str, Any]]:
+def _same(layout: EngineLayout) -> dict[str, dict[str, Any]]:
     """Sections that both forms have."""
     degrees, memory = layout.degrees, layout.memory
     parallelism = {theirs: getattr(degrees, ours) for ours, theirs in DEGREES.items()}
@@ -165,7 +165,7 @@ def _same(layout: Layout) -> dict[str, dict[str, Any]]:
     }
 
 
-def _toml(layout: Layout) -> str:
+def _toml(layout: EngineLayout) -> str:
     family, flavor = _flavor(layout) or ("", "")
     degrees, said = layout.degrees, layout.said
     sections = _same(layout)
@@ -196,7 +196,7 @@ def _toml(layout: Layout) -> str:
     return encode_toml(found)
 
 
-def _flags(layout: Layout) -> str:
+def _flags(layout: EngineLayout) -> str:
     name, degrees = _config(layout) or "", layout.degrees
     sections = _same(layout)
     tokens = layout.samples * layout.job.batch.sequence
