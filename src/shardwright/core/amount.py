@@ -194,6 +194,11 @@ def log(a: Any) -> Any:
     return _apply("log", math.log, a)
 
 
+def root(a: Any) -> Any:
+    """The square root of a number."""
+    return _apply("sqrt", math.sqrt, a)
+
+
 def plain(a: Any) -> Any:
     """The value alone, to choose by: what is chosen is no part of a derivation."""
     return a.value if isinstance(a, Amount) else a

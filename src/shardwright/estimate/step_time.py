@@ -17,13 +17,7 @@ from shardwright.core.footprint import StepTime
 from shardwright.core.optimizers import Optimizer
 from shardwright.core.recording import Moment
 from shardwright.core.tensor import TensorSpec, element_bytes
-from shardwright.cost.clock import (
-    link_rate,
-    network_rate,
-    piece_seconds,
-    ring_seconds,
-    sent_seconds,
-)
+from shardwright.cost.clock import piece_seconds, ring_seconds, sent_seconds
 from shardwright.cost.dense import product_rate
 from shardwright.heap.machine import Sharding
 from shardwright.heap.rank_step import Chunk, states
@@ -50,8 +44,8 @@ class PassSeconds:
 @dataclass(frozen=True)
 class Layout:
     """Where the ranks of each degree are, ``host`` of them on one, and the constants ``c`` of their
-    machine, of which those of the clock are from a ``source``. Ranks of a group lie ``beside``
-    apart from each other."""
+    machine as they are reached, of which those of the clock are from a ``source``. Ranks of a group
+    lie ``beside`` apart from each other."""
 
     degrees: Degrees
     host: int
@@ -124,7 +118,7 @@ def stage_of_chunk(chunk: Chunk, sharding: Sharding, layout: Layout, optimizer: 
         gathered += layout.ring(computed, *among) if states_shared else 0.0
         updated = shards * replicas if states_shared else shards
         update += sum(_touched(t, optimizer) for t in trained) / updated
-    update /= layout.c["memory_rate"] * layout.c["memory_efficiency"]
+    update /= layout.c["memory_rate"]
     # What is sharded comes and goes with every microbatch where the runtime reduces each; whole
     # parameters (below stage 3) are gathered once a step. The rest waits for the last backward,
     # which hides it, but for a distributed optimizer, which begins when all gradients are there.
@@ -204,8 +198,9 @@ def step_time(
 def _transfer(nbytes: int, layout: Layout) -> float:
     """Seconds until what a stage sends is at the next one, which is on another host unless all
     ranks of a stage and the next are on one."""
-    rate = link_rate if layout.degrees.world_size <= layout.host else network_rate
-    return float(nbytes / rate(layout.c) + layout.c["collective_latency"])
+    near = layout.degrees.world_size <= layout.host
+    rate = layout.c["all_gather_rate" if near else "inter_host_rate"]
+    return float(nbytes / rate + layout.c["collective_latency"])
 
 
 def _makespan(stages: Sequence[Sequence[Stage]], degrees: Degrees, transfer: float) -> float:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -70,7 +70,7 @@ class Problem:
         return self.context.batch
 
     @property
-    def values(self) -> dict[str, float]:
+    def values(self) -> Mapping[str, float]:
         """The machine's constants by name."""
         return self.context.values
 
