@@ -13,17 +13,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import UNSET, UnsetType
+
 from shardwright.core.footprint import StepTime
 from shardwright.core.optimizers import Optimizer
 from shardwright.core.recording import Moment
 from shardwright.core.tensor import TensorSpec, element_bytes
-from shardwright.cost.clock import piece_seconds, ring_seconds, sent_seconds
+from shardwright.cost.clock import WorkSeconds, has_clock, piece_seconds, ring_seconds, sent_seconds
 from shardwright.cost.dense import product_rate
 from shardwright.heap.machine import Sharding
 from shardwright.heap.rank_step import Chunk, states
-from shardwright.job.job import BatchSection
+from shardwright.job.job import BatchSection, degrees_of
 from shardwright.job.parallel import Degrees
 from shardwright.job.pipelining import order, stage_of
+from shardwright.planner.step_draft import StepDraft
 
 FORWARDS = 3  # a backward takes twice the FLOPs of a forward
 SHARDED = "sharded parameters"
@@ -65,8 +68,10 @@ class Layout:
             "context": (d.context, d.tensor),
             "expert": (d.expert, 1),
         }
+        known: dict[int, WorkSeconds] = {}  # of pieces, which blocks that repeat share
         for moment in moments:
-            spent = piece_seconds(moment.piece, self.c)
+            spent = known.get(id(moment.piece)) or piece_seconds(moment.piece, self.c)
+            known[id(moment.piece)] = spent
             busy = spent.computing
             for sent in moment.piece.operators.sent if moment.piece.operators else ():
                 seconds = sent_seconds(sent, *groups[sent.group], self.host, self.c)
@@ -178,8 +183,15 @@ def step_time(
         # A rank that never waits has none, and its sum in another order may end a bit earlier.
         parts["pipeline bubble"] = max(ends - max(busy), 0.0)
     parts["fixed"] = c["step_latency"]
-    seconds = sum(parts.values())
-    flops = sum(s.forward.flops for each in stages for s in each)
+    flops = sum(s.forward.flops for each in stages for s in each) * times
+    return _told(parts, flops * degrees.world_size // degrees.pipeline, layout, batch, dtype)
+
+
+def _told(
+    parts: Counter[str], forward_flops: int, layout: Layout, batch: BatchSection, dtype: str
+) -> StepTime:
+    """With what seconds come to; ``forward_flops`` are those of all ranks."""
+    seconds, degrees, c = sum(parts.values()), layout.degrees, layout.c
     world = degrees.world_size
     return StepTime(
         seconds,
@@ -187,12 +199,34 @@ def step_time(
         seconds * (1 + c["range"]),
         {name: spent for name, spent in parts.items() if spent},
         batch.size * batch.sequence * degrees.data_replicate * degrees.data_shard,
-        FORWARDS * flops * times * world // degrees.pipeline,
+        FORWARDS * forward_flops,
         world * product_rate(dtype, c),
         world,
         layout.source,
         "tokens" if batch.sequence > 1 else "samples",
     )
+
+
+def planned_time(draft: StepDraft) -> StepTime | UnsetType:
+    """A step's seconds as a plan has them, of its slowest rank; none without a clock."""
+    problem, c = draft.problem, draft.problem.values
+    if not has_clock(c):
+        return UNSET
+    step, cluster, job = problem.model.step, problem.cluster, problem.job
+    degrees, source = degrees_of(job, draft.ranks), cluster.constants["range"].source
+    layout = Layout(degrees, cluster.local_world_size, c, source)
+    forward, backward = layout.passed(step.forward), layout.passed(step.backward)
+    parts = forward.parts + backward.parts
+    dense = sum(sum(phases.values()) for phases in draft.dense_seconds.values())
+    update = sum(choice.spent.update for choice in draft.units)
+    shown = max(dense - sum(parts.values()) - update, 0.0)
+    parts[SHARDED if any(u.comes for u in draft.units) else "gradients"] = shown
+    parts["optimizer"], parts["fixed"] = update, c["step_latency"]
+    seconds = max(draft.seconds, key=lambda phases: sum(phases.values()))
+    parts["loading"] = seconds.get("load", 0.0)
+    parts["tables"] = sum(seconds.values()) - sum(parts.values()) if draft.tables else 0.0
+    dtype = problem.unit_space.context.param_dtype or "fp32"
+    return _told(parts, forward.flops * draft.ranks, layout, job.batch, dtype)
 
 
 def _transfer(nbytes: int, layout: Layout) -> float:

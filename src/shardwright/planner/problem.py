@@ -18,6 +18,7 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.footprint import Extra
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.cost import reservation
+from shardwright.cost.clock import has_clock
 from shardwright.heap.classes import outside
 from shardwright.heap.rank_step import Chunk
 from shardwright.job.job import Job, checkpointing_of, degrees_of, memory_of
@@ -196,9 +197,10 @@ def _assumptions(job: Job, unit_space: UnitSpace) -> tuple[str, ...]:
             notes.append("ids spread evenly over the rows of a table cut by rows")
         travels = model.is_trained and job.train.overlap not in (UNSET, "none")
         if 1 in unit_space.prefetches or travels:
-            notes.append(
-                "of a collective beside compute the share 'overlap' of its seconds costs none of it"
-            )
+            note = "of a collective beside compute the share 'overlap' of its seconds costs none of it"
+            if has_clock(unit_space.context.c):
+                note = "the share 'hides' of compute hides collectives, and loses 'slows' of them"
+            notes.append(note)
         else:
             notes.append(
                 "phases of a step follow one another: no overlap of communication and compute"
