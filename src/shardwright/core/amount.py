@@ -195,8 +195,13 @@ def log(a: Any) -> Any:
 
 
 def root(a: Any) -> Any:
-    """The square root of a number."""
-    return _apply("sqrt", math.sqrt, a)
+    """The square root."""
+
+    def function(x: Any) -> Any:
+        xp = _namespace(x)
+        return math.sqrt(x) if xp is None else xp.sqrt(x)
+
+    return _apply("sqrt", function, a)
 
 
 def plain(a: Any) -> Any:

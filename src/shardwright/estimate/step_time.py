@@ -104,8 +104,8 @@ class Stage:
 def stage_of_chunk(chunk: Chunk, sharding: Sharding, layout: Layout, optimizer: Optimizer) -> Stage:
     """A chunk's seconds."""
     forward, backward = layout.passed(chunk.forward), layout.passed(chunk.backward)
-    gathered, reduced, update = 0.0, 0.0, 0.0
-    tensor = layout.degrees.tensor
+    gathered, reduced, update, c = 0.0, 0.0, 0.0, layout.c
+    tensor, host = layout.degrees.tensor, c["host_link_rate"]
     states_shared = sharding.shares == "states"
     for name, unit in chunk.step.units.items():
         trained = [t for t in unit.tensors if t.fqn not in unit.frozen]
@@ -122,8 +122,15 @@ def stage_of_chunk(chunk: Chunk, sharding: Sharding, layout: Layout, optimizer: 
         reduced += layout.ring(summed / shards, *among, 1 if states_shared else 2)
         gathered += layout.ring(computed, *among) if states_shared else 0.0
         updated = shards * replicas if states_shared else shards
-        update += sum(_touched(t, optimizer) for t in trained) / updated
-    update /= layout.c["memory_rate"]
+        on_host = sharding.away(name) or (sharding.on_gpu and optimizer.offload)
+        rate = c["ddr_rate" if on_host else "memory_rate"]
+        update += sum(_touched(t, optimizer) for t in trained) / updated / rate
+        if sharding.away(name):  # a share goes to the device before a gather, its sum comes back
+            kept = sum(t.numel * sharding.stored(t.dtype) for t in unit.tensors)
+            gathered += kept / shards / host
+            reduced += summed / shards / host
+        elif on_host:  # gradients go there and parameters come back, once a step
+            update += (summed + computed) / updated / host
     # What is sharded comes and goes with every microbatch where the runtime reduces each; whole
     # parameters (below stage 3) are gathered once a step. The rest waits for the last backward,
     # which hides it, but for a distributed optimizer, which begins when all gradients are there.
@@ -143,7 +150,7 @@ def stage_of_chunk(chunk: Chunk, sharding: Sharding, layout: Layout, optimizer: 
 def _touched(tensor: TensorSpec, optimizer: Optimizer) -> int:
     """Bytes that an update reads and writes: weights, states, and gradients twice, once for their
     norm."""
-    kept = sum(state.bytes for state in states(optimizer, tensor) if state.place == "device")
+    kept = sum(state.bytes for state in states(optimizer, tensor))
     return 2 * kept + tensor.numel * (2 * element_bytes(tensor.dtype) + 2 * element_bytes("fp32"))
 
 

@@ -30,6 +30,11 @@ from shardwright.planner.pricing.evaluate import PricingContext
 from shardwright.planner.unit_choice import DenseContext, UnitChoice
 from shardwright.planner.units import UnitSpace
 
+HIDDEN = "of a collective beside compute the share 'overlap' of its seconds costs none of it"
+HIDDEN_BY_CLOCK = (
+    "the share 'hides' of compute hides collectives, and loses 'slows' of their seconds"
+)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -197,10 +202,8 @@ def _assumptions(job: Job, unit_space: UnitSpace) -> tuple[str, ...]:
             notes.append("ids spread evenly over the rows of a table cut by rows")
         travels = model.is_trained and job.train.overlap not in (UNSET, "none")
         if 1 in unit_space.prefetches or travels:
-            note = "of a collective beside compute the share 'overlap' of its seconds costs none of it"
-            if has_clock(unit_space.context.c):
-                note = "the share 'hides' of compute hides collectives, and loses 'slows' of them"
-            notes.append(note)
+            clock = has_clock(unit_space.context.c)
+            notes.append(HIDDEN_BY_CLOCK if clock else HIDDEN)
         else:
             notes.append(
                 "phases of a step follow one another: no overlap of communication and compute"
