@@ -150,7 +150,8 @@ def stage_of_chunk(chunk: Chunk, sharding: Sharding, layout: Layout, optimizer: 
 def _touched(tensor: TensorSpec, optimizer: Optimizer) -> int:
     """Bytes that an update reads and writes: weights, states, and gradients twice, once for their
     norm."""
-    kept = sum(state.bytes for state in states(optimizer, tensor))
+    counted = (s for s in states(optimizer, tensor) if s.place == "device" or optimizer.offload)
+    kept = sum(state.bytes for state in counted)
     return 2 * kept + tensor.numel * (2 * element_bytes(tensor.dtype) + 2 * element_bytes("fp32"))
 
 
