@@ -181,8 +181,17 @@ def make_problem(
     priced = known.tables if known else ()
     rules = Rules(job, model, context)
     tables = table_choices(rules, slow=slow, capacity=capacity, known=priced)
-    notes = (*assumptions, *_assumptions(job, unit_space), *_rates(unit_space))
+    told = (*_assumptions(job, unit_space), *_rates(unit_space), *_range(cluster, model))
+    notes = (*assumptions, *told)
     return Problem(job, context, model, tables, unit_space, reserved, notes, slow, sure)
+
+
+def _range(cluster: Cluster, model: ModelSpec) -> Iterator[str]:
+    """How far a clock is off, of what it was fitted to: models without tables."""
+    if has_clock(cluster.constants) and model.is_trained and not model.tables:
+        its = cluster.constants["range"]
+        times = f"{1 / (1 + its.value):.2f} to {1 + its.value:.2f} times"
+        yield f"80 of 100 runs are to take {times} the seconds of a step (clock {its.source})"
 
 
 def _rates(space: UnitSpace) -> Iterator[str]:
