@@ -20,7 +20,6 @@ from shardwright.core.block import check_tiling
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import NoPlanError, ShardwrightError
 from shardwright.core.timeline import decode, phase_seconds
-from shardwright.cost.presets import PRESETS
 from shardwright.estimate import recordings
 from shardwright.estimate.recordings import described
 from shardwright.job.job import Job, parse_job
@@ -513,12 +512,10 @@ FEW_OF_A_BATCH = [
 ]
 
 
-def test_a_plan_is_no_slower_than_one_with_another_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seconds, at the rates of data sheets, are those of a plan with a table of 40 rows more:
-    far from the bound no change of two tables is one for the better, and options are drawn at
-    random again."""
-    bare = msgspec.structs.replace(PRESETS["h100-8"], clock={})
-    monkeypatch.setitem(PRESETS, "h100-8", bare)
+@pytest.mark.usefixtures("data_sheets")
+def test_a_plan_is_no_slower_than_one_with_another_table() -> None:
+    """The seconds are those of a plan with a table of 40 rows more: far from the bound no change
+    of two tables is one for the better, and options are drawn at random again."""
     entries = [
         {"rows": rows, "dim": dim, "pooling_factors": [pooling], "optimizer": optimizer, "dtype": d}
         for rows, dim, pooling, optimizer, d in FEW_OF_A_BATCH
