@@ -42,6 +42,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ceil_div": lambda a, b: -(-a // b),
     "ceil": math.ceil,
     "log": math.log,
+    "sqrt": math.sqrt,
     "max": max,
     "min": min,
     "where": lambda condition, a, b: a if condition else b,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shardwright.core.amount import Amount, Step, derivation, leaf, named
+from shardwright.cost.clock import reached
 from shardwright.cost.presets import PRESETS
 
 Case = Callable[[Any], Any]
@@ -31,8 +32,9 @@ def agree(
     """Fails unless plain numbers, arrays and Amounts give one result, which is explained."""
 
     def check(case: Case, samples: Sequence[Sample], preset: str) -> None:
-        constants = {name: c.value for name, c in PRESETS[preset].constants.items()}
-        leaves = {name: leaf(value, name) for name, value in constants.items()}
+        told = PRESETS[preset].constants | PRESETS[preset].clock
+        constants = reached({name: c.value for name, c in told.items()})
+        leaves = reached({name: leaf(c.value, name) for name, c in told.items()})
         vectors = _parts(case(SimpleNamespace(c=constants, **_arrays(samples))))
         for index, sample in enumerate(samples):
             plain = _parts(case(SimpleNamespace(c=constants, **sample)))

@@ -125,6 +125,17 @@ def test_every_byte_that_is_not_a_ranks_own_crosses_one_link(
     assert found == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
+def test_a_clocks_ring_has_the_network_of_all_ranks_of_a_host(
+    collective: network.Collective,
+) -> None:
+    # Of 80 B 7/8 pass every rank, at twice 2 B/s where two of a host share them, at most at 10.
+    clock = TEN | {network.RING: 0.5}
+    assert network.collective_seconds(collective, 80, 8, clock, 2) == 0.5 * (1 + 2) + 70 / 4
+    assert network.transfer_seconds(collective, 80, 8, clock | {"inter_host_rate": 6.0}, 2) == 7
+    assert network.collective_seconds("all_to_all", 80, 8, clock, 2) == 0.5 + 3 + 10 / 10 + 60 / 2
+
+
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_a_second_host_adds_its_latency(collective: network.Collective) -> None:
     assert network.latency_seconds(collective, 8, TEN, 8) == 0.5

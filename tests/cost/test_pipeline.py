@@ -30,9 +30,11 @@ def _walk(
     overlap: float,
     spent: UnitSeconds = UNIT,
     compute: ComputeSeconds = COMPUTE,
+    hides: float | None = None,
 ) -> list[Spent]:
     units = dict.fromkeys(NAMES, spent)
-    return walk(STEP, _modes(prefetch), units, lambda a: getattr(compute, a.direction), overlap)
+    c = {"overlap": overlap} | ({} if hides is None else {"hides": hides})
+    return walk(STEP, _modes(prefetch), units, lambda a: getattr(compute, a.direction), c)
 
 
 def _total(spent: list[Spent]) -> float:
@@ -76,7 +78,7 @@ def test_gathers_and_reduces_share_one_lane() -> None:
 
 
 def test_units_without_seconds_are_left_out_with_their_pieces() -> None:
-    spent = walk(STEP, _modes(0), {"b": UNIT}, lambda action: 1.0, 0.5)
+    spent = walk(STEP, _modes(0), {"b": UNIT}, lambda action: 1.0, {"overlap": 0.5})
     assert {s.unit for s in spent} == {"b", ""}
     assert len([s for s in spent if s.action.verb == "compute"]) == 2 + 2  # b and the loss
 
@@ -87,29 +89,44 @@ def test_a_gradient_counts_once_whether_its_unit_computes_in_a_backward_or_not(
 ) -> None:
     idle = Unfolded(chain([unit(name) for name in NAMES], works={("enter_backward", "b"): Work()}))
     units = dict.fromkeys(NAMES, UNIT)
-    spent = walk(idle, _modes(prefetch), units, lambda a: getattr(COMPUTE, a.direction), 0.0)
+    c = {"overlap": 0.0}
+    spent = walk(idle, _modes(prefetch), units, lambda a: getattr(COMPUTE, a.direction), c)
     assert _total(spent) == _total(_walk(prefetch, overlap=0.0)) - COMPUTE.backward
 
 
 @given(
     overlap=st.floats(0, 1),
+    hides=st.none() | st.floats(0.1, 1),
     gather=st.floats(0, 100),
     reduce=st.floats(0, 100),
     compute=st.floats(0, 100),
 )
 def test_prefetch_never_costs_more_and_never_hides_more_than_it_may(
-    overlap: float, gather: float, reduce: float, compute: float
+    overlap: float, hides: float | None, gather: float, reduce: float, compute: float
 ) -> None:
     unit = UNIT._replace(gather=gather, reduce=reduce)
     serial = _total(_walk(0, overlap, unit, ComputeSeconds(compute, compute)))
-    ahead = _total(_walk(1, overlap, unit, ComputeSeconds(compute, compute)))
+    ahead = _total(_walk(1, overlap, unit, ComputeSeconds(compute, compute), hides))
     assert ahead <= serial * (1 + 1e-12)
     assert ahead >= serial - overlap * 3 * (2 * gather + reduce) - 1e-9
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
+def test_what_a_share_of_compute_does_not_hide_is_waited_for() -> None:
+    # Of a gather of 16 b's forward, which is next, waits for what 0.8 of a's forward did not hide.
+    unit = UNIT._replace(gather=16.0)
+    spent = _walk(1, overlap=0.75, spent=unit, hides=0.8)
+    forward = {(s.action.verb, s.unit): s.seconds for s in spent if s.action.phase == "forward"}
+    hidden = 0.8 * 10
+    assert forward["gather", "b"] == 0.25 * 16
+    assert forward["compute", "b"] == 10 + 0.75 * (16 - hidden)
+    # In all a quarter of what is hidden, and all of the rest, as a step without a plan has it.
+    told = forward["gather", "b"] + forward["compute", "b"] - 10
+    assert told == 16 - hidden + 0.25 * hidden
+
+
+@pytest.mark.parametrize(("prefetch", "hides"), [(0, None), (1, None), (1, 0.5)])
 def test_derivations_come_to_the_same_numbers(
-    reevaluate: Callable[[Sequence[Step]], None], prefetch: Prefetch
+    reevaluate: Callable[[Sequence[Step]], None], prefetch: Prefetch, hides: float | None
 ) -> None:
     units = {
         name: UnitSeconds(*(leaf(v, f"{name}.{k}", "s") for k, v in UNIT._asdict().items() if v))
@@ -120,8 +137,10 @@ def test_derivations_come_to_the_same_numbers(
         name = f"{action.direction}.{action.place}"
         return leaf(getattr(COMPUTE, action.direction), name, "s")
 
-    plain = _walk(prefetch, 0.25)
-    derived = walk(STEP, _modes(prefetch), units, piece, leaf(0.25, "overlap", "share"))
+    plain = _walk(prefetch, 0.25, hides=hides)
+    c = {"overlap": leaf(0.25, "overlap", "share")}
+    c |= {} if hides is None else {"hides": leaf(hides, "hides", "share")}
+    derived = walk(STEP, _modes(prefetch), units, piece, c)
     for told, number in zip(derived, plain, strict=True):
         assert isinstance(told.seconds, Amount)
         assert told.seconds.value == number.seconds

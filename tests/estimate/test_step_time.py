@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwright.core.footprint import StepTime
 from shardwright.cost.presets import HARDWARE
+from shardwright.estimate.footprint import footprint
 from shardwright.estimate.unplanned import estimated
 from shardwright.job.job import parse_job
 from shardwright.job.pipelining import SCHEDULES
@@ -79,6 +80,42 @@ def test_fp32_takes_many_times_as_long_as_bf16() -> None:
     many = {"dim": 4096, "heads": 32, "ffn_dim": 14336}
     narrow, wide = time_of(model=many), time_of(model=many, memory={"param_dtype": "fp32"})
     assert 8 < wide.parts["products"] / narrow.parts["products"] < 16
+
+
+LLAMA_8B = {"layers": 32, "dim": 4096, "heads": 32, "kv_heads": 8, "ffn_dim": 14336}
+LLAMA_8B |= {"vocab": 128256}
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_plans_step_takes_as_long_as_one_without_a_plan(policy: str) -> None:
+    """Walked action by action, with two ends that nothing hides, and told pass by pass."""
+    document = {
+        "model": {"kind": "llama", **LLAMA_8B},
+        "cluster": {"preset": "h100-8", "hbm_cap": "200 GB"},
+        "batch": {"size": 1, "sequence": 8192},
+        "memory": {"param_dtype": "bf16", "checkpointing": policy},
+        "planner": {"dense": {"checkpointing": [policy]}},
+        "train": {"optimizer": "adamw"},
+    }
+    job = parse_job(document)
+    planned, told = footprint(job).time, estimated(job).time
+    assert planned
+    assert told
+    assert planned.seconds == pytest.approx(told.seconds, rel=0.02)
+    assert planned.model_flops == told.model_flops
+    assert planned.tokens == told.tokens
+    for part in ("products", "attention", "elementwise", "launches", "fixed"):
+        assert planned.parts[part] == pytest.approx(told.parts[part])
+
+
+def test_what_is_on_the_host_crosses_its_link() -> None:
+    here, away, states = (
+        time_of(model=LLAMA_8B | {"layers": 2}, memory={"offload": offload})
+        for offload in ("none", "all", "states")
+    )
+    assert away.parts["sharded parameters"] > here.parts["sharded parameters"]
+    assert away.parts["optimizer"] > 10 * here.parts["optimizer"]  # of HBM and DDR
+    assert states.parts["optimizer"] > away.parts["optimizer"]
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 16])

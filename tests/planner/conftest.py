@@ -6,8 +6,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
+from shardwright.cost.presets import PRESETS
 from shardwright.job.job import Job, parse_job
 
 
@@ -62,3 +64,10 @@ def make_tables() -> Callable[..., Job]:
 def random_job() -> Callable[..., Job]:
     """A job drawn from a seed, optionally of so many tables and ranks."""
     return _random_job
+
+
+@pytest.fixture
+def data_sheets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 at the rates of its data sheet, at which problems were drawn that a search finds hard
+    whatever machines are said to be."""
+    monkeypatch.setitem(PRESETS, "h100-8", msgspec.structs.replace(PRESETS["h100-8"], clock={}))

@@ -83,6 +83,7 @@ def test_random_problems_on_a_cpu_have_a_bound_of_the_relaxed_program(seed: int)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("data_sheets")
 @pytest.mark.parametrize(
     ("seed", "room", "most"),
     [

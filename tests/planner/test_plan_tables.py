@@ -512,6 +512,7 @@ FEW_OF_A_BATCH = [
 ]
 
 
+@pytest.mark.usefixtures("data_sheets")
 def test_a_plan_is_no_slower_than_one_with_another_table() -> None:
     """The seconds are those of a plan with a table of 40 rows more: far from the bound no change
     of two tables is one for the better, and options are drawn at random again."""

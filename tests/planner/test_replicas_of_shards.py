@@ -18,8 +18,9 @@ from shardwright.planner.explain.recompute import draft_of
 from shardwright.report.plan_sheets import checkpointing_line
 
 SHARED = {"units": dict.fromkeys(("embed", "layers", "head"), "shard")}
-LARGE = {"dim": 2048}  # beside which a further communicator is little
-TIGHT = 4_800_000_000  # for these
+# Whole parameters that go after a forward are gathered twice.
+FREED = {**SHARED, "dense": {"reshard": True, "checkpointing": ["none"]}}
+WIDE = {"dim": 512}  # beside which a further communicator is little
 
 
 def _job(
@@ -48,12 +49,11 @@ def _peak(made: Plan) -> int:
 
 
 def test_hosts_share_units_where_memory_is_there_and_states_over_hosts_where_it_is_not() -> None:
-    """Whole parameters that go after a forward are gathered twice, of one host's ranks alone."""
-    freed = {**SHARED, "dense": {"reshard": True, "checkpointing": ["none"]}}
+    """Ranks of one host alone gather both times."""
     everywhere, within, twice = (
-        plan(_job(3, units=freed)),
-        plan(_job(3, units=freed, data_replicate=4)),
-        plan(_job([2, 3], units=freed, data_replicate=4)),
+        plan(_job(3, units=FREED)),
+        plan(_job(3, units=FREED, data_replicate=4)),
+        plan(_job([2, 3], units=FREED, data_replicate=4)),
     )
     assert within.max_rank_seconds < everywhere.max_rank_seconds
     assert within.max_rank_seconds < twice.max_rank_seconds
@@ -61,7 +61,7 @@ def test_hosts_share_units_where_memory_is_there_and_states_over_hosts_where_it_
 
 
 def test_a_plan_takes_replicas_where_that_is_fastest_and_fits() -> None:
-    made, everywhere = (plan(_job(zero, TIGHT, units={}, widths=LARGE)) for zero in ("auto", 3))
+    made, everywhere = (plan(_job(zero, units=FREED, widths=WIDE)) for zero in ("auto", 3))
     assert (made.grid.replicas, made.grid.twice) == (4, False)
     assert made.max_rank_seconds < everywhere.max_rank_seconds
     assert "HSDP, none" in checkpointing_line(made)
@@ -92,7 +92,7 @@ def test_why_not_says_what_to_write(wanted: str, zero: str) -> None:
     assert answer.replanned is not None
     assert answer.replanned.option.endswith(wanted)
     assert answer.option.startswith("all sharded units: ")
-    tight = explain.why_not(plan(_job(3, TIGHT, units={}, widths=LARGE)), "layers.0", wanted)
+    tight = explain.why_not(plan(_job(3, units=FREED, widths=WIDE)), "layers.0", wanted)
     assert tight.replanned is not None
     key = f"memory.zero = {zero} and parallel.data_replicate = 4, which is of all units"
     assert (key in tight.replanned.reason) == ("faster" in tight.replanned.reason)
@@ -107,7 +107,7 @@ def test_a_pair_of_stages_needs_replicas() -> None:
 def test_what_does_not_fit_is_said_to_fit_with_fewer_replicas_or_in_host_memory() -> None:
     least = {"layers_per_unit": 1, "prefetch": 0, "reshard": True, "checkpointing": ["none"]}
     frugal = {**SHARED, "dense": least}
-    how: Any = {"units": frugal, "widths": LARGE | {"layers": 24}}
+    how: Any = {"units": frugal, "widths": {"dim": 2048, "layers": 24}}
     _, most = plan(_job(3, 2**40, **how)).needed
     least, _ = plan(_job(3, 2**40, **how, data_replicate=4)).needed
     assert most < least

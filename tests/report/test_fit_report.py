@@ -51,7 +51,7 @@ NOTHING = made(
     longest_sequence=Largest(0, 128),
     fewest_ranks=0,
     remedies=(
-        Remedy(("memory.checkpointing = full",), estimate(60)),
+        Remedy(("memory.checkpointing = full",), estimate(60), longer=0.2518),
         Remedy(("memory.offload = all",), estimate(190, "does not fit")),
     ),
 )
@@ -95,7 +95,9 @@ def test_where_nothing_fits_the_largest_categories_and_ways_out_are_named() -> N
     text = flowed(NOTHING)
     assert "Not even 1 sample per rank fits" in text
     assert "the largest are activations 100.00 GiB, optimizer states 50.00 GiB" in text
-    assert "memory.checkpointing = full 60.00 GiB" in text
+    assert "memory.checkpointing = full 60.00 GiB 60.00 to 61.00 GiB fits +25 %" in text
+    assert "190.00 to 191.00 GiB does not fit - Each alone" in text
+    assert "(time: a device's for as many tokens)" in text
     assert "Longest sequence with batch 2, none: none fits." in text
     assert "no number is enough" in text
     assert not any(line.endswith(" ") for line in text.splitlines())

@@ -194,6 +194,16 @@ def log(a: Any) -> Any:
     return _apply("log", math.log, a)
 
 
+def root(a: Any) -> Any:
+    """The square root."""
+
+    def function(x: Any) -> Any:
+        xp = _namespace(x)
+        return math.sqrt(x) if xp is None else xp.sqrt(x)
+
+    return _apply("sqrt", function, a)
+
+
 def plain(a: Any) -> Any:
     """The value alone, to choose by: what is chosen is no part of a derivation."""
     return a.value if isinstance(a, Amount) else a

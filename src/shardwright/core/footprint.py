@@ -322,10 +322,12 @@ class PolicyFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Remedy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that was tried where not even the smallest batch fits, and what it came to."""
+    """Something that was tried where not even the smallest batch fits, and what it came to; by how
+    much ``longer`` a device takes for as many tokens, as a share, where seconds are known."""
 
     changes: tuple[str, ...]
     estimate: Estimate
+    longer: float | UnsetType = UNSET
 
 
 class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -177,8 +177,8 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 def without_shapes(recording: Recording) -> Recording:
-    """A recording as plans have it, whose seconds follow from sums: so every number in a plan is
-    one that something in it follows from."""
+    """A recording whose seconds follow from sums alone: every number in a plan is one that
+    something in it follows from."""
     pieces = (msgspec.structs.replace(piece, operators=UNSET) for piece in recording.pieces)
     return msgspec.structs.replace(recording, pieces=tuple(pieces))
 

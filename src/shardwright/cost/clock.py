@@ -16,8 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from shardwright.core.amount import maximum, named, noted, plain, summed
 from shardwright.core.recording import Piece
-from shardwright.core.work import OperatorShapes, Sent
+from shardwright.core.work import AttentionCalls, OperatorShapes, Product, Sent
+from shardwright.cost import dense, network
 from shardwright.cost.dense import product_rate
 
 NARROW_HEAD = 128  # attention kernels are at their best from here on
@@ -37,58 +39,86 @@ class WorkSeconds(NamedTuple):
         return self.products + self.attention + self.elementwise
 
 
+def has_clock(c: Mapping[str, Any]) -> bool:
+    """Whether constants tell operators by class."""
+    return "launch_latency" in c
+
+
+def reached(c: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Constants with the rates that runs reach in place of those of data sheets, for whoever prices
+    by rates and latencies; as they are of a machine without a clock."""
+    if not has_clock(c):
+        return c
+    found = dict(c)
+
+    def reach(name: str, share: str) -> None:
+        found[name] = named(f"{name}_reached", c[name] * c[share], "B/s")
+
+    reach("memory_rate", "memory_efficiency")
+    reach("inter_host_rate", "network_efficiency")
+    for collective in network.CROSSINGS:
+        reach(f"{collective}_rate", "link_efficiency")
+        found[f"{collective}_latency"] = c["collective_latency"]
+    found["operation_latency"] = c["launch_latency"]
+    found["overlap"] = named("overlap", 1 - c["slows"], "share")
+    return found
+
+
+def computed_seconds(piece: Piece, c: Mapping[str, Any], dtype: str) -> Any:
+    """Seconds of a piece whose unit computes in ``dtype``, with constants as they are reached."""
+    if not has_clock(c):
+        work = piece.work
+        return dense.compute_seconds(work.calls, work.flops, work.moved, c, dtype)
+    found = piece_seconds(piece, c)
+    return maximum(named("computing", found.computing, "s"), found.launches)
+
+
 def piece_seconds(piece: Piece, c: Mapping[str, Any]) -> WorkSeconds:
-    """What a piece computes, with the constants of an accelerator's clock."""
+    """What a piece computes, with the constants of an accelerator's clock, rates as reached."""
     work, operators = piece.work, piece.operators or OperatorShapes()
-    products: Any = 0.0
-    told = 0
-    for each in operators.products:
-        told += each.flops
-        half = c["product_half_size"] * (1 / each.m + 1 / each.n + 1 / each.k)
-        rate = product_rate(each.dtype, c) * c["product_efficiency"]
-        products = products + each.flops / rate * (1 + half)
-    attention: Any = 0.0
-    for call in operators.attention:
-        told += call.calls * call.flops
-        narrow = min(call.head_dim / NARROW_HEAD, 1.0) ** 0.5
-        attention = attention + call.calls * call.flops / (
-            product_rate(call.dtype, c) * c["attention_efficiency"] * narrow
-        )
+    told = sum(each.flops for each in operators.products)
+    told += sum(call.calls * call.flops for call in operators.attention)
     # What has FLOPs but no shape goes at the best that products reach. Of attention the sums of
     # FLOPs count what is masked, too, so beside it nothing is left over.
-    untold = 0 if operators.attention else max(work.flops - told, 0)
-    products = products + untold / (c["compute_rate"] * c["product_efficiency"])
+    products = summed("products", [_product(each, c) for each in operators.products], "s")
+    if not operators.attention and plain(work.flops) > told:
+        untold = named("flops_without_shapes", work.flops - told, "FLOP")
+        products = products + untold / (c["compute_rate"] * c["product_efficiency"])
+    attention = summed("attention", [_attention(each, c) for each in operators.attention], "s")
     # A collective's buffers are no kernel's: they take the seconds of what is sent.
     sent = sum(each.calls * each.nbytes for each in operators.sent)
-    elementwise = max(work.moved - sent, 0) / (c["memory_rate"] * c["memory_efficiency"])
-    return WorkSeconds(products, attention, elementwise, work.calls * c["launch_latency"])
+    elementwise = maximum(work.moved - sent, 0) / c["memory_rate"]
+    launches = named("launches", work.calls * c["launch_latency"], "s")
+    return WorkSeconds(products, attention, named("elementwise", elementwise, "s"), launches)
 
 
-def link_rate(c: Mapping[str, Any]) -> Any:
-    """Bytes a second of a collective among ranks of one host."""
-    return c["all_gather_rate"] * c["link_efficiency"]
+def _product(its: Product, c: Mapping[str, Any]) -> Any:
+    rate = product_rate(its.dtype, c) * c["product_efficiency"]
+    what = f"[{its.calls} x {its.dtype} {its.m} x {its.n} x {its.k}]"
+    sides = noted(1 / its.m + 1 / its.n + 1 / its.k, f"sides{what}", "", "1/m + 1/n + 1/k", rate)
+    flops = noted(its.flops, f"flops{what}", "FLOP", "calls x 2 m n k", rate)
+    half = c["product_half_size"] * sides
+    return named(f"product{what}", flops / rate * (1 + half), "s")
 
 
-def network_rate(c: Mapping[str, Any]) -> Any:
-    """Bytes a second of one rank to other hosts."""
-    return c["inter_host_rate"] * c["network_efficiency"]
+def _attention(its: AttentionCalls, c: Mapping[str, Any]) -> Any:
+    rate = product_rate(its.dtype, c) * c["attention_efficiency"]
+    what = f"[{its.calls} x {its.dtype}, heads of {its.head_dim}]"
+    narrow = min(its.head_dim / NARROW_HEAD, 1.0) ** 0.5
+    why = f"heads narrower than {NARROW_HEAD} reach less"
+    share = noted(narrow, f"share{what}", "", why, rate)
+    flops = noted(its.calls * its.flops, f"flops{what}", "FLOP", "what is not masked", rate)
+    return named(f"attention{what}", flops / (rate * share), "s")
 
 
 def ring_seconds(
     nbytes: Any, ranks: int, beside: int, host: int, c: Mapping[str, Any], times: int = 1
 ) -> Any:
     """Seconds of a collective among ``ranks`` that moves a full buffer of ``nbytes`` ``times``
-    (twice for an all-reduce): at the link's rate where all of them are on one host of ``host``
-    ranks, ``beside`` apart from each other, else at the rate of the hosts' networks together."""
-    if ranks == 1:
-        return 0.0
-    rate, latency = link_rate(c), c["collective_latency"]
-    if ranks * beside > host:
-        # Neighbours of a host each carry a part of what crosses hosts.
-        near = max(min(host // beside, ranks), 1)
-        rate = min(network_rate(c) * near, rate)
-        latency = latency * (1 + (ranks * beside / host) ** 0.5)
-    return times * nbytes * (ranks - 1) / ranks / rate + latency
+    (twice for an all-reduce), ``beside`` apart from each other on hosts of ``host`` ranks."""
+    near = None if ranks * beside <= host else max(min(host // beside, ranks), 1)
+    collective: network.Collective = "all_gather" if times == 1 else "all_reduce"
+    return network.collective_seconds(collective, nbytes, ranks, c, near)
 
 
 def sent_seconds(sent: Sent, ranks: int, beside: int, host: int, c: Mapping[str, Any]) -> Any:

@@ -136,7 +136,8 @@ def _constants(section: ClusterSection, name: str, preset: Preset) -> dict[str, 
                 "Leave it out, or set planner.constants to 'torchrec-1.9'.",
             )
         )
-    return preset.constants | {
+    found = preset.constants | preset.clock
+    return found | {
         key: Constant(value, preset.constants[key].unit, f"cluster.{key} of the job", "as given")
         for key, value in given.items()
     }

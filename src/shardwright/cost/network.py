@@ -9,14 +9,15 @@ Of n ranks, ``local`` are on each host, and all on one where it is None. Bytes t
 host go at the collective's rate, bytes to other hosts at the rank's share of the network, one
 after the other: the seconds add up. In an exchange everything that is for another host leaves this
 one. The other collectives take two stages, within hosts and between them, so of what one host's
-ranks have in common only a part of 1/local leaves through each.
+ranks have in common only a part of 1/local leaves through each; on a machine with a clock
+(:mod:`shardwright.cost.clock`) they are one ring, whose neighbours carry that part at once.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from shardwright.core.amount import minimum
+from shardwright.core.amount import minimum, root
 
 Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
 
@@ -26,6 +27,7 @@ CROSSINGS: dict[Collective, int] = {
     "reduce_scatter": 1,
     "all_reduce": 2,
 }
+RING = "collective_latency"  # a constant of machines with a clock
 
 
 def transfer_seconds(
@@ -41,6 +43,8 @@ def transfer_seconds(
     if collective == "all_to_all":
         near = crossing * (local - 1) / ranks
         far = crossing * (ranks - local) / ranks
+    elif RING in c:
+        return crossing * (ranks - 1) / ranks / minimum(c["inter_host_rate"] * local, rate)
     else:
         # In two stages: within the host each rank gets a part of 1/local of the bytes in common,
         # and only that part goes to its twins on other hosts.
@@ -56,6 +60,8 @@ def latency_seconds(collective: Collective, ranks: Any, c: Any, local: Any = Non
     latency = minimum(ranks - 1, 1) * c[f"{collective}_latency"]
     if local is None:
         return latency
+    if RING in c and collective != "all_to_all":
+        return latency * (1 + root(ranks / local))
     return latency + minimum(ranks - local, 1) * c["inter_host_latency"]
 
 

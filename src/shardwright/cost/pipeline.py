@@ -3,7 +3,9 @@
 A rank has two lanes: one computes, one communicates. Without prefetch a collective holds up the
 lane that computes until it is done. With prefetch gathers and reduces run beside it: the share
 ``overlap`` of a collective's seconds costs no compute, the rest does, for it needs the same cores.
-Whoever needs what is not there yet waits. Collectives run one after the other.
+Whoever needs what is not there yet waits. Collectives run one after the other. On a machine with a
+clock they get on in the share ``hides`` of what is computed meanwhile, and cost compute only as
+far as they are hidden, as in a step without a plan.
 
 Numbers give numbers, Amounts derivations. What tables do is not in it, but for what of their
 exchanges is hidden.
@@ -62,16 +64,16 @@ def walk(
     modes: Modes,
     units: Mapping[str, UnitSeconds],
     pieces: PieceSeconds,
-    overlap: Any,
+    c: Mapping[str, Any],
     settle: Settle | None = None,
 ) -> list[Spent]:
     """Every action of the step that computes, gathers, reduces or updates a unit.
 
     ``units`` has the seconds by name; a unit that has none is left out with its pieces. ``pieces``
-    has the seconds of what an action computes. ``settle`` is given the clocks with their names,
-    which otherwise grow into derivations of all that came before.
+    has the seconds of what an action computes, ``c`` are constants. ``settle`` is given the clocks
+    with their names, which otherwise grow into derivations of all that came before.
     """
-    return list(_Lanes(step, modes, units, pieces, overlap, settle).run())
+    return list(_Lanes(step, modes, units, pieces, c, settle).run())
 
 
 def by_phase(spent: Iterable[Spent]) -> dict[str, dict[Phase, Any]]:
@@ -101,7 +103,9 @@ def hidden_seconds(exchanges: Iterable[tuple[Any, Any]], overlap: Any) -> Any:
 
 
 class _Lanes:
-    """Two clocks; ``ready`` says when what a collective brings is there."""
+    """Two clocks; ``ready`` says when what a collective brings is there. Where only a share of
+    compute ``hides``, clocks run in seconds of compute: a collective takes more of them, of which a
+    wait costs that share."""
 
     def __init__(
         self,
@@ -109,18 +113,20 @@ class _Lanes:
         modes: Modes,
         units: Mapping[str, UnitSeconds],
         pieces: PieceSeconds,
-        overlap: Any,
+        c: Mapping[str, Any],
         settle: Settle | None,
     ) -> None:
         self.actions = training_step(step, modes)
         self.prefetch = modes.prefetch
         self.units = units
         self.pieces = pieces
-        self.overlap = overlap
+        self.overlap = c["overlap"]
+        self.hides = c.get("hides")
         self.settle = settle
         self.cleared: set[str] = set()  # units whose gradient was seen
         self.filled: set[str] = set()  # units that were gathered once
         self.computing: Any = 0.0
+        self.beside: Any = None  # by how much the clock goes further than an action's seconds
         self.communicating: Any = 0.0
         self.ready: dict[tuple[str, Brought], Any] = {}
 
@@ -140,6 +146,8 @@ class _Lanes:
                     # Without prefetch nothing is under way beside compute, so no clock is asked for
                     # and sums are all there is.
                     clock = self.computing + seconds
+                    if self.beside is not None:
+                        clock, self.beside = clock + self.beside, None
                     if self.settle:
                         clock = self.settle(f"clock after {_words(action)}", clock)
                     self.computing = clock
@@ -186,17 +194,28 @@ class _Lanes:
         # A collective begins when it is issued, which takes the lane of compute as far as it is,
         # and when the one before it is through: NCCL and gloo run those of one group one after the
         # other.
+        costs = seconds * (1 - self.overlap)
+        if self.hides is not None:
+            seconds, self.beside = seconds / self.hides, -1 * costs
         done = maximum(self.computing, self.communicating) + seconds
         if self.settle:
             done = self.settle(f"{unit} {what} at", done)
         self.communicating = self.ready[unit, what] = done
-        return seconds * (1 - self.overlap)
+        return costs
 
     def _wait(self, unit: str, what: Brought) -> Any:
         """Until ``what`` is ready; None where nothing is under way."""
         ready = self.ready.pop((unit, what), None)
         # Taken out: a unit is waited for once, and what is there later is another gather.
-        return None if ready is None else maximum(ready - self.computing, 0.0)
+        if ready is None:
+            return None
+        waits = maximum(ready - self.computing, 0.0)
+        if self.hides is None:
+            return waits
+        # What is waited for was not hidden, so the cost of hiding it, paid as it began, comes off.
+        costs = waits * self.hides * self.overlap
+        self.beside = waits - costs
+        return costs
 
 
 def _words(action: Action) -> str:

@@ -25,7 +25,7 @@ class Preset(msgspec.Struct, frozen=True):
     """A machine by name, with the capacities of one rank and where they are from.
 
     ``host`` is how many ranks a host has; 0 where all ranks share one, however many they are.
-    ``clock`` are constants of steps that are not planned; an accelerator's are known.
+    ``clock`` are what reaches how much of them in a step; an accelerator's are known.
     """
 
     world_size: int

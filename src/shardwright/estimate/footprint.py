@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright.core.errors import NoPlanError, check_type
 from shardwright.core.footprint import Footprint, RankMemory
@@ -17,6 +18,7 @@ from shardwright.core.optimizers import trained
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import EXACT_KINDS
 from shardwright.estimate.recordings import found_for
+from shardwright.estimate.step_time import planned_time
 from shardwright.estimate.with_tables import Recorded
 from shardwright.heap.allocator.replay import ASSUMPTION
 from shardwright.job.job import A_JOB, Job, memory_of
@@ -107,6 +109,7 @@ def _planned(
         outside=problem.extras,
         assumptions=tuple(dict.fromkeys(assumptions)),
         source=source,
+        time=planned_time(draft) if isinstance(draft, StepDraft) else UNSET,
     )
 
 

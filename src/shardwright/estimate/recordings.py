@@ -27,12 +27,14 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright import __version__
+from shardwright.core.cluster import Cluster
 from shardwright.core.document import decode_json, write_atomically
 from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.kinds import kind_of
 from shardwright.core.model import ModelSpec
 from shardwright.core.quantities import MOST_GIB
 from shardwright.core.recording import Recording, without_shapes
+from shardwright.cost.clock import has_clock
 from shardwright.estimate.with_tables import Paths, Recorded, find_with_tables
 from shardwright.job.cluster import check_units
 from shardwright.job.job import (
@@ -155,7 +157,7 @@ def plan_module(
         given = (build(), example_inputs, loss, targets)[: 4 if targets is not None else 3]
         treatment = Treatment(device, policy)
         dtype = step_dtypes(job)[0]
-        return without_shapes(module_recording(lambda: given, name, dtype, treatment, routed))
+        return _planned(module_recording(lambda: given, name, dtype, treatment, routed), machine)
 
     watch = watch_of(job)
 
@@ -201,15 +203,19 @@ def recorded(job: Job, routed: tuple[str, ...] | None = ()) -> Recording:
     cluster, _ = cluster_of(job)
     device = memory_of(job).lowering or cluster.compute_device
     path = _path(job, device)
-    kept = None if path is None else _kept(path)
-    if kept is not None:
-        return kept
-    found = without_shapes(_record(job, device, routed))
-    if path is not None:
-        content = msgspec.json.encode(found)
-        with suppress(InputError):  # a folder that cannot be written is none
-            write_atomically(path, _digest(content) + b"\n" + content)
-    return found
+    found = None if path is None else _kept(path)
+    if found is None:
+        found = _record(job, device, routed)
+        if path is not None:
+            content = msgspec.json.encode(found)
+            with suppress(InputError):  # a folder that cannot be written is none
+                write_atomically(path, _digest(content) + b"\n" + content)
+    return _planned(found, cluster)
+
+
+def _planned(recording: Recording, cluster: Cluster) -> Recording:
+    """A recording as plans have it: with shapes where seconds follow from them."""
+    return recording if has_clock(cluster.constants) else without_shapes(recording)
 
 
 def _kept(path: Path) -> Recording | None:

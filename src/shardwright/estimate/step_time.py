@@ -13,24 +13,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import UNSET, UnsetType
+
 from shardwright.core.footprint import StepTime
 from shardwright.core.optimizers import Optimizer
 from shardwright.core.recording import Piece, RecordedUnit
 from shardwright.core.tensor import TensorSpec, element_bytes
-from shardwright.cost.clock import (
-    link_rate,
-    network_rate,
-    piece_seconds,
-    ring_seconds,
-    sent_seconds,
-)
+from shardwright.cost.clock import has_clock, piece_seconds, ring_seconds, sent_seconds
 from shardwright.cost.dense import product_rate
 from shardwright.heap.machine import Sharding
 from shardwright.heap.rank_step import Chunk, states
-from shardwright.job.job import BatchSection
+from shardwright.job.job import BatchSection, degrees_of
 from shardwright.job.parallel import Degrees
 from shardwright.job.pipelining import order
 from shardwright.job.pipelining import stage_of as place_of
+from shardwright.planner.step_draft import StepDraft
 
 FORWARDS = 3  # a backward takes twice the FLOPs of a forward
 SHARDED = "sharded parameters"
@@ -56,20 +53,22 @@ class PassSeconds:
 
 @dataclass
 class UnitSums:
-    """Of units that the same ranks share: how many they are, and bytes as they are gathered, as
-    their gradients are summed, and that an update of all of them reads and writes."""
+    """Of units that the same ranks share: how many they are, and bytes as they are stored, as they
+    are gathered, as their gradients are summed, and that an update of all of them touches."""
 
     units: int = 0
+    stored: int = 0
     computed: int = 0
     summed: int = 0
-    updated: int = 0
+    touched: int = 0
 
     def add(self, other: UnitSums, times: int = 1) -> None:
         """``times`` more units like others."""
         self.units += times * other.units
+        self.stored += times * other.stored
         self.computed += times * other.computed
         self.summed += times * other.summed
-        self.updated += times * other.updated
+        self.touched += times * other.touched
 
 
 @dataclass
@@ -96,6 +95,7 @@ class StageWork:
         trained = [t for t in unit.tensors if t.fqn not in unit.frozen]
         found = UnitSums(
             1,
+            sum(t.numel * sharding.stored(t.dtype) for t in unit.tensors),
             sum(t.numel * sharding.computed(t.dtype) for t in unit.tensors),
             sum(t.numel * sharding.reduced(t.dtype) for t in trained),
             sum(_touched(t, optimizer) for t in trained),
@@ -106,8 +106,8 @@ class StageWork:
 @dataclass(frozen=True)
 class RankClock:
     """Where the ranks of each degree are, ``host`` of them on one, and the constants ``c`` of their
-    machine, of which those of the clock are from a ``source``. Ranks of a group lie ``beside``
-    apart from each other."""
+    machine as they are reached, of which those of the clock are from a ``source``. Ranks of a group
+    lie ``beside`` apart from each other."""
 
     degrees: Degrees
     host: int
@@ -176,13 +176,15 @@ def work_of_chunk(
     return work
 
 
-def stage_of(work: StageWork, sharding: Sharding, clock: RankClock) -> Stage:
+def stage_of(work: StageWork, sharding: Sharding, clock: RankClock, optimizer: Optimizer) -> Stage:
     """A chunk's seconds."""
     forward, backward = PassSeconds(), PassSeconds()
     forward.add(work.forward)
     backward.add(work.backward)
-    gathered, reduced, update = 0.0, 0.0, 0.0
-    tensor = clock.degrees.tensor
+    gathered, reduced, update, c = 0.0, 0.0, 0.0, clock.c
+    tensor, host = clock.degrees.tensor, c["host_link_rate"]
+    away = sharding.on_gpu and sharding.offload
+    on_host = away or (sharding.on_gpu and optimizer.offload)
     states_shared = sharding.shares == "states"
     for sums, ranks in (
         (work.units, sharding.shards),
@@ -198,8 +200,13 @@ def stage_of(work: StageWork, sharding: Sharding, clock: RankClock) -> Stage:
         among = (replicas, tensor * shards)
         reduced += clock.rings(sums, sums.summed / shards, *among, 1 if states_shared else 2)
         gathered += clock.rings(sums, sums.computed, *among) if states_shared else 0.0
-        update += sums.updated / (shards * replicas if states_shared else shards)
-    update /= clock.c["memory_rate"] * clock.c["memory_efficiency"]
+        among_all = shards * replicas if states_shared else shards
+        update += sums.touched / among_all / c["ddr_rate" if on_host else "memory_rate"]
+        if away:  # a share goes to the device before a gather, its sum comes back
+            gathered += sums.stored / shards / host
+            reduced += sums.summed / shards / host
+        elif on_host:  # gradients go there and parameters come back, once a step
+            update += (sums.summed + sums.computed) / among_all / host
     # What is sharded comes and goes with every microbatch where the runtime reduces each; whole
     # parameters (below stage 3) are gathered once a step. The rest waits for the last backward,
     # which hides it, but for a distributed optimizer, which begins when all gradients are there.
@@ -219,7 +226,8 @@ def stage_of(work: StageWork, sharding: Sharding, clock: RankClock) -> Stage:
 def _touched(tensor: TensorSpec, optimizer: Optimizer) -> int:
     """Bytes that an update reads and writes: weights, states, and gradients twice, once for their
     norm."""
-    kept = sum(state.bytes for state in states(optimizer, tensor) if state.place == "device")
+    counted = (s for s in states(optimizer, tensor) if s.place == "device" or optimizer.offload)
+    kept = sum(state.bytes for state in counted)
     return 2 * kept + tensor.numel * (2 * element_bytes(tensor.dtype) + 2 * element_bytes("fp32"))
 
 
@@ -239,7 +247,7 @@ def step_time(
         key = id(chunk.recording)
         if key not in made:
             work = work_of_chunk(chunk, sharding, clock, optimizer)
-            made[key] = stage_of(work, sharding, clock)
+            made[key] = stage_of(work, sharding, clock, optimizer)
         return made[key]
 
     stages = [[stage(chunk) for chunk in chunks] for chunks in ranks]
@@ -280,8 +288,15 @@ def time_of(
         # A rank that never waits has none, and its sum in another order may end a bit earlier.
         parts["pipeline bubble"] = max(ends - max(busy), 0.0)
     parts["fixed"] = c["step_latency"]
-    seconds = sum(parts.values())
-    flops = sum(s.forward.flops for each in stages for s in each)
+    flops = sum(s.forward.flops for each in stages for s in each) * times
+    return _told(parts, flops * degrees.world_size // degrees.pipeline, clock, batch, dtype)
+
+
+def _told(
+    parts: Counter[str], forward_flops: int, clock: RankClock, batch: BatchSection, dtype: str
+) -> StepTime:
+    """With what seconds come to; ``forward_flops`` are those of all ranks."""
+    seconds, degrees, c = sum(parts.values()), clock.degrees, clock.c
     world = degrees.world_size
     return StepTime(
         seconds,
@@ -289,7 +304,7 @@ def time_of(
         seconds * (1 + c["range"]),
         {name: spent for name, spent in parts.items() if spent},
         batch.size * batch.sequence * degrees.data_replicate * degrees.data_shard,
-        FORWARDS * flops * times * world // degrees.pipeline,
+        FORWARDS * forward_flops,
         world * product_rate(dtype, c),
         world,
         clock.source,
@@ -297,11 +312,36 @@ def time_of(
     )
 
 
+def planned_time(draft: StepDraft) -> StepTime | UnsetType:
+    """A step's seconds as a plan has them, of its slowest rank; none without a clock."""
+    problem, c = draft.problem, draft.problem.values
+    if not has_clock(c):
+        return UNSET
+    step, cluster, job = problem.model.step, problem.cluster, problem.job
+    degrees, source = degrees_of(job, draft.ranks), cluster.constants["range"].source
+    clock = RankClock(degrees, cluster.local_world_size, c, source)
+    forward, backward = (
+        clock.passed([m.piece for m in its]) for its in (step.forward, step.backward)
+    )
+    parts = forward.parts + backward.parts
+    dense = sum(sum(phases.values()) for phases in draft.dense_seconds.values())
+    update = sum(choice.spent.update for choice in draft.units)
+    shown = max(dense - sum(parts.values()) - update, 0.0)
+    parts[SHARDED if any(u.comes for u in draft.units) else "gradients"] = shown
+    parts["optimizer"], parts["fixed"] = update, c["step_latency"]
+    seconds = max(draft.seconds, key=lambda phases: sum(phases.values()))
+    parts["loading"] = seconds.get("load", 0.0)
+    parts["tables"] = sum(seconds.values()) - sum(parts.values()) if draft.tables else 0.0
+    dtype = problem.unit_space.context.param_dtype or "fp32"
+    return _told(parts, forward.flops * draft.ranks, clock, job.batch, dtype)
+
+
 def transfer_seconds(nbytes: int, clock: RankClock) -> float:
     """Seconds until what a stage sends is at the next one, which is on another host unless all
     ranks of a stage and the next are on one."""
-    rate = link_rate if clock.degrees.world_size <= clock.host else network_rate
-    return float(nbytes / rate(clock.c) + clock.c["collective_latency"])
+    near = clock.degrees.world_size <= clock.host
+    rate = clock.c["all_gather_rate" if near else "inter_host_rate"]
+    return float(nbytes / rate + clock.c["collective_latency"])
 
 
 def _makespan(stages: Sequence[Sequence[Stage]], degrees: Degrees, transfer: float) -> float:

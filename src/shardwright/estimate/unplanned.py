@@ -24,6 +24,7 @@ from shardwright.core.llama import LLAMA_EXPERTS, LlamaShape
 from shardwright.core.optimizers import Optimizer, optimizer_named
 from shardwright.core.tensor import TensorSpec
 from shardwright.cost import constants
+from shardwright.cost.clock import reached
 from shardwright.cost.presets import HARDWARE
 from shardwright.estimate.footprint import assumptions_on_gpu, settings_of
 from shardwright.estimate.llama import LlamaModel
@@ -144,7 +145,7 @@ class _Estimate:
             return UNSET
         # Where routing is uneven the last class of a stage is the usual one.
         ranks = {each.coordinates.get("pipeline", 0): each.step.chunks for each in classes}
-        c = {name: each.value for name, each in (preset.constants | preset.clock).items()}
+        c = reached(self.cluster.values)
         host = self.cluster.local_world_size or self.degrees.world_size
         clock = RankClock(self.degrees, host, c, preset.clock["range"].source)
         dtype = self.section.param_dtype or "fp32"

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,7 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.footprint import Extra
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.cost import reservation
+from shardwright.cost.clock import has_clock
 from shardwright.heap.classes import outside
 from shardwright.heap.rank_step import Chunk
 from shardwright.job.job import Job, checkpointing_of, degrees_of, memory_of
@@ -28,6 +29,11 @@ from shardwright.planner.choices import Rules, Tables, table_choices, uncut_note
 from shardwright.planner.pricing.evaluate import PricingContext
 from shardwright.planner.unit_choice import DenseContext, UnitChoice
 from shardwright.planner.units import UnitSpace
+
+HIDDEN = "of a collective beside compute the share 'overlap' of its seconds costs none of it"
+HIDDEN_BY_CLOCK = (
+    "the share 'hides' of compute hides collectives, and loses 'slows' of their seconds"
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Problem:
         return self.context.batch
 
     @property
-    def values(self) -> dict[str, float]:
+    def values(self) -> Mapping[str, float]:
         """The machine's constants by name."""
         return self.context.values
 
@@ -175,8 +181,17 @@ def make_problem(
     priced = known.tables if known else ()
     rules = Rules(job, model, context)
     tables = table_choices(rules, slow=slow, capacity=capacity, known=priced)
-    notes = (*assumptions, *_assumptions(job, unit_space), *_rates(unit_space))
+    told = (*_assumptions(job, unit_space), *_rates(unit_space), *_range(cluster, model))
+    notes = (*assumptions, *told)
     return Problem(job, context, model, tables, unit_space, reserved, notes, slow, sure)
+
+
+def _range(cluster: Cluster, model: ModelSpec) -> Iterator[str]:
+    """How far a clock is off, of what it was fitted to: models without tables."""
+    if has_clock(cluster.constants) and model.is_trained and not model.tables:
+        its = cluster.constants["range"]
+        times = f"{1 / (1 + its.value):.2f} to {1 + its.value:.2f} times"
+        yield f"80 of 100 runs are to take {times} the seconds of a step (clock {its.source})"
 
 
 def _rates(space: UnitSpace) -> Iterator[str]:
@@ -196,9 +211,8 @@ def _assumptions(job: Job, unit_space: UnitSpace) -> tuple[str, ...]:
             notes.append("ids spread evenly over the rows of a table cut by rows")
         travels = model.is_trained and job.train.overlap not in (UNSET, "none")
         if 1 in unit_space.prefetches or travels:
-            notes.append(
-                "of a collective beside compute the share 'overlap' of its seconds costs none of it"
-            )
+            clock = has_clock(unit_space.context.c)
+            notes.append(HIDDEN_BY_CLOCK if clock else HIDDEN)
         else:
             notes.append(
                 "phases of a step follow one another: no overlap of communication and compute"

@@ -26,6 +26,7 @@ from shardwright.core.optimizers import OPTIMIZERS, trained
 from shardwright.core.schedule import Action, Merged, Modes, Prefetch, training_step
 from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase, stretches
 from shardwright.cost import dense
+from shardwright.cost.clock import has_clock
 from shardwright.cost.pipeline import by_phase
 from shardwright.heap.allocator import AllocatorSettings
 from shardwright.heap.classes import MODELLED, RankClass, Setting, rank_memories
@@ -90,7 +91,7 @@ class StepDraft(Draft):
     @cached_property
     def other_seconds(self) -> dict[str, float]:
         """Of these, what no unit takes: the batch, addressing ids, latencies of the tables'
-        exchange, and stages without parameters."""
+        exchange, stages without parameters, and what a machine's clock counts once a step."""
         values = self.problem.values
         totals = {}
         if self.problem.job.model.traits.reads_clicks:  # line by line
@@ -98,6 +99,8 @@ class StepDraft(Draft):
         requests = math.fsum(placed.choice.everywhere for placed in self.tables)
         if requests:
             totals["exchange_ids"] = requests
+        if has_clock(values):
+            totals["step"] = values["step_latency"]
         latencies = (self.problem.context.latencies(each.parts) for each in self.exchanges)
         return _added([totals, *latencies, self.dense_seconds.get("", {})])
 

@@ -26,7 +26,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.model import ModelSpec, UnitSpec
 from shardwright.core.recording import Moment
 from shardwright.core.schedule import Action, Modes, Prefetch
-from shardwright.cost import dense
+from shardwright.cost.clock import computed_seconds
 from shardwright.cost.pipeline import ComputeSeconds, Spent, walk
 from shardwright.job.planner import DenseSection
 from shardwright.planner.unit_choice import DenseContext, UnitChoice, unit_choices
@@ -223,9 +223,7 @@ class UnitSpace:
             key = id(moment.piece), self.dtype_of(home)
             keys.append(key)
             if key not in known:
-                work, c = moment.piece.work, self.context.c
-                seconds = dense.compute_seconds(work.calls, work.flops, work.moved, c, key[1])
-                known[key] = seconds
+                known[key] = computed_seconds(moment.piece, self.context.c, key[1])
         return [known[key] for key in keys]
 
     def dtype_of(self, home: str) -> str:
@@ -371,7 +369,7 @@ class UnitSpace:
     def walk(self, units: Sequence[UnitChoice], modes: Modes) -> list[Spent]:
         """The seconds of every action of ``units`` and of what runs between them."""
         spent = {choice.unit.name: choice.spent for choice in units}
-        return walk(self.model.step, modes, spent, self.of_piece, self.context.c["overlap"])
+        return walk(self.model.step, modes, spent, self.of_piece, self.context.c)
 
     def check(self) -> None:
         """Raise InputError for what is forced of units that there are not."""

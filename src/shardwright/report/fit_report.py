@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 from rich.console import RenderableType
 
 from shardwright.core.footprint import Fit, Largest, PolicyFit, Remedy
@@ -103,9 +103,13 @@ def _estimate_cells(
     if any(each.estimate.step_seconds for each in rows):
         if full:
             cells.append(number("a step", lambda e: _rounded(e.estimate.step_seconds, " s")))
-        rate = f"{'samples' if fit.sequence == 1 else 'tokens'}/s a device"
+        rate = f"{_counted(fit)}/s a device"
         cells.append(number(rate, lambda e: _rounded(e.estimate.device_tokens_per_second)))
     return cells
+
+
+def _counted(fit: Fit) -> str:
+    return "samples" if fit.sequence == 1 else "tokens"
 
 
 def _rounded(value: float | UnsetType, unit: str = "") -> str:
@@ -155,9 +159,16 @@ def remedies_sheet(fit: Fit, *, full: bool = True) -> Sheet:
     note = f"Each alone, but for a row that names several{two}.{rest}"
     cells: list[Cell[Remedy]] = [
         text("change", lambda remedy: printable(" and ".join(remedy.changes), TEXT_LIMIT)),
-        *_estimate_cells(fit, "peak", fit.remedies, full=full),
+        *_estimate_cells(fit, "peak", fit.remedies if full else (), full=full),
     ]
+    if any(each.longer != UNSET for each in fit.remedies):
+        cells.append(number("time", lambda remedy: _longer(remedy.longer)))
+        title += f" (time: a device's for as many {_counted(fit)})"
     return sheet_of(title, shown, cells, note)
+
+
+def _longer(share: float | UnsetType) -> str:
+    return "-" if isinstance(share, UnsetType) else f"{round(share * 100):+,} %"
 
 
 def _skipped(fit: Fit, *, full: bool) -> tuple[str, ...]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec import UNSET
 
 from shardwright.core.errors import InputError, NoPlanError
-from shardwright.core.footprint import Fit, Footprint, RankMemory
+from shardwright.core.footprint import Fit, Footprint, RankMemory, StepTime
 from shardwright.estimate.fit import fit
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import Job, memory_of, parallel_of, parse_job
@@ -117,6 +119,20 @@ def test_ways_out_were_tried_and_those_that_fit_come_first() -> None:
     assert verdicts == sorted(verdicts, key=lambda verdict: verdict != "fits")
     assert answer.remedies[0].changes == ("memory.checkpointing = full",)
     assert answer.remedies[0].estimate.verdict == "fits"
+    assert answer.remedies[0].longer == UNSET  # nobody said a step's seconds
+
+
+def test_a_way_out_says_what_it_costs_in_time() -> None:
+    def timed(job: Job) -> Footprint:
+        """Half of the sequence has half of the tokens, in no more than a step is shorter."""
+        seconds = 1.25 if memory_of(job).policy == "full" else 1.0
+        tokens, world = job.batch.size * job.batch.sequence, job.cluster.world_size or 8
+        time = StepTime(seconds, seconds, seconds, {}, tokens * world, 1, 1.0, world, "a formula")
+        return msgspec.structs.replace(estimates()(job), time=time)
+
+    longer = {each.changes: each.longer for each in fit(job(batch=LARGE), timed).remedies}
+    assert longer["memory.checkpointing = full",] == pytest.approx(0.25)
+    assert longer[f"batch.sequence = {2**19}",] == pytest.approx(1)
 
 
 def test_what_does_not_help_is_not_named() -> None:

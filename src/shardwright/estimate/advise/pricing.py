@@ -25,6 +25,7 @@ from shardwright.core.advice import Layout
 from shardwright.core.footprint import StepTime
 from shardwright.core.recording import BlockNames, Piece, Recording
 from shardwright.core.tensor import TensorSpec, element_bytes
+from shardwright.cost.clock import reached
 from shardwright.cost.presets import HARDWARE
 from shardwright.estimate.advise.space import Space
 from shardwright.estimate.fit.variants import UnevenError, drawn
@@ -128,7 +129,7 @@ class Pricing:
         self.space, self.job = space, space.job
         self.cluster, _ = cluster_of(changed(self.job, {"cluster.world_size": space.world}))
         preset = HARDWARE[self.job.cluster.preset]
-        self.c = {name: each.value for name, each in (preset.constants | preset.clock).items()}
+        self.c = reached(self.cluster.values)
         self.source = preset.clock["range"].source
         self.host = self.cluster.local_world_size or space.world
         self.device = memory_of(self.job).lowering or self.cluster.compute_device
@@ -173,7 +174,7 @@ class Pricing:
                     work = StageWork()
                     for share, times in model.shares(stage):
                         work.add(share.work, times)
-                    self._stages[key] = stage_of(work, cut, clock)
+                    self._stages[key] = stage_of(work, cut, clock, self.optimizer)
                 of_rank.append(self._stages[key])
             found.append(of_rank)
         return found

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Any
 
-from msgspec import UNSET
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError
 from shardwright.core.footprint import Estimate, Remedy
@@ -44,7 +45,8 @@ def remedies(
     job's runtime does not run. ``shards`` is a degree of data sharding that fits, 0 where there is
     none, None where it cannot be chosen.
     """
-    needs = estimate(job).most_bytes
+    its = estimate(job)
+    needs, rate = its.most_bytes, its.device_tokens_per_second
     found = []
     for way in _ways(job, world_size, shards):
         remedy = _tried(estimate, (way.words,), way.job) if _runs(job, way.job) else None
@@ -58,16 +60,22 @@ def remedies(
         if len(words) > 1 and set(words) not in [set(each.changes) for each in pairs]:
             remedy = _tried(estimate, words, joined)
             found += [remedy] if remedy else []
-    for changes, its in (((), job), (words, joined)):
+    for changes, way_out in (((), job), (words, joined)):
         if shards == 0 or not _fits(found):
-            found += _on_more_ranks(estimate, changes, its, world_size)
+            found += _on_more_ranks(estimate, changes, way_out, world_size)
             shards = None
 
     def rank(remedy: Remedy) -> tuple[bool, int, int]:
         fits = remedy.estimate.verdict == "fits"
         return not fits, len(remedy.changes), remedy.estimate.most_bytes
 
-    return tuple(sorted(found, key=rank))
+    return tuple(_timed(each, rate) for each in sorted(found, key=rank))
+
+
+def _timed(remedy: Remedy, rate: float | UnsetType) -> Remedy:
+    """With what it costs beside tokens of a device at a ``rate``, where that is known."""
+    own = remedy.estimate.device_tokens_per_second
+    return msgspec.structs.replace(remedy, longer=rate / own - 1) if rate and own else remedy
 
 
 def _fits(found: list[Remedy]) -> bool:

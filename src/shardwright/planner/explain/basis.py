@@ -15,6 +15,7 @@ from shardwright.core.model import TableSpec
 from shardwright.core.placement import Replicate
 from shardwright.core.quantities import exact_bytes, format_bytes
 from shardwright.job.job import Job, checkpointing_of, memory_of
+from shardwright.job.model_of_job import step_dtypes
 from shardwright.job.plan import Plan
 from shardwright.job.planner import EstimatorSection, ReservationSection, reservation_kind
 from shardwright.planner.statistics.tables import load_factor
@@ -60,7 +61,7 @@ def _model(plan: Plan, tables: tuple[TableSpec, ...]) -> Iterator[Fact]:
     if tables:
         yield from _of_tables(plan, tables)
     else:
-        yield Fact("dtype", "fp32", "what is planned and run")
+        yield Fact("dtype", step_dtypes(job)[0] or "fp32", "what is planned and run")
     if plan.units:
         origin = _said(job.train.optimizer != "sgd", "train.optimizer")
         yield Fact("optimizer of units", job.train.optimizer, origin)

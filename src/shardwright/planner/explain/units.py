@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from shardwright.core.amount import Amount, leaf, named, summed, total
 from shardwright.core.errors import ShardwrightError
 from shardwright.core.model import UnitSpec
 from shardwright.core.optimizer_states import MIN_8BIT_ELEMENTS, Elements
 from shardwright.core.schedule import Action
 from shardwright.core.tensor import element_bytes
+from shardwright.core.work import Work
 from shardwright.cost import dense
+from shardwright.cost.clock import computed_seconds
 from shardwright.cost.pipeline import Spent, walk
 from shardwright.job.plan import Plan, UnitPlan
 from shardwright.planner.explain.explanation import REORDERED, Explanation, finished, ranks_label
@@ -61,12 +65,15 @@ class UnitAmounts:
         moments = step.forward if action.direction == "forward" else step.backward
         moment = moments[action.place]
         work, where = moment.piece.work, f"{moment.piece.point} {moment.unit}".strip()
-        calls = leaf(work.calls, f"operators[{where}]", "", "the recorded step")
-        flops = leaf(work.flops, f"flops[{where}]", "FLOP", "its products")
-        moved = leaf(work.moved, f"moved[{where}]", "B", "read and written by other operators")
+        amounts: tuple[Any, ...] = (
+            leaf(work.calls, f"operators[{where}]", "", "the recorded step"),
+            leaf(work.flops, f"flops[{where}]", "FLOP", "its products"),
+            leaf(work.moved, f"moved[{where}]", "B", "read and written by other operators"),
+        )
         home = step.homes[action.direction][action.place]
         dtype = self.draft.problem.unit_space.dtype_of(home)
-        seconds = dense.compute_seconds(calls, flops, moved, self.constants, dtype)
+        piece = msgspec.structs.replace(moment.piece, work=Work(*amounts))
+        seconds = computed_seconds(piece, self.constants, dtype)
         found: Amount = named(f"compute[{where}]", seconds, "s")
         return found
 
@@ -126,8 +133,7 @@ class UnitAmounts:
         def piece(action: Action) -> Any:
             return self.piece(action) if action.target == name else space.of_piece(action)
 
-        overlap = self.constants["overlap"]
-        found = walk(self.draft.model.step, self.draft.modes, units, piece, overlap, _clock)
+        found = walk(self.draft.model.step, self.draft.modes, units, piece, self.constants, _clock)
         return [spent for spent in found if spent.unit == name]
 
 

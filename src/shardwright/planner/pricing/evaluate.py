@@ -23,6 +23,7 @@ from shardwright.core.batch import Batch, features
 from shardwright.core.cluster import TIERS, Cluster, Tier
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
+from shardwright.cost.clock import reached
 from shardwright.cost.embedding import Part, step_latencies
 from shardwright.job.planner import EstimatorSection
 from shardwright.planner.choice import Cost, cost
@@ -46,9 +47,9 @@ class PricingContext:
     dedup: bool | None = False
 
     @cached_property
-    def values(self) -> dict[str, float]:
-        """The cluster's constants by name."""
-        return self.cluster.values
+    def values(self) -> Mapping[str, float]:
+        """The cluster's constants by name, rates as they are reached."""
+        return reached(self.cluster.values)
 
     def latencies(self, parts: Iterable[Part]) -> dict[str, float]:
         """Seconds of a step, by phase, that an exchange takes whatever its tables."""
@@ -64,12 +65,10 @@ class Derived:
     storage: dict[Tier, Amount]
 
 
-def constants_of(cluster: Cluster) -> dict[str, Any]:
-    """A cluster's constants as leaves of a derivation."""
-    return {
-        name: leaf(c.value, name, c.unit, f"{c.source}, {c.date}")
-        for name, c in cluster.constants.items()
-    }
+def constants_of(cluster: Cluster) -> Mapping[str, Any]:
+    """A cluster's constants as leaves of a derivation, rates as they are reached."""
+    constants = cluster.constants.items()
+    return reached({n: leaf(c.value, n, c.unit, f"{c.source}, {c.date}") for n, c in constants})
 
 
 def costs(
