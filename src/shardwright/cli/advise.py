@@ -7,13 +7,14 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from shardwright.cli import options as shared
 from shardwright.core.advice import Advice
 from shardwright.core.document import PICTURE, check_output, write_atomically
-from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, expected
+from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, NoPlanError, expected
 from shardwright.core.quantities import parse_bytes
-from shardwright.job.job import named_files
+from shardwright.job.job import Job, named_files
 
 EVERY = 2.0  # seconds between lines of progress
 DAYS = re.compile(r"(\d+(?:\.\d+)?)\s*(d|days?|h|hours?|weeks?)")
@@ -30,7 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--global-batch", type=int, default=0, metavar="N", help="samples of all ranks in a step"
     )
-    parser.add_argument("--engine", default="", metavar="NAME", help="what runs the layout")
+    parser.add_argument(
+        "--engine",
+        default="",
+        metavar="NAME",
+        help="whose layouts: torchtitan, megatron, fsdp2 ...",
+    )
     parser.add_argument(
         "--fix", action="append", default=[], metavar="AXIS=VALUE", help="such as tensor=8"
     )
@@ -43,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fewest-gpus", action="store_true", help="as few as fit, or as meet --deadline"
     )
     parser.add_argument("--deadline", metavar="TIME", help='for --tokens: "12 days"')
+    parser.add_argument(
+        "--export", default="", metavar="ENGINE", help="write the answer as ENGINE reads it to FILE"
+    )
+    parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="of --export; a new one")
     parser.add_argument("--picture", type=Path, metavar="out.svg", help="time against memory")
     parser.add_argument("--full", action="store_true", help="everything that was looked at")
     shared.json_option(parser)
@@ -64,35 +74,34 @@ def execute(options: argparse.Namespace) -> int:
     if options.tokens is not None and not options.tokens > 0:
         raise InputError(expected("--tokens", "a number above 0", f"{options.tokens:g}"))
     deadline = _deadline(options)
-    from shardwright.estimate.advise import Wanted, advise, fewest_ranks
+    if bool(options.export) != bool(options.out):
+        raise InputError(expected("--export", "ENGINE and -o FILE beside it", "one of the two"))
+    if options.out is not None and options.out.exists():
+        remedy = "Name another, or move it away."
+        raise InputError(expected(str(options.out), "no file yet", "one", remedy))
+    wanted = {
+        "engine": options.engine or options.export,
+        "fixed": dict(map(_fixed, options.fix)),
+        "headroom": parse_bytes(options.headroom, "--headroom") if options.headroom else 0,
+        "global_batch": options.global_batch,
+        "measured": options.measured or 0.0,
+    }
+    from shardwright.estimate.advise import advise, fewest_ranks
 
-    wanted = Wanted(
-        options.engine,
-        dict(map(_fixed, options.fix)),
-        parse_bytes(options.headroom, "--headroom") if options.headroom else 0,
-        options.global_batch,
-        options.measured or 0.0,
-    )
     progress = _Progress()
     if options.fewest_gpus:
 
         def fast_enough(found: Advice) -> bool:
             return deadline is None or found.days(options.tokens) <= deadline
 
-        fewest = fewest_ranks(job, wanted, fast_enough, progress)
+        fewest = fewest_ranks(job, fast_enough, progress, **wanted)
         if fewest is None:
             within = f" within {options.deadline}" if options.deadline else ""
-            print(f"No number of GPUs that divides the batch is enough{within}.", file=sys.stderr)
-            return EXIT_NO_PLAN
-        found = fewest
+            raise NoPlanError(f"No number of GPUs is enough{within}.")
+        job, found = fewest
     else:
-        found = advise(job, wanted, progress)
-    if options.picture:
-        from shardwright.report.advice_report import picture
-
-        changed = shared.beside(options.picture)
-        write_atomically(options.picture, picture(found).encode())
-        print(f"picture written to {options.picture}{changed}", file=sys.stderr)
+        found = advise(job, progress, **wanted)
+    _write(job, found, wanted, options)
     if options.json:
         shared.print_json(found)
     else:
@@ -100,6 +109,23 @@ def execute(options: argparse.Namespace) -> int:
 
         shared.show(advice_report(found, tokens=options.tokens, full=options.full))
     return EXIT_OK if found.rows else EXIT_NO_PLAN
+
+
+def _write(job: Job, found: Advice, wanted: dict[str, Any], options: argparse.Namespace) -> None:
+    """The files that are asked for."""
+    if options.picture:
+        from shardwright.report.advice_report import picture
+
+        changed = shared.beside(options.picture)
+        write_atomically(options.picture, picture(found).encode())
+        print(f"picture written to {options.picture}{changed}", file=sys.stderr)
+    if options.out and found.answer:
+        from shardwright.estimate.advise import job_of
+        from shardwright.job.exported import exported
+
+        text = exported(job_of(job, found.answer.layout, **wanted), options.export)
+        write_atomically(options.out, text.encode())
+        print(f"wrote {options.out}", file=sys.stderr)
 
 
 def _fixed(text: str) -> tuple[str, str]:

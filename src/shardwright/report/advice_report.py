@@ -69,7 +69,7 @@ def _answer(advice: Advice, answer: Advised, tokens: float | None) -> str:
         days = advice.days(tokens)
         hours = days * 24 * advice.world_size
         lines.append(
-            f"{tokens:.3g} tokens: about {two_digits(days)} days, {two_digits(hours)} GPU-hours."
+            f"{tokens:,.0f} tokens: about {two_digits(days)} days, {two_digits(hours)} GPU-hours."
         )
     return "\n".join(lines)
 
@@ -161,7 +161,8 @@ def _next(advice: Advice, answer: Advised | None, *, full: bool) -> str:
 # ---- a picture -----------------------------------------------------------------------------------
 
 _LEFT, _TOP, _HEIGHT, _PREFIX = 66.0, 40.0, 320.0, "advice"
-KINDS = ("fits", "perhaps", "does not fit", "nobody asked: slower than the answer")
+KINDS = ("fits", "perhaps", "does not fit", "may fit, and is slower")
+COLOURS = (FILLS[0], FILLS[1], FILLS[6], FILLS[3])
 FARTHEST = 4.0  # times the answer, or the capacity, that are drawn
 
 
@@ -181,7 +182,9 @@ def picture(advice: Advice) -> str:
         return _TOP + _HEIGHT * (1 - nbytes / high)
 
     bottom = _TOP + _HEIGHT
-    swatches, height = legend([(name, k) for k, name in enumerate(KINDS)], bottom + 40, _PREFIX)
+    swatches, height = legend(
+        [(name, k) for k, name in enumerate(KINDS)], bottom + 40, _PREFIX, fills=COLOURS
+    )
     parts = [
         label(0, 12, f"{advice.layouts:,} layouts: time of a step against memory", bold=True),
         label(WIDTH, 12, f"{len(advice.points) - len(shown):,} beyond the axes", "end", faint=True),
@@ -211,7 +214,8 @@ def picture(advice: Advice) -> str:
         parts.append(label(place[0] + 10, place[1] + LINE, answer.layout.words, bold=True))
     parts.append(swatches)
     said = _proof(advice) if answer else _nothing(advice)
-    return standalone(chart(_PREFIX, "Layouts", said, bottom + 40 + height, parts))
+    total = bottom + 40 + height
+    return standalone(chart(_PREFIX, "Layouts", said, total, parts, fills=COLOURS))
 
 
 def _kind(advice: Advice, point: Priced) -> int:
@@ -222,7 +226,7 @@ def _kind(advice: Advice, point: Priced) -> int:
 
 def _dot(x: float, y: float, kind: int) -> str:
     place: dict[str, str | float] = {"cx": x, "cy": y, "r": 4 if kind == 0 else 2}
-    return element("circle", {**place, "style": FILLS[kind].style, "fill-opacity": 0.7})
+    return element("circle", {**place, "style": COLOURS[kind].style, "fill-opacity": 0.7})
 
 
 def _frontier(points: list[Priced]) -> list[Priced]:

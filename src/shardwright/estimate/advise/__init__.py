@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shardwright.estimate.advise.search import Wanted, advise, fewest_ranks
+from shardwright.estimate.advise.search import advise, fewest_ranks, job_of
 
-__all__ = ["Wanted", "advise", "fewest_ranks"]
+__all__ = ["advise", "fewest_ranks", "job_of"]

@@ -13,8 +13,10 @@ import heapq
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from shardwright.core.advice import Advice, Advised, Layout, Priced
 from shardwright.core.errors import (
@@ -58,43 +60,58 @@ class Wanted:
 Hear = Callable[[str], None]
 
 
-def advise(job: Job, wanted: Wanted | None = None, progress: Hear = lambda _: None) -> Advice:
+def advise(job: Job, progress: Hear = lambda _: None, **wanted: Any) -> Advice:
     """The fastest layouts of a job's model on its cluster that fit; its global batch, sequence,
-    dtype and optimizer are held.
+    dtype and optimizer are held. ``wanted`` are the fields of :class:`Wanted`:
+    ``advise(job, engine="megatron", fixed={"tensor": "8"})``.
 
     ``progress`` gets a line for everything that is worked out; an interruption ends the search with
     what was found until then. Of a job for which nothing fits the nearest layout is told and the
     fewest ranks. InputError for a cluster whose clock is not known, UnsupportedError for a model
-    that is planned table by table.
+    that is planned table by table or that the engine does not run.
     """
     begun = time.perf_counter()
     check_type(job, Job, "job", A_JOB)
-    search = _Search(job, wanted or Wanted(), progress)
+    search = _Search(job, Wanted(**wanted), progress)
     found = search.advice()
     if not found.rows and search.finished:
         found = msgspec.structs.replace(found, **search.ways_out())
     return msgspec.structs.replace(found, seconds=time.perf_counter() - begun)
 
 
+def job_of(job: Job, layout: Layout, **wanted: Any) -> Job:
+    """The job that asks for a ``layout`` which was advised for it."""
+    return _Search(job, Wanted(**wanted), lambda _: None).space.job_of(layout)
+
+
 def fewest_ranks(
-    job: Job, wanted: Wanted, fast_enough: Callable[[Advice], bool], progress: Hear
-) -> Advice | None:
-    """The advice on the fewest ranks, doubled from one host on, on which something fits and is
-    ``fast_enough``, the global batch held; None where no number is."""
-    cluster, here = cluster_of(job)[0], _Search(job, wanted, progress)
-    wanted = replace(wanted, global_batch=here.space.global_batch)
+    job: Job,
+    fast_enough: Callable[[Advice], bool],
+    progress: Hear = lambda _: None,
+    **wanted: Any,
+) -> tuple[Job, Advice] | None:
+    """The job on the fewest ranks, doubled from one host on, with its advice, on which something
+    fits and is ``fast_enough``, the global batch held; None where no number is."""
+    cluster, here = cluster_of(job)[0], _Search(job, Wanted(**wanted), progress)
+    wanted["global_batch"] = here.space.global_batch
     world = min(cluster.local_world_size or 1, here.world)
-    while world <= MOST_DOUBLED and wanted.global_batch % world == 0:
-        found = advise(_on(job, world), wanted, progress)
+    while world <= MOST_DOUBLED:
+        found = advise(_on(job, world), progress, **wanted)
         if found.rows and fast_enough(found):
-            return found
+            return _on(job, world), found
         world *= 2
     return None
 
 
 def _on(job: Job, world: int) -> Job:
-    """The job on other ranks."""
-    return changed(job, {"cluster.world_size": world})
+    """The job on other ranks, as many on a host where these divide them."""
+    local = job.cluster.local_world_size
+    keys: dict[str, Any] = {"cluster.world_size": world}
+    if local and world > local and world % local:
+        keys["cluster.local_world_size"] = None
+    if job.parallel is not UNSET:
+        keys |= {"parallel.data_shard": -1, "parallel.data_replicate": 1}
+    return changed(job, keys)
 
 
 class _Search:
@@ -173,7 +190,7 @@ class _Search:
 
         wanted = replace(self.wanted, global_batch=self.space.global_batch)
         world = 2 * self.world
-        while world <= MOST_DOUBLED and wanted.global_batch % world == 0:
+        while world <= MOST_DOUBLED:
             if _Search(_on(self.job, world), wanted, self.progress).fits():
                 return {"nearest": nearest, "fewest_ranks": world}
             world *= 2
@@ -199,8 +216,11 @@ class _Search:
             if why := cannot(self.space.job_of(plain), self.wanted.engine):
                 raise UnsupportedError(" ".join(why))
         if not self.least:
-            batch = f"{self.space.global_batch:,} samples on {self.world:,} ranks"
-            raise InputError(expected("advise", "a layout that divides the batch", batch))
+            ways = f"{self.space.global_batch:,} samples on {self.world:,} ranks"
+            fixed = "".join(f", {axis} {value}" for axis, value in self.wanted.fixed.items())
+            wanted = f"a layout of {ways}{fixed}"
+            remedy = "Degrees divide ranks, batch, heads, layers and tokens: see --global-batch."
+            raise InputError(expected("advise", wanted, "none", remedy))
 
     def _scale(self) -> None:
         if not self.wanted.measured:
