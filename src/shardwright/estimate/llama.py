@@ -63,6 +63,8 @@ def stage_recording(request: StageRequest, stage: ModelStage) -> Recording:
     )
     treated = tuple(k for k, place in enumerate(few) if signatures[place][1] == 0)
     local = msgspec.structs.replace(request.local, first=stage.first, last=stage.last, layers=None)
+    if not small.moe_layers:  # a stage of a model that has experts elsewhere
+        local = msgspec.structs.replace(local, expert=1, expert_load=1.0, capacity_factor=None)
     # Asked for with the few layers alone, so that the cache knows nothing of the depth: a llama of
     # 32 and one of 80 layers share a recording.
     found = _recorded(msgspec.structs.replace(request, shape=small, local=local), treated)

@@ -25,7 +25,7 @@ WIDTHS = {
 EXPERTS = {
     "experts": 8, "experts_per_token": 2, "expert_ffn_dim": 1408, "moe_layers": list(range(8)),
 }  # fmt: skip
-NEAR = 1e-4  # of seconds: a stage's first and last layer move a little less than others
+NEAR = 1e-6  # larger microbatches are drawn by smaller ones
 
 
 def job_with(
@@ -101,7 +101,8 @@ def test_no_layout_that_fits_is_faster_than_the_answer() -> None:
     found = advise(job, fixed=fixed)
     best = every_layout(job, found, **fixed)
     assert 5 < len(best) < found.layouts, "some fit and some do not"
-    assert found.answer and found.proven
+    assert found.answer
+    assert found.proven
     assert found.answer.time.seconds == pytest.approx(best[0][0], rel=NEAR)
     assert [row.time.seconds for row in found.rows] == pytest.approx(
         [seconds for seconds, _ in best[: len(found.rows)]], rel=NEAR
@@ -120,8 +121,10 @@ def test_no_layout_of_hundreds_is_faster_than_the_answer() -> None:
 
 
 def test_what_is_faster_does_not_fit_for_sure() -> None:
-    found = advise(job_with(hbm_cap="9 GiB"), fixed={"pipeline": "1", "context": "1"})
-    assert found.answer and found.faster
+    fixed = {"pipeline": "1", "context": "1", "tensor": "1"}
+    found = advise(job_with(hbm_cap="9 GiB"), fixed=fixed)
+    assert found.answer
+    assert found.faster
     for each in found.faster:
         assert each.time.seconds < found.answer.time.seconds
         assert each.most_bytes > found.capacity
@@ -132,7 +135,7 @@ def test_what_is_faster_does_not_fit_for_sure() -> None:
 
 def test_headroom_stays_free() -> None:
     fixed = {"pipeline": "1", "context": "1", "tensor": "1"}
-    job, spare = job_with(hbm_cap="9 GiB"), 2 * 2**30
+    job, spare = job_with(hbm_cap="8 GiB"), 2 * 2**30
     with_it = advise(job, fixed=fixed, headroom=spare)
     assert with_it.answer
     assert with_it.answer.most_bytes + spare <= with_it.capacity
@@ -168,10 +171,13 @@ def test_the_job_of_a_layout_asks_for_it() -> None:
 @pytest.mark.parametrize("engine", ["megatron", "fsdp2", "accelerate"])
 def test_an_engine_runs_what_is_advised_for_it(engine: str) -> None:
     fixed = {"context": "1", "micro_batch": "1"}
-    found = advise(job_with(), engine=engine, fixed=fixed)
+    job = job_with({"reduce_dtype": "bf16"} if engine == "accelerate" else {})
+    found = advise(
+        job, engine=engine, fixed=fixed | ({"tensor": "2"} if engine == "megatron" else {})
+    )
     assert len(found.rows) > 1
     for row in found.rows:
-        assert not cannot(job_of(job_with(), row.layout, engine=engine), engine), row.layout.words
+        assert not cannot(job_of(job, row.layout, engine=engine), engine), row.layout.words
     if engine != "megatron":
         assert {row.layout.pipeline for row in found.rows} == {1}
 
@@ -181,8 +187,10 @@ def test_where_nothing_fits_the_nearest_and_more_ranks_are_told() -> None:
     found = advise(job, fixed={"context": "1", "pipeline": "1", "micro_batch": "1"})
     assert not found.rows
     assert not found.proven
-    assert found.nearest and found.nearest.most_bytes > found.capacity
-    assert found.fewest_ranks and found.fewest_ranks > 2
+    assert found.nearest
+    assert found.nearest.most_bytes > found.capacity
+    assert found.fewest_ranks
+    assert found.fewest_ranks > 2
 
 
 def test_the_fewest_ranks_that_are_fast_enough() -> None:
@@ -227,4 +235,4 @@ def test_a_model_of_tables_is_planned_instead() -> None:
 
 def test_a_model_that_an_engine_lacks_is_refused_with_its_reasons() -> None:
     with pytest.raises(UnsupportedError, match="model"):
-        advise(job_with(model={"logit_cap": 30.0}), engine="megatron")
+        advise(job_with(), engine="torchtitan")

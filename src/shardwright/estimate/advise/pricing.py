@@ -306,15 +306,24 @@ class Pricing:
         cut = sharding(memory_of(self.job), degrees, self.device == "cuda", self.experts)
         parts: dict[object, tuple[list[Piece], list[Piece]]] = {}
         at: object = "begin"
+        waiting: list[Piece] = []
         where = 0  # 0: forward, 1: backward
         for piece in recording.pieces:
             where = 1 if piece.point == "backward" else where
             home = blocks.home(piece.unit)
+            # What is left behind a unit prepares what the next one is given: a stage that begins
+            # there does it, too.
+            # (Of a unit inside of a layer the rest of this comes behind it.)
+            outer = home is None or piece.unit == home[0].recorded[home[1]]
+            if piece.point == "leave" and outer:
+                waiting.append(piece)
+                continue
             if home is not None:
                 at = home[0].name, home[1]
-            elif at not in ("begin", "end") and piece.point not in ("leave", "leave_backward"):
+            elif at not in ("begin", "end") and piece.point != "leave_backward":
                 at = "begin" if where else "end"
-            parts.setdefault(at, ([], []))[where].append(piece)
+            parts.setdefault(at, ([], []))[where].extend((*waiting, piece))
+            waiting.clear()
         found = {name: _share(*pieces, clock, off) for name, pieces in parts.items()}
         entered = [p.unit for p in recording.pieces if p.point == "enter"]
         first = min(
