@@ -285,6 +285,7 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     # what it would make of the shape.
     refuse_unread(job, where)
     job = msgspec.structs.replace(job, model=completed(job.model, where, path))
+    _check_positions(job, where)
     check_schedule(job.train, where)
     check_tables(job.tables, where, job.model.kind)
     # Constraints name what is placed: of a table of another kind its parts, which are known only
@@ -299,6 +300,14 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     if job.checkpoint is not UNSET:
         every(job.checkpoint.every, f"{where}: checkpoint.every")
     return _with_world(job, where)
+
+
+def _check_positions(job: Job, where: str) -> None:
+    """Refuse more tokens than a decoder has learned positions for."""
+    rows = 0 if job.model.shape is UNSET else job.model.shape.learned_positions
+    if 0 < rows < job.batch.sequence:
+        wanted = f"at most the {rows} positions of the model"
+        raise InputError(expected(f"{where}: batch.sequence", wanted, str(job.batch.sequence)))
 
 
 def _check_checkpointing(job: Job, where: str) -> None:

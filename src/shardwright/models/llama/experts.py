@@ -19,9 +19,9 @@ from torch import nn
 from shardwright.core.llama import LlamaShape, LocalShape
 from shardwright.models.llama.layers import (
     ACTIVATIONS,
+    MLP,
     Device,
     Linear,
-    SwiGLU,
     all_to_all,
     enter,
     has_data,
@@ -83,7 +83,7 @@ def _groups(x: torch.Tensor, ends: torch.Tensor) -> list[tuple[int, slice]]:
 
 
 class Experts(nn.Module):
-    """The experts of this rank: three weights [experts, ...], rows sorted by expert."""
+    """The experts of this rank: two or three weights [experts, ...], rows sorted by expert."""
 
     def __init__(
         self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
@@ -94,12 +94,16 @@ class Experts(nn.Module):
         wide = shape.expert_ffn_dim // local.expert_width_degree
         self.w1 = nn.Parameter(torch.empty(here, wide, dim, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(here, dim, wide, device=device, dtype=dtype))
-        self.w3 = nn.Parameter(torch.empty(here, wide, dim, device=device, dtype=dtype))
+        self.w3 = None
+        if not shape.ungated:
+            self.w3 = nn.Parameter(torch.empty(here, wide, dim, device=device, dtype=dtype))
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """[rows, D] -> [rows, D]; ``ends[e]`` is where the rows of expert e stop."""
-        gate = self.activation(grouped_product(rows, self.w1, ends))
-        return grouped_product(gate * grouped_product(rows, self.w3, ends), self.w2, ends)
+        inner = self.activation(grouped_product(rows, self.w1, ends))
+        if self.w3 is None:
+            return grouped_product(inner, self.w2, ends)
+        return grouped_product(inner * grouped_product(rows, self.w3, ends), self.w2, ends)
 
 
 class MixtureOfExperts(nn.Module):
@@ -116,7 +120,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = self.shared_gate = None
         if shape.shared_ffn_dim:
             wide = shape.shared_ffn_dim // local.tensor
-            self.shared_experts = SwiGLU(shape, wide, device, dtype)
+            self.shared_experts = MLP(shape, wide, device, dtype)
             if shape.shared_gate:
                 self.shared_gate = Linear(shape.dim, 1, bias=False, device=device, dtype=dtype)
 
