@@ -282,6 +282,35 @@ Degree = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 LossKind = Literal["gathered", "parallel", "chunked"]
 
 
+class MegatronSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How Megatron-LM is set, as far as memory follows from it, by the names of its arguments.
+
+    Attributes:
+        attention_backend: of Transformer Engine: ``"fused"`` (cuDNN's, which it takes by itself on
+            Hopper), ``"flash"``, ``"unfused"``; or ``"local"``, without it
+        masked_softmax_fusion: one kernel for the softmax of attention that is not fused
+        bias_activation_fusion: one kernel for gate and activation
+        gradient_accumulation_fusion: products add gradients of weights to the buffer themselves
+        cross_entropy_loss_fusion: ``"none"``, ``"native"``, ``"te"``
+        account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split: the first
+            stage, or the last, has a layer less
+    """
+
+    attention_backend: Literal["fused", "flash", "unfused", "local"] = "fused"
+    masked_softmax_fusion: bool = True
+    bias_activation_fusion: bool = True
+    gradient_accumulation_fusion: bool = True
+    cross_entropy_loss_fusion: Literal["none", "native", "te"] = "none"
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """What embedding and head weigh, in layers, where layers are dealt out to stages."""
+        embedding = int(self.account_for_embedding_in_pipeline_split)
+        return embedding, int(self.account_for_loss_in_pipeline_split)
+
+
 class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Degrees that divide a decoder, and which of its layers are here.
 
@@ -293,6 +322,7 @@ class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``expert_load`` is how many rows this rank's experts receive, relative to even routing; with a
     ``capacity_factor`` every expert takes exactly its even share times that factor, padded or cut.
+    Layers are TorchTitan's, or those of ``megatron``.
     With ``fp32_logits`` what the loss is computed from is a copy in fp32, which stays until the
     backward is over.
     """
@@ -308,6 +338,7 @@ class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     capacity_factor: Annotated[float, msgspec.Meta(gt=0, le=1e4)] | None = None
     loss: LossKind = "gathered"
     fp32_logits: bool = False
+    megatron: MegatronSettings | None = None
 
     @property
     def whole(self) -> bool:

@@ -94,7 +94,8 @@ def forget_recordings() -> None:
 def _recorded(request: StageRequest, treated: tuple[int, ...]) -> Recording:
     dtype = DTYPES[request.dtype]
     local, batch, tokens = request.local, request.batch, request.sequence
-    kept = StageResults(pipelined=not local.first)
+    # Megatron-LM lets go of a stage's result as soon as its loss is there.
+    kept = StageResults(pipelined=not local.first and local.megatron is None)
     with FakeTensorMode():
         model = Llama(request.shape, local, sequence=tokens, dtype=dtype)
         if local.first:
@@ -168,7 +169,9 @@ class LlamaModel:
         stream = request.sequence // request.local.stream_degree * self.shape.dim
         received = request.batch * stream * element_bytes(request.dtype)
         return RecordedStage(
-            msgspec.structs.replace(found, units=units, inputs=tokens),
+            msgspec.structs.replace(
+                found, units=units, inputs=tokens, buffers=found.buffers + _shared(request)
+            ),
             self.parameters,
             0 if stage.first else received,
             self._named(request),
@@ -191,6 +194,7 @@ class LlamaModel:
             last=stage.last,
             loss=section.loss,
             fp32_logits=bool(section.fp32_logits),
+            megatron=section.megatron_settings,
         )
         local = local_shape(parallel, self.degrees, self.shape, own)
         return StageRequest(
@@ -202,6 +206,18 @@ class LlamaModel:
             treatment=self.treatment,
             casts=section.runtime not in WHOLE,
         )
+
+
+def _shared(request: StageRequest) -> int:
+    """Bytes of the buffer that Megatron-LM's products and its own attention share: of scores, or
+    of the tokens of all ranks (``core/utils.py``, ``GlobalMemoryBuffer``)."""
+    local, tokens = request.local, request.batch * request.sequence
+    if local.megatron is None:
+        return 0
+    gathered = tokens * request.shape.dim if local.stream_degree > 1 else 0
+    scores = tokens * request.sequence * local.context * local.heads(request.shape)
+    own = local.megatron.attention_backend == "local"
+    return max(gathered, scores if own else 0) * element_bytes(request.dtype)
 
 
 def _stored(unit: RecordedUnit) -> RecordedUnit:

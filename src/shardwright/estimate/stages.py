@@ -15,7 +15,7 @@ other stages run is not looked at.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,9 +33,9 @@ from shardwright.core.document import decode_json
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.recording import OF_UNITS, Piece, Recording
 from shardwright.core.work import OperatorShapes
-from shardwright.heap.rank_step import ONE_PASS
+from shardwright.heap.rank_step import ENDING, ONE_PASS
 from shardwright.job.parallel import Degrees
-from shardwright.job.pipelining import PassRun, order_in_runs, representative, stage_of
+from shardwright.job.pipelining import PassRun, expanded, order_in_runs, representative, stage_of
 from shardwright.trace.module import TracedModule, storage_bytes
 from shardwright.trace.recorder import Recorder
 from shardwright.trace.structure import Container, containers
@@ -44,7 +44,7 @@ from shardwright.tracker.tensors import map_tensors, tensors_in
 
 # What the embedding and the head weigh, in layers, where layers are dealt out: TorchTitan's default
 # (torchtitan/distributed/pipeline_parallel.py, input_weight and output_weight).
-ENDS_WEIGH = 1
+ENDS_WEIGH = (1, 1)
 HEAD = "head"  # the unit of what is behind the layers
 KEPT = ("", HEAD)  # units that are not freed after their forward
 WHERE = "parallel.pipeline"
@@ -80,25 +80,26 @@ class PipelineRank:
     microbatches: int
 
 
-def stages(layers: int, count: int) -> list[ModelStage]:
-    """Deal ``layers`` out to ``count`` stages, the first and last with less for what is beside."""
+def stages(layers: int, count: int, ends: tuple[int, int] = ENDS_WEIGH) -> list[ModelStage]:
+    """Deal ``layers`` out to ``count`` stages, the first and last with less for the ``ends`` that
+    are beside."""
     if count == 1:
         return [ModelStage((0, layers), True, True)]
     # Embedding and head count as layers when they are dealt out and are taken off again: so the
     # first and last stage get fewer layers, as TorchTitan does it.
-    weight = layers + 2 * ENDS_WEIGH
-    if weight < count or layers < count - 2 * ENDS_WEIGH:
+    weight = layers + sum(ends)
+    if weight < count or layers < count - sum(ends):
         raise InputError(
             expected(
                 "[parallel] pipeline",
-                f"at most {layers + 2 * ENDS_WEIGH} stages for {layers} layers",
+                f"at most {layers + sum(ends)} stages for {layers} layers",
                 str(count),
             )
         )
     each, over = divmod(weight, count)
     sizes = [each + (index < over) for index in range(count)]
-    sizes[0] -= ENDS_WEIGH
-    sizes[-1] -= ENDS_WEIGH
+    sizes[0] -= ends[0]
+    sizes[-1] -= ends[1]
     found, begin = [], 0
     for index, size in enumerate(sizes):
         found.append(ModelStage((begin, begin + size), index == 0, index == count - 1))
@@ -106,10 +107,12 @@ def stages(layers: int, count: int) -> list[ModelStage]:
     return found
 
 
-def pipeline_ranks(layers: int, degrees: Degrees) -> list[PipelineRank]:
+def pipeline_ranks(
+    layers: int, degrees: Degrees, ends: tuple[int, int] = ENDS_WEIGH
+) -> list[PipelineRank]:
     """Every rank of the pipeline; without one a single rank that accumulates microbatches."""
     count = degrees.pipeline * degrees.chunks
-    dealt = stages(layers, count)
+    dealt = stages(layers, count, ends)
     if degrees.pipeline == 1:
         # what accumulates does so from the second on
         runs = (PassRun(ONE_PASS.passes, min(degrees.microbatches, 2)),)
@@ -128,6 +131,19 @@ def pipeline_ranks(layers: int, degrees: Degrees) -> list[PipelineRank]:
         )
         for rank in range(degrees.pipeline)
     ]
+
+
+def most_alive(runs: Sequence[PassRun], sizes: Sequence[int]) -> int:
+    """The most bytes that are there at once, of so many for each microbatch of a chunk from its
+    forward to its backward."""
+    live = most = 0
+    for each in expanded(runs):
+        if each.kind == "forward":
+            live += sizes[each.chunk]
+        elif each.kind in ENDING:
+            live -= sizes[each.chunk]
+        most = max(most, live)
+    return most
 
 
 class StageResults:

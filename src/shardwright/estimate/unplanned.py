@@ -27,7 +27,13 @@ from shardwright.cost import constants
 from shardwright.cost.presets import HARDWARE
 from shardwright.estimate.footprint import assumptions_on_gpu, settings_of
 from shardwright.estimate.llama import LlamaModel
-from shardwright.estimate.stages import KEPT, PipelineRank, pipeline_ranks
+from shardwright.estimate.stages import (
+    ENDS_WEIGH,
+    KEPT,
+    PipelineRank,
+    most_alive,
+    pipeline_ranks,
+)
 from shardwright.estimate.step_time import Layout, step_time
 from shardwright.heap.allocator import AllocatorSettings
 from shardwright.heap.classes import MODELLED, RankClass, Setting, outside, rank_memories
@@ -155,7 +161,9 @@ class _Estimate:
         count = degrees.world_size // degrees.pipeline
         holders = _expert_holders(self.job, degrees)
         holding = "ranks with experts" if holders else ""
-        for rank in pipeline_ranks(self.model.layers, degrees):
+        settings = self.section.megatron_settings
+        ends = settings.ends if settings else ENDS_WEIGH
+        for rank in pipeline_ranks(self.model.layers, degrees, ends):
             stage = f"stage {rank.rank}" if degrees.pipeline > 1 else ""
             where = {"pipeline": rank.rank} if degrees.pipeline > 1 else {}
             for title, share, section in self._loads():
@@ -182,13 +190,17 @@ class _Estimate:
         for each in stages:
             self.assumptions.extend(each.recording.notes)
             self.operators.append(each.recording.operators)
-        # Of every microbatch, though few are run: such buffers are there from first to last.
-        received = sum(each.received + each.recording.result for each in stages)
+        if self.section.runtime == "megatron":  # allocates what it receives, and sends at once
+            receives = most_alive(rank.runs, [each.received for each in stages])
+        else:
+            # Of every microbatch, though few are run: such buffers are there from first to last.
+            received = sum(each.received + each.recording.result for each in stages)
+            receives = received * rank.microbatches
         return RankStep(
             [Chunk(each.recording, each.received, each.named) for each in stages],
             rank.runs,
             optimizer_of(self.job),
-            received * rank.microbatches,
+            receives,
         )
 
 
@@ -215,11 +227,8 @@ def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
             f"whole parameters, their gradients and states are kept in "
             f"{section.param_dtype or 'the dtypes they were made in'}, without copies in fp32"
         )
-    if section.runtime == "megatron":
-        yield (
-            "what a forward keeps is TorchTitan's llama's: Megatron-LM's own layers (Transformer "
-            "Engine) keep more or less of it"
-        )
+    if section.runtime == "megatron" and job.model.traits.is_function:
+        yield "what a forward keeps is the module's own, not that of Megatron-LM's layers"
     if section.zero in (1, 2) and degrees.shards == 1:
         yield (
             f"memory.zero = {section.zero} shares nothing: parallel.data_shard is 1, and copies "

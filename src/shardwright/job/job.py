@@ -136,7 +136,10 @@ def degrees_of(job: Job, world_size: int, where: str = "job") -> Degrees:
     found = degrees(parallel_of(job), world_size, job.batch.size, where)
     if job.model.shape is not UNSET:
         shape, tokens = job.model.shape, job.batch.sequence
-        check_divides(parallel_of(job), found, shape, tokens, where)
+        # Megatron-LM may leave a stage to embedding or head alone.
+        settings = memory_of(job).megatron_settings
+        ends = sum(settings.ends) if settings else 0
+        check_divides(parallel_of(job), found, shape, tokens, where, ends)
     return found
 
 

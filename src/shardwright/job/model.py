@@ -340,7 +340,7 @@ def _llama_shape(model: ModelSection, where: str) -> LlamaShape:
         vocab=model.vocab,
         tied_embeddings=_given(model.tied_embeddings, False),
         qk_norm=_given(model.qk_norm, False),
-        attention_bias=_given(model.attention_bias, False) or bias,
+        attention_bias=_given(model.attention_bias, False) or (bias and not model.kv_lora_rank),
         output_bias=bias,
         mlp_bias=bias,
         experts=experts,

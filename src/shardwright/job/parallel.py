@@ -233,11 +233,13 @@ def check_divides(
     shape: LlamaShape,
     sequence: int,
     where: str = "job",
+    ends: int = 0,
 ) -> None:
-    """Refuse degrees that do not divide a llama or the ``sequence`` of its samples."""
+    """Refuse degrees that do not divide a llama or the ``sequence`` of its samples; so many
+    ``ends`` of it may be pieces of their own."""
     local_shape(section, found, shape, LocalShape(), f"{where}: parallel")
     pieces = found.pipeline * found.chunks
-    if pieces > shape.layers:
+    if pieces > shape.layers + ends:
         raise InputError(
             expected(
                 f"{where}: parallel.pipeline",

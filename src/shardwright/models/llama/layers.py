@@ -120,7 +120,8 @@ class Embedding(nn.Module):
         if self.local.tensor == 1:
             rows = nn.functional.embedding(tokens, self.weight)
         else:
-            rows = leave(rows_here(self.weight, tokens, self.vocab), self.local)
+            vocab = len(self.weight) if self.local.megatron else self.vocab
+            rows = leave(rows_here(self.weight, tokens, vocab), self.local)
         rows = rows if self.scale is None else rows * self.scale
         if self.positions is not None:
             # As the first rank sees it: other ranks' tokens have as many rows of the same table.
@@ -137,7 +138,7 @@ class _RowsHere(torch.autograd.Function):
     """A rank looks up the tokens that it has; the others add nothing.
 
     Backward is DTensor's (torch 2.2 to 2.13): every rank computes the gradient of the whole table,
-    of which it then keeps a copy of its part.
+    of which it then keeps a copy of its part. Where ``vocab`` is its part, it has no other.
     """
 
     @staticmethod
@@ -158,6 +159,8 @@ class _RowsHere(torch.autograd.Function):
         # A padded last rank may have more rows than there are words.
         size = max(ctx.vocab, ctx.here)
         whole = torch.ops.aten.embedding_dense_backward(grad, tokens, size, -1, False)
+        if size == ctx.here:
+            return whole, None, None
         # A clone, so that the whole gradient can be freed: a view would keep it alive.
         return whole[: ctx.here].clone(), None, None
 

@@ -32,6 +32,12 @@ from shardwright.models.llama.layers import (
     has_data,
     norm,
 )
+from shardwright.models.llama.megatron import (
+    MegatronAttention,
+    MegatronMLP,
+    columns,
+    vocab_loss,
+)
 from shardwright.models.start import Started, generator_of
 
 DEVIATION = 0.02  # of starting weights, as in GPT-2 and Llama
@@ -52,12 +58,14 @@ class LlamaBlock(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        attention = LatentAttention if shape.kv_lora_rank else Attention
+        attention = MegatronAttention if local.megatron else Attention
+        attention = LatentAttention if shape.kv_lora_rank else attention
         self.attention = attention(shape, local, device, dtype)
         if shape.is_moe(layer):
             self.moe = MixtureOfExperts(shape, local, device, dtype)
         else:
-            self.feed_forward = FeedForward(shape, local, device, dtype)
+            feed_forward = MegatronMLP if local.megatron else FeedForward
+            self.feed_forward = feed_forward(shape, local, device, dtype)
         for name in ("attention_norm", "ffn_norm", "post_attention_norm", "post_ffn_norm"):
             has = shape.post_norms or not name.startswith("post")
             setattr(self, name, norm(shape, shape.dim, device, dtype) if has else None)
@@ -137,6 +145,8 @@ class Llama(Started):
         """The stream [B, T, D] -> logits [B, T, V]; of one rank's words where the loss is parallel,
         and none yet but what they are made of, [B, T, D], where it is chunked."""
         local = self.local
+        if local.megatron and local.loss != "chunked":
+            return columns(self.norm(x), (self.output,), local)[0]
         x = enter(self.norm(x), local)
         if local.loss == "chunked":
             return x
@@ -151,6 +161,8 @@ class Llama(Started):
         if self.local.loss == "chunked":
             cap = self.shape.logit_cap
             return chunked_loss(found, self.output.weight, targets, self.local.tensor, cap)
+        if self.local.megatron:
+            return vocab_loss(found, targets, self.local)
         if self.local.loss == "parallel":
             result = parallel_loss(found, targets, self.local.tensor)
         else:
