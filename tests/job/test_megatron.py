@@ -76,6 +76,12 @@ def test_a_switch_is_true_and_several_values_are_the_first() -> None:
         ("--num-experts 8 --moe-layer-freq [0]*2+[1]*30", "model", "moe_layers", [*range(2, 32)]),
         ("--num-experts 8 --moe-layer-freq 16", "model", "moe_layers", [0, 16]),
         ("--context-parallel-size 2", "parallel", "context", 2),
+        (
+            "--num-experts 8 --expert-model-parallel-size 4 --tensor-model-parallel-size 2",
+            "parallel",
+            "expert_tensor",
+            2,
+        ),
         ("--tensor-model-parallel-size 2", "parallel", "sequence", False),
         ("--tensor-model-parallel-size 2 --sequence-parallel", "parallel", "sequence", True),
         ("--global-batch-size 12 --micro-batch-size 4", "parallel", "microbatches", 3),
@@ -198,13 +204,6 @@ def test_what_changes_nothing_and_what_is_not_read_are_said_apart() -> None:
             None,
             UnsupportedError,
             "--data-parallel-sharding-strategy: expected optim_grads_params, got no_shard",
-        ),
-        (
-            f"{LLAMA_3_8B} --num-experts 8 --expert-model-parallel-size 4 "
-            "--tensor-model-parallel-size 2",
-            None,
-            UnsupportedError,
-            "--expert-tensor-parallel-size: expected 1 beside",
         ),
         (f"{LLAMA_3_8B} --tensor-model-parallel-size 8", 12, InputError, "-n: expected a multiple"),
         (f"{LLAMA_3_8B} --global-batch-size 3", 2, InputError, "--global-batch-size"),

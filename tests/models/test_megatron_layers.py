@@ -26,7 +26,23 @@ GPT = msgspec.structs.replace(
 )
 
 
-@pytest.mark.parametrize("shape", [LLAMA, GPT])
+EXPERTS = msgspec.structs.replace(
+    LLAMA,
+    kv_heads=4,
+    head_dim=12,
+    q_lora_rank=20,
+    kv_lora_rank=10,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    experts=4,
+    experts_per_token=2,
+    expert_ffn_dim=24,
+    shared_ffn_dim=16,
+    moe_layers=(0, 1),
+)
+
+
+@pytest.mark.parametrize("shape", [LLAMA, GPT, EXPERTS])
 @pytest.mark.parametrize("backend", ["fused", "unfused"])
 @pytest.mark.parametrize("fusion", ["none", "native", "te"])
 def test_results_and_gradients_are_those_of_the_other_layers(
@@ -81,6 +97,18 @@ def test_an_unfused_attention_keeps_shares_and_dropout_what_is_left_of_them() ->
     dropped = msgspec.structs.replace(GPT, attention_dropout=0.1)
     more = _kept(MegatronSettings(attention_backend="unfused"), dropped)
     assert more - unfused == GPT.layers * 2 * SCORES
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_experts_keep_rows_once_and_what_their_activation_is_given_and_gives(width: int) -> None:
+    divided = {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": width}
+    one, two = (
+        _kept(MegatronSettings(), msgspec.structs.replace(EXPERTS, expert_ffn_dim=wide), **divided)
+        for wide in (24, 48)
+    )
+    # Each of 2 tensor ranks routes its tokens twice, and those that share a width have them all.
+    rows = BATCH * LENGTH // 2 * EXPERTS.experts_per_token * width
+    assert two - one == EXPERTS.layers * rows * 3 * (24 // width) * 2
 
 
 def test_products_keep_their_part_of_the_tokens() -> None:

@@ -317,8 +317,8 @@ class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``tensor`` divides heads, widths and the vocabulary, ``context`` the sequence, ``expert`` the
     experts; with ``sequence_parallel`` the stream between attention and SwiGLU is divided by
     ``tensor`` too. Experts are then whole where ``expert`` is more than 1 and cut in width where it
-    is 1, as TorchTitan does. ``layers`` are the first and one past the last; ``first`` has the
-    embedding, ``last`` the norm and the head.
+    is 1, as TorchTitan does, or as ``expert_tensor`` says. ``layers`` are the first and one past
+    the last; ``first`` has the embedding, ``last`` the norm and the head.
 
     ``expert_load`` is how many rows this rank's experts receive, relative to even routing; with a
     ``capacity_factor`` every expert takes exactly its even share times that factor, padded or cut.
@@ -331,6 +331,7 @@ class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence_parallel: bool = False
     context: Degree = 1
     expert: Degree = 1
+    expert_tensor: Degree | None = None
     first: bool = True
     last: bool = True
     layers: tuple[int, int] | None = None
@@ -368,7 +369,7 @@ class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def expert_width_degree(self) -> int:
         """By what the width of an expert is divided."""
-        return self.tensor if self.expert == 1 else 1
+        return self.expert_tensor or (self.tensor if self.expert == 1 else 1)
 
     @property
     def stream_degree(self) -> int:
@@ -377,7 +378,7 @@ class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def routed_rows(self, shape: LlamaShape, tokens: int) -> int:
         """Rows that this rank sends to experts, of ``tokens`` that its router sees."""
-        sliced = self.tensor if self.expert > 1 else 1
+        sliced = self.tensor if self.expert > 1 and not self.megatron else 1
         return math.ceil(tokens / sliced) * shape.experts_per_token
 
     def received_rows(self, shape: LlamaShape, rows: int) -> int:
@@ -406,8 +407,9 @@ def check_local(shape: LlamaShape, local: LocalShape, where: str = "parallel") -
         dense = shape.ffn_dim if len(shape.moe_layers) < shape.layers else 0
         for wide in (dense, shape.shared_ffn_dim):
             _divides(wide, local.tensor, f"{where}.tensor", "columns of the MLP")
-        if shape.moe_layers and local.expert == 1:
-            _divides(shape.expert_ffn_dim, local.tensor, f"{where}.tensor", "columns of an expert")
+    if shape.moe_layers and local.expert_width_degree > 1:
+        key, wide = "expert_tensor" if local.expert_tensor else "tensor", shape.expert_ffn_dim
+        _divides(wide, local.expert_width_degree, f"{where}.{key}", "columns of an expert")
     if local.expert > 1:
         if not shape.moe_layers:
             raise InputError(

@@ -139,7 +139,7 @@ def _units(model: Llama) -> dict[str, Sequence[nn.Module]]:
     if local.first and not root:
         found["tok_embeddings"] = [model.tok_embeddings]
     for name, block in model.layers.items():
-        if local.expert > 1 and block.is_moe:
+        if (local.expert > 1 or local.expert_tensor) and block.is_moe:
             found[f"layers.{name}.moe.experts"] = [block.moe.experts]
         found[f"layers.{name}"] = [block]
     if root:

@@ -200,13 +200,13 @@ def _parallel(keys: Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
     }
     tensor, pipeline = section["tensor"], section["pipeline"]
     cut = keys.number(ALL, "expert-tensor-parallel-size", default=tensor)
-    # Experts that are cut in width as well are in no layer of ours.
-    if section["expert"] > 1 and cut > 1:
-        wanted = "1 beside --expert-model-parallel-size"
-        raise keys.refused(ALL, "expert-tensor-parallel-size", wanted, f"{cut}, its default")
+    if keys.value(ALL, "num-experts", None) is None:
+        section["expert"], cut = 1, tensor
+    if cut != (tensor if section["expert"] == 1 else 1):
+        section["expert_tensor"] = cut
     others = tensor * pipeline * section["context"]
     # The fewest on which every degree fits, which is one replica.
-    ranks = world_size or math.lcm(others, pipeline * section["expert"])
+    ranks = world_size or math.lcm(others, pipeline * section["expert"] * cut)
     if ranks % others:
         raise InputError(expected("-n", f"a multiple of {others} ranks", f"{ranks}"))
     section["data_shard"] = ranks // others

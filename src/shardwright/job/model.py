@@ -126,7 +126,7 @@ KINDS: dict[str, ModelTraits] = {
         (*WIDTHS, "hf_config"),
         "text",
         is_estimated=True,
-        divided_by=("tensor", "context", "sequence", *_DEGREES),
+        divided_by=("tensor", "context", "sequence", "expert_tensor", *_DEGREES),
         experts=LLAMA_EXPERTS,
         template="a llama on text, to be planned and trained",
     ),

@@ -64,6 +64,8 @@ class ParallelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         expert: of a llama, or of a module of your own [where a plan names its
             experts](memory.md#experts-of-a-module-of-your-own): ranks that share the experts, taken
             from those of ``data_shard``, ``context`` and ``tensor``
+        expert_tensor (that of ``tensor`` where ``expert`` is 1, else 1): of a llama beside
+            ``runtime = "megatron"``: ranks that share the width of each expert
         routing: tokens that a rank's experts receive: ``"even"``; ``"capacity"``: so many times the
             even share; ``"skewed"``: a lognormal share
         capacity_factor (1.25): of ``"capacity"``
@@ -87,6 +89,7 @@ class ParallelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skew: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
     expert_load: Quantile = "p99"
     parallelize_plan: dict[str, Style] | UnsetType = UNSET
+    expert_tensor: Degree | UnsetType = UNSET
 
 
 class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,6 +105,7 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schedule: str
     microbatches: int
     chunks: int
+    expert_tensor: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -119,6 +123,8 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def expert_shards(self) -> int:
         """Ranks that share the parameters of one rank's experts by bytes."""
+        if self.expert_tensor is not None:
+            return self.shards * self.tensor // (self.expert * self.expert_tensor)
         if self.expert == 1:
             return self.shards
         # Tensor ranks do not cut experts there, so they share them by bytes as data ranks do; ranks
@@ -190,6 +196,7 @@ def degrees(
         schedule=section.schedule,
         microbatches=_microbatches(section, batch, where),
         chunks=chunk_count(section.schedule, section.chunks) if section.pipeline > 1 else 1,
+        expert_tensor=section.expert_tensor or None,
     )
 
 
@@ -301,6 +308,7 @@ def local_shape(
         sequence_parallel=found.sequence,
         context=found.context,
         expert=found.expert,
+        expert_tensor=found.expert_tensor,
         expert_load=expert_load(section, shape.experts, section.expert_load),
         capacity_factor=capacity_of(section),
     )
@@ -320,13 +328,14 @@ def _product(section: ParallelSection) -> str:
 
 def _check_expert(section: ParallelSection, shard: int, where: str) -> None:
     group = shard * section.context * section.tensor
-    if group % section.expert:
+    width = section.expert_tensor or 1
+    if group % (section.expert * width):
         raise InputError(
             expected(
                 f"{where}: parallel.expert",
                 f"a divisor of {group}, which is data_shard {shard} x context {section.context} "
                 f"x tensor {section.tensor}",
-                str(section.expert),
+                f"{section.expert}" + (f" x expert_tensor {width}" if width > 1 else ""),
             )
         )
 

@@ -439,22 +439,11 @@ def _of_steps() -> Iterator[Rule]:
         "none for kind '{}', whose layers are its own",
         found="a table",
     )
-    yield Rule(
-        ("memory.fp32_logits",),
-        _where("memory.runtime", "megatron", "megatron"),
-        "false or nothing beside runtime = '{}'",
-        "Its loss copies logits to fp32 anyway, and lets go of them.",
-        "true",
-        False,
-    )
-    yield Rule(
-        ("memory.fp32_logits",),
-        _where("memory.loss", "chunked", "chunked"),
-        "false or nothing beside loss = '{}'",
-        "Its logits are never there as a whole; those of a chunk are in fp32 anyway.",
-        "true",
-        False,
-    )
+    named = "Its logits are never there as a whole; those of a chunk are in fp32 anyway."
+    copied = "Its loss copies logits to fp32 anyway, and lets go of them."
+    for key, value, why in (("loss", "chunked", named), ("runtime", "megatron", copied)):
+        beside, wanted = _where(f"memory.{key}", value, value), f"false or nothing beside {key}"
+        yield Rule(("memory.fp32_logits",), beside, f"{wanted} = '{{}}'", why, "true", False)
 
 
 def _of_ranks() -> Iterator[Rule]:
@@ -470,7 +459,12 @@ def _of_ranks() -> Iterator[Rule]:
     yield Rule(("parallel.context",), _undivided, only_one, only)
     yield Rule(("parallel.sequence",), _undivided, NO_KEY)
     yield Rule(("parallel.expert",), _undivided, only_one, both)
-    yield Rule(_of("parallel", "routing expert_load"), _undivided, NO_KEY)
+    yield Rule(_of("parallel", "routing expert_load expert_tensor"), _undivided, NO_KEY)
+    yield Rule(
+        ("parallel.expert_tensor",),
+        _other(lambda job: (job.memory or MemorySection()).runtime, "megatron"),
+        "none beside memory.runtime '{}', which cuts experts by tensor or expert",
+    )
     yield Rule(("parallel.pipeline",), _undivided, only_one, both)
     yield Rule(_of("parallel", "schedule chunks"), _undivided, NO_KEY)
     yield Rule(("parallel.parallelize_plan",), _undivided, NO_KEY, found="one")

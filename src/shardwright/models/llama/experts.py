@@ -31,13 +31,16 @@ from shardwright.models.llama.layers import (
 Context = Any
 
 
-def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_product(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, adds: bool = False
+) -> torch.Tensor:
     """[rows, in] times [experts, out, in] transposed -> [rows, out].
 
     Rows of expert e stop at ``ends[e]``, int64 on any device; rows beyond the last end are unset.
     It takes and keeps what a grouped kernel does: one result, and for backward its two factors.
+    One that ``adds`` has its gradient of weights in the runtime's buffer, where there is no data.
     """
-    return _GroupedProduct.apply(x, weight, ends)
+    return _GroupedProduct.apply(x, weight, ends, adds)
 
 
 @torch.library.custom_op("shardwright::grouped_product", mutates_args=("result",))
@@ -55,9 +58,10 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, adds: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight, ends)
+        ctx.adds = adds and not has_data(x)
         result = x.new_empty(x.shape[0], weight.shape[1])
         # Under a trace `ends` has no values, so no loop could be cut by them.
         if has_data(x):
@@ -67,11 +71,14 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, ends = ctx.saved_tensors
-        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+        grad_x = torch.empty_like(x)
+        if ctx.adds:
+            return grad_x, None, None, None
+        grad_weight = torch.empty_like(weight)
         for expert, group in _groups(x, ends):
             torch.mm(grad[group], weight[expert], out=grad_x[group])
             torch.mm(grad[group].T, x[group], out=grad_weight[expert])
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
 
 
 def _groups(x: torch.Tensor, ends: torch.Tensor) -> list[tuple[int, slice]]:

@@ -18,16 +18,30 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.functional import dropout, linear, scaled_dot_product_attention, silu
+from torch.nn.functional import dropout, linear, scaled_dot_product_attention
 
 from shardwright.core.llama import LlamaShape, LocalShape, MegatronSettings
-from shardwright.models.llama.attention import Attention, Rotation, attends, repeat_heads, rotate
+from shardwright.models.llama.attention import (
+    Attention,
+    LatentAttention,
+    Rotation,
+    attends,
+    repeat_heads,
+    rotate,
+)
+from shardwright.models.llama.experts import MixtureOfExperts, grouped_product
 from shardwright.models.llama.layers import (
-    ACTIVATIONS,
+    MLP,
+    TOKENS,
     Context,
+    Device,
     FeedForward,
+    Moves,
+    all_gather,
+    all_to_all,
     gathered,
     has_data,
+    reduce_scatter,
     scattered,
 )
 
@@ -157,11 +171,7 @@ class MegatronAttention(Attention):
     """[B, T, D] -> [B, T, D]; queries, keys and values come of one product."""
 
     def __init__(
-        self,
-        shape: LlamaShape,
-        local: LocalShape,
-        device: torch.device | str | None,
-        dtype: torch.dtype,
+        self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
     ) -> None:
         super().__init__(shape, local, device, dtype)
         self.inner_attention = MegatronCore(shape, local)
@@ -176,6 +186,37 @@ class MegatronAttention(Attention):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         return rows(self.inner_attention(query, key, value), self.wo, self.local)
+
+
+class MegatronLatent(LatentAttention):
+    """[B, T, D] -> [B, T, D]; the few numbers are made of this rank's tokens, and gathered."""
+
+    def __init__(
+        self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(shape, local, device, dtype)
+        self.inner_attention = MegatronCore(shape, local)
+
+    def forward(self, x: torch.Tensor, cos: Rotation, sin: Rotation) -> torch.Tensor:
+        """``x`` is this rank's part of the stream; so is what comes back."""
+        shape, local = self.shape, self.local
+        if shape.q_lora_rank:
+            (query,) = columns(self.q_norm(self.wq_a(x)), (self.wq_b,), local)
+        else:
+            (query,) = columns(x, (self.wq,), local)
+        query = query.unflatten(-1, (self.heads, shape.head_dim))
+        fixed, turned = query.split((self.unturned, shape.qk_rope_head_dim), dim=-1)
+        query = torch.cat((fixed, rotate(turned, cos, sin)), dim=-1)
+        few, turned = self.wkv_a(x).split((shape.kv_lora_rank, shape.qk_rope_head_dim), dim=-1)
+        turned = all_gather(turned, TOKENS, local.stream_degree)
+        turned = rotate(turned[:, :, None], cos, sin).expand(-1, -1, self.heads, -1)
+        (pair,) = columns(self.kv_norm(few), (self.wkv_b,), local)
+        pair = pair.unflatten(-1, (self.heads, -1))
+        fixed, value = pair.split((self.unturned, shape.value_dim), dim=-1)
+        # A copy, so that what it is a part of can go.
+        key, value = torch.cat((fixed, turned), dim=-1), value.contiguous()
+        del pair, fixed
+        return rows(self.inner_attention(query, key, value), self.wo, local)
 
 
 class MegatronCore(nn.Module):
@@ -296,40 +337,75 @@ class MegatronMLP(FeedForward):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, D] -> [B, T, D]."""
-        local = self.local
-        if self.w3 is None:
-            (inner,) = columns(x, (self.w1,), local)
-            inner = self.activation(inner)
-        else:
-            gate, inner = columns(x, (self.w1, self.w3), local)
-            inner = gated(gate, inner, self.activation is silu, settings_of(local))
-            del gate
-        return rows(inner, self.w2, local)
+        return _mlp(self, x, self.local)
 
 
-def gated(
-    gate: torch.Tensor, inner: torch.Tensor, swish: bool, layers: MegatronSettings
+def _mlp(of: MLP, x: torch.Tensor, local: LocalShape) -> torch.Tensor:
+    parts = [of.w1] if of.w3 is None else [of.w1, of.w3]
+    fused = settings_of(local).bias_activation_fusion
+    return rows(_activated(columns(x, parts, local), of.activation, fused), of.w2, local)
+
+
+def _activated(
+    parts: Sequence[torch.Tensor],
+    activation: Moves,
+    fused: bool,
+    shares: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """An activated gate times what it is for: by one kernel that keeps both, or by two."""
-    activation = ACTIVATIONS["silu" if swish else "gelu_tanh"]
-    if not layers.bias_activation_fusion or has_data(gate):
-        return activation(gate) * inner
-    found: torch.Tensor = _Gated.apply(gate, inner)
-    return found
+    """What is activated, times what that is a gate of, times a share of each row: by one kernel,
+    which keeps what it is given, or one after the other."""
+    if not fused or has_data(parts[0]):
+        found = activation(parts[0])
+        found = found * parts[1] if len(parts) > 1 else found
+        return found if shares is None else found * shares[:, None].to(found.dtype)
+    result: torch.Tensor = _Activated.apply(*parts)
+    return result
 
 
-class _Gated(torch.autograd.Function):
+class _Activated(torch.autograd.Function):
     """A stand-in that keeps what it is given."""
 
     @staticmethod
-    def forward(ctx: Context, gate: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate, inner)
-        return gate * inner
+    def forward(ctx: Context, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*parts)
+        return parts[0].sigmoid()
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, inner = ctx.saved_tensors
-        return grad * inner, grad * gate
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(grad * part for part in ctx.saved_tensors)
+
+
+class MegatronExperts(MixtureOfExperts):
+    """[B, T, D] -> [B, T, D]: every rank sends its own tokens to all ranks of the experts, which
+    may share the width of each, and a share of a row is taken where its activation is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the stream in and out."""
+        if has_data(x):
+            return super().forward(x)
+        local, fused = self.local, settings_of(self.local)
+        tokens = x.flatten(0, 1)
+        share, chosen = self._route(tokens)
+        token_of = torch.argsort(chosen, stable=True) // self.shape.experts_per_token
+        sent, width = len(token_of), local.expert_width_degree
+        received = local.received_rows(self.shape, sent)
+        found = all_gather(all_to_all(tokens[token_of], received, local.expert), 0, width)
+        shares = all_gather(all_to_all(share, received, local.expert), 0, width)
+        here = self.experts
+        ends = torch.arange(len(here.w1), device=x.device)
+        adds = fused.gradient_accumulation_fusion
+        weights = [here.w1] if here.w3 is None else [here.w1, here.w3]
+        parts = [grouped_product(found, weight, ends, adds) for weight in weights]
+        del found
+        inner = _activated(parts, here.activation, fused.bias_activation_fusion, shares)
+        del parts
+        found = reduce_scatter(grouped_product(inner, here.w2, ends, adds), 0, width)
+        del inner
+        found = all_to_all(found, sent, local.expert)
+        total = torch.zeros_like(tokens).index_add(0, token_of, found).view(x.shape)
+        if self.shared_experts is not None:
+            total = total + _mlp(self.shared_experts, x, local)
+        return total
 
 
 # ---- loss ----------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ from shardwright.models.llama.layers import (
 )
 from shardwright.models.llama.megatron import (
     MegatronAttention,
+    MegatronExperts,
+    MegatronLatent,
     MegatronMLP,
     columns,
     vocab_loss,
@@ -58,11 +60,13 @@ class LlamaBlock(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        attention = MegatronAttention if local.megatron else Attention
-        attention = LatentAttention if shape.kv_lora_rank else attention
+        attention: type[nn.Module] = MegatronAttention if local.megatron else Attention
+        if shape.kv_lora_rank:
+            attention = MegatronLatent if local.megatron else LatentAttention
         self.attention = attention(shape, local, device, dtype)
         if shape.is_moe(layer):
-            self.moe = MixtureOfExperts(shape, local, device, dtype)
+            experts = MegatronExperts if local.megatron else MixtureOfExperts
+            self.moe = experts(shape, local, device, dtype)
         else:
             feed_forward = MegatronMLP if local.megatron else FeedForward
             self.feed_forward = feed_forward(shape, local, device, dtype)
