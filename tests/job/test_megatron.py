@@ -142,6 +142,12 @@ def test_values_by_name_are_arguments_too() -> None:
         ("--transformer-impl local", "attention_backend", "local"),
         ("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", False),
         ("--cross-entropy-loss-fusion", "cross_entropy_loss_fusion", "native"),
+        ("--fp8-format hybrid", "fp8_format", "hybrid"),
+        (
+            "--no-create-attention-mask-in-dataloader",
+            "create_attention_mask_in_dataloader",
+            False,
+        ),
     ],
 )
 def test_how_layers_compute_is_said_by_megatrons_names(more: str, key: str, wanted: Any) -> None:
@@ -152,9 +158,9 @@ def test_how_layers_compute_is_said_by_megatrons_names(more: str, key: str, want
 
 def test_all_that_no_estimate_follows_is_named_at_once() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        document("--fp8-format hybrid --img-h 336 --attention-output-gate")
+        document("--fp4-format e2m1 --img-h 336 --attention-output-gate")
     said = str(caught.value)
-    assert all(f"--{name}: expected none" in said for name in ("fp8-format", "img-h"))
+    assert all(f"--{name}: expected none" in said for name in ("fp4-format", "img-h"))
     assert said.count("; ") == 2
     assert "\n" not in said
 
@@ -191,7 +197,7 @@ def test_what_changes_nothing_and_what_is_not_read_are_said_apart() -> None:
         ),
         (f"{LLAMA_3_8B} --num-layers two", None, InputError, "--num-layers: expected a number"),
         (f"{LLAMA_3_8B} --normalization BatchNorm", None, UnsupportedError, "--normalization"),
-        (f"{LLAMA_3_8B} --fp8-format hybrid", None, UnsupportedError, "--fp8-format"),
+        (f"{LLAMA_3_8B} --fp4-format e2m1", None, UnsupportedError, "--fp4-format"),
         (f"{LLAMA_3_8B} --mtp-num-layers 1", None, UnsupportedError, "heads for further tokens"),
         (
             f"{LLAMA_3_8B} --recompute-granularity full --recompute-num-layers 4",

@@ -292,6 +292,10 @@ class MegatronSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bias_activation_fusion: one kernel for gate and activation
         gradient_accumulation_fusion: products add gradients of weights to the buffer themselves
         cross_entropy_loss_fusion: ``"none"``, ``"native"``, ``"te"``
+        create_attention_mask_in_dataloader: of all pairs of tokens, a byte each
+        fp8_format, fp8_param_gather: ``"hybrid"``, ``"e4m3"``: products of Transformer Engine in 8
+            bits, of copies of the weights that stay, by rows and by columns (as on Hopper); or of
+            weights that are gathered so, and have no others
         account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split: the first
             stage, or the last, has a layer less
     """
@@ -301,6 +305,9 @@ class MegatronSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bias_activation_fusion: bool = True
     gradient_accumulation_fusion: bool = True
     cross_entropy_loss_fusion: Literal["none", "native", "te"] = "none"
+    create_attention_mask_in_dataloader: bool = True
+    fp8_format: Literal["none", "hybrid", "e4m3"] = "none"
+    fp8_param_gather: bool = False
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.core.batch import INDEX_BYTES
-from shardwright.core.llama import LlamaShape, LocalShape
-from shardwright.core.recording import RecordedUnit, Recording
+from shardwright.core.llama import LlamaShape, LocalShape, MegatronSettings
+from shardwright.core.recording import RecordedUnit, Recording, Unfolded
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.estimate.stages import HEAD, ModelStage, RecordedStage, StageResults
 from shardwright.job.job import Job, memory_of
@@ -168,10 +168,16 @@ class LlamaModel:
         tokens = batch.size * request.sequence * INDEX_BYTES * (stage.first + stage.last)
         stream = request.sequence // request.local.stream_degree * self.shape.dim
         received = request.batch * stream * element_bytes(request.dtype)
+        settings = request.local.megatron
+        if (
+            settings
+            and settings.create_attention_mask_in_dataloader
+            and (stage.first or stage.last)
+        ):
+            tokens += request.batch * request.sequence * batch.sequence
+        lasting = found.buffers + _shared(request) + _copies(found, settings)
         return RecordedStage(
-            msgspec.structs.replace(
-                found, units=units, inputs=tokens, buffers=found.buffers + _shared(request)
-            ),
+            msgspec.structs.replace(found, units=units, inputs=tokens, buffers=lasting),
             self.parameters,
             0 if stage.first else received,
             self._named(request),
@@ -218,6 +224,15 @@ def _shared(request: StageRequest) -> int:
     scores = tokens * request.sequence * local.context * local.heads(request.shape)
     own = local.megatron.attention_backend == "local"
     return max(gathered, scores if own else 0) * element_bytes(request.dtype)
+
+
+def _copies(found: Recording, megatron: MegatronSettings | None) -> int:
+    """Bytes of copies in 8 bits, by rows and by columns, of the matrices of blocks."""
+    if megatron is None or megatron.fp8_format == "none" or megatron.fp8_param_gather:
+        return 0
+    units = Unfolded(found).units.values()
+    matrices = (t for unit in units if unit.name.startswith("layers.") for t in unit.tensors)
+    return sum(2 * t.numel for t in matrices if len(t.shape) > 1 and "router" not in t.fqn)
 
 
 def _stored(unit: RecordedUnit) -> RecordedUnit:

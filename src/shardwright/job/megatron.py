@@ -47,13 +47,11 @@ REFUSED = {
     "mtp-num-layers": "heads for further tokens",
     "moe-shared-expert-gate": "a gate of the shared expert",
     "moe-latent-size": "experts of another width than the stream",
-    "fp8-format": "products of Transformer Engine in 8 bits",
     "fp4-format": "products of Transformer Engine in 4 bits",
     "use-precision-aware-optimizer": "states in other dtypes",
     "cpu-offloading-num-layers": "activations on the host",
     "fine-grained-activation-offloading": "activations on the host",
     "distribute-saved-activations": "activations shared by tensor ranks",
-    "overlap-moe-expert-parallel-comm": "two microbatches at once",
     "encoder-num-layers": "an encoder",
     "decoder-seq-length": "an encoder",
     "decoder-first-pipeline-num-layers": "stages of unequal depth",
@@ -111,13 +109,11 @@ def job_of(text: str | Mapping[str, Any], world_size: int | None) -> Imported:
 def _document(keys: Keys, world_size: int | None) -> Document:
     parallel, ranks = _parallel(keys, world_size)
     instances = keys.number(ALL, "num-distributed-optimizer-instances", default=1)
-    if (
-        instances > 1 and parallel["data_shard"] % instances == 0
-    ):  # each of which shares states among its own ranks
-        parallel |= {
-            "data_shard": parallel["data_shard"] // instances,
-            "data_replicate": instances,
-        }
+    shards, left = divmod(parallel["data_shard"], instances)
+    others = shards * parallel["tensor"] * parallel["context"]
+    experts = parallel["expert"] * parallel.get("expert_tensor", 1)
+    if instances > 1 and not left and others % experts == 0:
+        parallel |= {"data_shard": shards, "data_replicate": instances}
     # Degrees before the model: the vocabulary is padded to a multiple of the tensor ranks.
     document: Document = {
         "model": model(keys, parallel["tensor"]),
@@ -161,8 +157,12 @@ def arguments(text: str) -> dict[str, Any]:
 
 
 def _filled(word: str, variables: dict[str, str]) -> str:
-    """With the values of ``$NAME`` and ``${NAME}`` that are known."""
-    return re.sub(r"\$\{?(\w+)[^}\s]*\}?", lambda found: variables.get(found[1], found[0]), word)
+    """With the values of ``$NAME`` and ``${NAME}`` that are known, or ``${NAME:-usual}``."""
+
+    def value(found: re.Match[str]) -> str:
+        return variables.get(found[1], found[2] or found[0])
+
+    return re.sub(r"\$\{?(\w+)(?::-([^}\s]*))?[^}\s]*\}?", value, word)
 
 
 def _words(text: str) -> Iterator[str]:

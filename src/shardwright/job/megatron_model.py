@@ -101,18 +101,17 @@ def settings(keys: Keys) -> dict[str, Any]:
     loss = keys.value(ALL, "cross-entropy-fusion-impl", "native")
     found = {
         "attention_backend": known.get(backend, usual) if engine else "local",
-        "masked_softmax_fusion": not keys.value(ALL, "no-masked-softmax-fusion", False),
         "bias_activation_fusion": not any(split),
-        "gradient_accumulation_fusion": not keys.value(
-            ALL, "no-gradient-accumulation-fusion", False
-        ),
         "cross_entropy_loss_fusion": loss
         if keys.value(ALL, "cross-entropy-loss-fusion", False)
         else "none",
+        "fp8_format": keys.value(ALL, "fp8-format", "none"),
     }
     plain = msgspec.to_builtins(MegatronSettings())
     for name in plain.keys() - found.keys():
-        found[name] = bool(keys.value(ALL, name.replace("_", "-"), False))
+        switch = name.replace("_", "-")
+        given = bool(keys.value(ALL, f"no-{switch}" if plain[name] else switch, False))
+        found[name] = given is not plain[name]
     return {key: found[key] for key in plain if found[key] != plain[key]}
 
 

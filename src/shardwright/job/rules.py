@@ -439,6 +439,12 @@ def _of_steps() -> Iterator[Rule]:
         "none for kind '{}', whose layers are its own",
         found="a table",
     )
+    yield Rule(
+        ("memory.float8",),
+        _where("memory.runtime", "megatron", "megatron"),
+        "false or nothing beside runtime = '{}'",
+        "Its products in 8 bits are memory.megatron.fp8_format.",
+    )
     named = "Its logits are never there as a whole; those of a chunk are in fp32 anyway."
     copied = "Its loss copies logits to fp32 anyway, and lets go of them."
     for key, value, why in (("loss", "chunked", named), ("runtime", "megatron", copied)):

@@ -59,11 +59,12 @@ def settings_of(local: LocalShape) -> MegatronSettings:
 
 
 def columns(
-    x: torch.Tensor, parts: Sequence[nn.Linear], local: LocalShape
+    x: torch.Tensor, parts: Sequence[nn.Linear], local: LocalShape, narrow: bool = True
 ) -> tuple[torch.Tensor, ...]:
-    """This rank's part of the stream times matrices that are one, cut in columns: a result each."""
+    """This rank's part of the stream times matrices that are one, cut in columns: a result each.
+    ``narrow`` products are in 8 bits where the rank's are."""
     factors = (factor for part in parts for factor in (part.weight, part.bias))
-    found: tuple[torch.Tensor, ...] = _Columns.apply(x, local, *factors)
+    found: tuple[torch.Tensor, ...] = _Columns.apply(x, local, narrow, *factors)
     return found
 
 
@@ -78,10 +79,10 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: torch.Tensor, local: LocalShape, *factors: Given
+        ctx: Context, x: torch.Tensor, local: LocalShape, narrow: bool, *factors: Given
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = factors[::2], factors[1::2]
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(_narrowed(x, local) if narrow else x, *weights)
         ctx.local, ctx.biased = local, [bias is not None for bias in biases]
         every = _gathered(x, local)
         pairs = zip(weights, biases, strict=True)
@@ -90,7 +91,7 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: torch.Tensor) -> tuple[Given, ...]:
         x, *weights = ctx.saved_tensors
-        every = _gathered(x, ctx.local).flatten(0, -2)
+        every = _widened(_gathered(x, ctx.local), grads[0]).flatten(0, -2)
         flat = [grad.flatten(0, -2) for grad in grads]
         # One matrix has one gradient of its result, in which those of its parts lie side by side.
         if len(flat) > 1:
@@ -104,7 +105,7 @@ class _Columns(torch.autograd.Function):
         for grad, weight, biased in zip(flat, weights, ctx.biased, strict=True):
             of_weights.append(_of_weight(grad, every, weight, ctx.local))
             of_weights.append(grad.sum(0) if biased else None)
-        return found, None, *of_weights
+        return found, None, None, *of_weights
 
 
 class _Rows(torch.autograd.Function):
@@ -114,7 +115,7 @@ class _Rows(torch.autograd.Function):
     def forward(
         ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: Given, local: LocalShape
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(_narrowed(x, local), weight)
         ctx.local, ctx.biased = local, bias is not None
         return _summed(linear(x, weight, bias), local)
 
@@ -122,9 +123,20 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[Given, ...]:
         x, weight = ctx.saved_tensors
         of_bias = grad.flatten(0, -2).sum(0) if ctx.biased else None
-        every = _gathered(grad, ctx.local)
+        every, x = _gathered(grad, ctx.local), _widened(x, grad)
         of_weight = _of_weight(every.flatten(0, -2), x.flatten(0, -2), weight, ctx.local)
         return every @ weight, of_weight, of_bias, None
+
+
+def _narrowed(x: torch.Tensor, local: LocalShape) -> torch.Tensor:
+    """What a product keeps of its input: a copy in 8 bits where it computes in them."""
+    narrow = settings_of(local).fp8_format != "none" and not has_data(x)
+    return torch.empty_like(x, dtype=torch.uint8) if narrow else x
+
+
+def _widened(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A copy in 8 bits for an operator that has no kernel of them; it stands for what it was."""
+    return x if x.dtype == like.dtype else like.new_empty(1).expand(x.shape)
 
 
 def _gathered(x: torch.Tensor, local: LocalShape) -> torch.Tensor:

@@ -150,7 +150,7 @@ class Llama(Started):
         and none yet but what they are made of, [B, T, D], where it is chunked."""
         local = self.local
         if local.megatron and local.loss != "chunked":
-            return columns(self.norm(x), (self.output,), local)[0]
+            return columns(self.norm(x), (self.output,), local, narrow=False)[0]
         x = enter(self.norm(x), local)
         if local.loss == "chunked":
             return x
