@@ -98,7 +98,7 @@ class _Columns(torch.autograd.Function):
             flat = list(torch.cat(flat, -1).split([grad.shape[-1] for grad in flat], -1))
         of_input = flat[0] @ weights[0]
         for grad, weight in zip(flat[1:], weights[1:], strict=True):
-            of_input.addmm_(grad, weight)
+            torch.addmm(of_input, grad, weight, out=of_input)
         shape = (*grads[0].shape[:-1], x.shape[-1])
         found = _summed(of_input.view(shape), ctx.local)
         of_weights: list[Given] = []
@@ -332,7 +332,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, scores: torch.Tensor) -> torch.Tensor:
-        found = torch.empty_like(scores)
+        found = scores.sigmoid()  # what the kernel reads and writes
         ctx.save_for_backward(found)
         return found
 
@@ -380,7 +380,8 @@ class _Activated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, *parts: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*parts)
-        return parts[0].sigmoid()
+        # One operator that reads as much as the kernel does, and writes one result.
+        return parts[0] * parts[1] if len(parts) > 1 else parts[0].sigmoid()
 
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
