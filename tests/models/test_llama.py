@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from shardwright.core.errors import InputError
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.llama import LlamaShape, LocalShape, check_local
 from shardwright.models.llama import Llama, chunked_loss, loss, parallel_loss
 from shardwright.models.llama.layers import capped
@@ -370,6 +370,14 @@ def test_a_rank_of_a_decoder_that_is_no_llama_runs_without_data(
     name: str, shape: LlamaShape
 ) -> None:
     _checked(shape, DIVISIONS[name], torch.bfloat16)
+
+
+def test_no_sequence_is_longer_than_learned_positions() -> None:
+    local = LocalShape(context=2)
+    with pytest.raises(
+        UnsupportedError, match=r"batch.sequence: expected at most the 16 posit.* 20"
+    ):
+        Llama(GPT, local, sequence=LENGTH)(_tokens(length=10))
 
 
 def test_a_model_that_caps_scores_has_no_ranks_that_share_a_context() -> None:

@@ -290,6 +290,7 @@ class MegatronSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             Hopper), ``"flash"``, ``"unfused"``; or ``"local"``, without it
         masked_softmax_fusion: one kernel for the softmax of attention that is not fused
         bias_activation_fusion: one kernel for gate and activation
+        rms_norm_fusion: one kernel for an RMSNorm, not operators in fp32
         gradient_accumulation_fusion: products add gradients of weights to the buffer themselves
         cross_entropy_loss_fusion: ``"none"``, ``"native"``, ``"te"``
         create_attention_mask_in_dataloader: of all pairs of tokens, a byte each
@@ -303,6 +304,7 @@ class MegatronSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attention_backend: Literal["fused", "flash", "unfused", "local"] = "fused"
     masked_softmax_fusion: bool = True
     bias_activation_fusion: bool = True
+    rms_norm_fusion: bool = True
     gradient_accumulation_fusion: bool = True
     cross_entropy_loss_fusion: Literal["none", "native", "te"] = "none"
     create_attention_mask_in_dataloader: bool = True

@@ -88,12 +88,14 @@ class _Estimate:
         block = optimizer_of(job).block
         self.sharding = sharding(self.section, self.degrees, self.device == "cuda", experts, block)
         self.machine = machine_of(self.section, self.sharding)
+        settings = self.section.megatron_settings
         self.treatment = Treatment(
             self.device,
             self.section.policy,
             bool(self.section.compile),
             self.section.compile is True,
             float8_scaling(self.section) or "",
+            "fused" if settings is None or settings.rms_norm_fusion else "composite",
         )
         self.model = recorded_model(job, self.degrees, self.treatment)
         self.operators: list[tuple[str, ...]] = []

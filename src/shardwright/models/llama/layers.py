@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout, gelu, relu, silu
 
+from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.llama import Activation, LlamaShape, LocalShape
 
 Device = torch.device | str | None
@@ -124,6 +125,10 @@ class Embedding(nn.Module):
             rows = leave(rows_here(self.weight, tokens, vocab), self.local)
         rows = rows if self.scale is None else rows * self.scale
         if self.positions is not None:
+            length = tokens.shape[TOKENS] * self.local.context
+            if length > len(self.positions):
+                wanted = f"at most the {len(self.positions)} positions of the model"
+                raise UnsupportedError(expected("batch.sequence", wanted, str(length)))
             # As the first rank sees it: other ranks' tokens have as many rows of the same table.
             rows = rows + self.positions[: rows.shape[TOKENS]]
         return dropped(self, rows)
