@@ -66,10 +66,10 @@ def test_results_and_gradients_are_those_of_the_other_layers(
 
 def _kept(settings: MegatronSettings, shape: LlamaShape = GPT, **local: int | bool) -> int:
     """Bytes that a forward of bf16 keeps beside parameters and logits."""
-    kept: dict[int, int] = {}
+    kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
     with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(keep, lambda it: it):
@@ -78,7 +78,7 @@ def _kept(settings: MegatronSettings, shape: LlamaShape = GPT, **local: int | bo
         logits = model(torch.zeros(BATCH, LENGTH, dtype=torch.int64))
     own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
     assert logits.shape[-1] == 64 // part.tensor
-    return sum(nbytes for key, nbytes in kept.items() if key not in own)
+    return sum(storage.nbytes() for key, storage in kept.items() if key not in own)
 
 
 ONE = BATCH * LENGTH * GPT.dim * 2  # bytes of the stream

@@ -370,7 +370,7 @@ def _activated(
         found = activation(parts[0])
         found = found * parts[1] if len(parts) > 1 else found
         return found if shares is None else found * shares[:, None].to(found.dtype)
-    result: torch.Tensor = _Activated.apply(*parts)
+    result: torch.Tensor = _Activated.apply(shares, *parts)
     return result
 
 
@@ -378,14 +378,16 @@ class _Activated(torch.autograd.Function):
     """A stand-in that keeps what it is given."""
 
     @staticmethod
-    def forward(ctx: Context, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*parts)
+    def forward(ctx: Context, shares: Given, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(shares, *parts)
         # One operator that reads as much as the kernel does, and writes one result.
         return parts[0] * parts[1] if len(parts) > 1 else parts[0].sigmoid()
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(grad * part for part in ctx.saved_tensors)
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[Given, ...]:
+        shares, *parts = ctx.saved_tensors
+        of_shares = None if shares is None else torch.empty_like(shares)
+        return of_shares, *(grad * part for part in parts)
 
 
 class MegatronExperts(MixtureOfExperts):
