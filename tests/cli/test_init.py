@@ -112,7 +112,7 @@ def test_arguments_of_megatron_become_a_job(call: Any, tmp_path: Path, typed: bo
         (("--from", "nemo", "x.toml"), "'nemo'"),
         (("--from", "torchtitan", "x.toml"), "no such file"),
         (("--from", "megatron", "x.sh"), "no such file"),
-        (("--from", "megatron", "--num-layers 2"), "--swiglu"),
+        (("--from", "megatron", "--num-layers 2"), "--hidden-size"),
     ],
 )
 def test_what_init_cannot_write_is_refused(call: Any, words: tuple[str, ...], said: str) -> None:

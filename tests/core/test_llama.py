@@ -32,6 +32,9 @@ LATENT = msgspec.structs.replace(
     qk_rope_head_dim=4,
     v_head_dim=6,
 )
+GPT = msgspec.structs.replace(
+    MIXED, layer_norm=True, ungated=True, positions=16, output_bias=True, mlp_bias=True
+)
 GEMMA = msgspec.structs.replace(SMALL, qk_norm=False, post_norms=True)
 
 
@@ -50,7 +53,7 @@ def _with(**changes: Any) -> LlamaShape:
     return msgspec.structs.replace(SMALL, **changes)
 
 
-@pytest.mark.parametrize("shape", [SMALL, MIXED, LATENT, GEMMA])
+@pytest.mark.parametrize("shape", [SMALL, MIXED, LATENT, GEMMA, GPT])
 def test_a_rank_of_an_undivided_model_holds_every_tensor(shape: LlamaShape) -> None:
     assert _sizes(shape, LocalShape()) == dict(shape.tensors)
 
@@ -166,7 +169,7 @@ def test_sizes_that_contradict_each_other_are_refused(
         (
             _with(ffn_dim=99),
             LocalShape(tensor=2),
-            "parallel.tensor: expected a divisor of the 99 columns of the SwiGLU, got 2.",
+            "parallel.tensor: expected a divisor of the 99 columns of the MLP, got 2.",
         ),
         (
             SMALL,

@@ -76,6 +76,12 @@ def test_a_switch_is_true_and_several_values_are_the_first() -> None:
         ("--num-experts 8 --moe-layer-freq [0]*2+[1]*30", "model", "moe_layers", [*range(2, 32)]),
         ("--num-experts 8 --moe-layer-freq 16", "model", "moe_layers", [0, 16]),
         ("--context-parallel-size 2", "parallel", "context", 2),
+        (
+            "--num-experts 8 --expert-model-parallel-size 4 --tensor-model-parallel-size 2",
+            "parallel",
+            "expert_tensor",
+            2,
+        ),
         ("--tensor-model-parallel-size 2", "parallel", "sequence", False),
         ("--tensor-model-parallel-size 2 --sequence-parallel", "parallel", "sequence", True),
         ("--global-batch-size 12 --micro-batch-size 4", "parallel", "microbatches", 3),
@@ -106,6 +112,59 @@ def test_what_is_no_number_is_refused_by_its_name(more: str, said: str) -> None:
         document(more)
 
 
+def test_without_arguments_it_is_a_gpt_as_megatron_has_it_by_default() -> None:
+    text = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048"
+    found = job_of(f"{text} --max-position-embeddings 2048 --vocab-file gpt2-vocab.json", 1)
+    assert found.assumed == ("--vocab-size 50257, by its tokenizer",)
+    shape = parse_job(found.document).model.shape
+    assert isinstance(shape, LlamaShape)
+    # Per layer 12 matrices of 12288 squared and 13 vectors; words in multiples of 128.
+    assert shape.parameter_count == 12_288 * (96 * (12 * 12_288 + 13) + 50_304 + 2048 + 2)
+    assert (shape.layer_norm, shape.ungated, shape.learned_positions) == (True, True, 2048)
+    assert (shape.mlp_bias, shape.dropout, shape.attention_dropout) == (True, 0.1, 0.1)
+
+
+def test_what_is_by_default_may_be_said() -> None:
+    same = "--hidden-dropout 0 --mtp-num-layers 0 --moe-latent-size 0 --recompute-num-layers 1"
+    assert job_of(f"{LLAMA_3_8B} {same}", None).document == document()
+
+
+def test_values_by_name_are_arguments_too() -> None:
+    named = {f"--{name}": value for name, value in arguments(LLAMA_3_8B).items()}
+    switch = {"--qk-layernorm": False, "--bf16": True}
+    assert job_of(named | switch, None).document == document()
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "wanted"),
+    [
+        ("--attention-backend flash", "attention_backend", "flash"),
+        ("--transformer-impl local", "attention_backend", "local"),
+        ("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", False),
+        ("--cross-entropy-loss-fusion", "cross_entropy_loss_fusion", "native"),
+        ("--fp8-format hybrid", "fp8_format", "hybrid"),
+        (
+            "--no-create-attention-mask-in-dataloader",
+            "create_attention_mask_in_dataloader",
+            False,
+        ),
+    ],
+)
+def test_how_layers_compute_is_said_by_megatrons_names(more: str, key: str, wanted: Any) -> None:
+    found = document(more)
+    assert found["memory"]["megatron"] == {key: wanted}
+    parse_job(found)
+
+
+def test_all_that_no_estimate_follows_is_named_at_once() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        document("--fp4-format e2m1 --img-h 336 --attention-output-gate")
+    said = str(caught.value)
+    assert all(f"--{name}: expected none" in said for name in ("fp4-format", "img-h"))
+    assert said.count("; ") == 2
+    assert "\n" not in said
+
+
 def test_latent_attention_has_its_widths() -> None:
     widths = "--kv-lora-rank 512 --q-lora-rank 1536 --qk-head-dim 96"
     shape = parse_job(document(f"--multi-latent-attention --qk-layernorm {widths}")).model.shape
@@ -120,19 +179,25 @@ def test_words_are_rounded_up_for_every_tensor_rank() -> None:
 
 
 def test_what_changes_nothing_and_what_is_not_read_are_said_apart() -> None:
-    found = job_of(f"{LLAMA_3_8B} --lr 1e-4 --log-interval 1 --cross-entropy-loss-fusion", None)
+    found = job_of(f"{LLAMA_3_8B} --lr 1e-4 --log-interval 1 --flash-decode", None)
     assert found.harmless == ("--lr", "--log-interval")
-    assert found.unread == ("--cross-entropy-loss-fusion",)
+    assert found.unread == ("--flash-decode",)
+    assert found.assumed == ()
 
 
 @pytest.mark.parametrize(
     ("text", "ranks", "error", "words"),
     [
-        ("--num-layers 2", None, UnsupportedError, "--swiglu: expected the switch"),
+        ("--num-layers 2", None, InputError, "--hidden-size: expected a number, got none"),
+        (
+            "pretrain_t5.py --num-layers 2",
+            None,
+            UnsupportedError,
+            "those of a GPT, got pretrain_t5",
+        ),
         (f"{LLAMA_3_8B} --num-layers two", None, InputError, "--num-layers: expected a number"),
-        (f"{LLAMA_3_8B} --hidden-dropout 0.1", None, UnsupportedError, "--hidden-dropout"),
-        (f"{LLAMA_3_8B} --normalization LayerNorm", None, UnsupportedError, "--normalization"),
-        (f"{LLAMA_3_8B} --fp8-format hybrid", None, UnsupportedError, "--fp8-format"),
+        (f"{LLAMA_3_8B} --normalization BatchNorm", None, UnsupportedError, "--normalization"),
+        (f"{LLAMA_3_8B} --fp4-format e2m1", None, UnsupportedError, "--fp4-format"),
         (f"{LLAMA_3_8B} --mtp-num-layers 1", None, UnsupportedError, "heads for further tokens"),
         (
             f"{LLAMA_3_8B} --recompute-granularity full --recompute-num-layers 4",
@@ -145,13 +210,6 @@ def test_what_changes_nothing_and_what_is_not_read_are_said_apart() -> None:
             None,
             UnsupportedError,
             "--data-parallel-sharding-strategy: expected optim_grads_params, got no_shard",
-        ),
-        (
-            f"{LLAMA_3_8B} --num-experts 8 --expert-model-parallel-size 4 "
-            "--tensor-model-parallel-size 2",
-            None,
-            UnsupportedError,
-            "--expert-tensor-parallel-size: expected 1 beside",
         ),
         (f"{LLAMA_3_8B} --tensor-model-parallel-size 8", 12, InputError, "-n: expected a multiple"),
         (f"{LLAMA_3_8B} --global-batch-size 3", 2, InputError, "--global-batch-size"),

@@ -57,6 +57,38 @@ def test_every_layer_of_a_llama_with_experts_has_them() -> None:
     assert (some.moe_layers, some.expert_ffn_dim) == ((1, 3), 32)
 
 
+def test_ranks_may_share_the_width_of_experts_where_megatron_runs_them() -> None:
+    sections = {
+        "model": LLAMA | {"experts": 8},
+        "batch": {"sequence": 16},
+        "parallel": {"tensor": 2, "data_shard": 4, "expert": 2, "expert_tensor": 2},
+    }
+    job = _job(**sections, memory={"runtime": "megatron"})
+    assert degrees_of(job, 8).expert_shards == 2
+    assert "expert_tensor: expected none beside memory.runtime 'shard" in _refused(**sections)
+    sections["parallel"]["expert"] = 8
+    said = _refused(**sections, memory={"runtime": "megatron"})
+    assert "parallel.expert: expected a divisor of 8" in said
+    assert "got 8 x expert_tensor 2" in said
+
+
+def test_a_gpt_is_a_llama_with_options() -> None:
+    gpt = {"norm": "layernorm", "mlp": "gelu", "positions": 1024, "bias": True, "dropout": 0.1}
+    widths = {"layers": 12, "dim": 768, "heads": 12, "vocab": 50257, "tied_embeddings": True}
+    shape = _job(model=LLAMA | widths | gpt, batch={"sequence": 1024}).model.shape
+    assert shape.parameter_count == 124_439_808  # as GPT-2's smallest is counted
+
+
+def test_what_a_llama_has_anyway_changes_nothing_of_it() -> None:
+    said = {"norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "bias": False, "dropout": 0.0}
+    assert _job(model=LLAMA | said).model.shape == _job().model.shape
+
+
+def test_more_tokens_than_learned_positions_are_refused() -> None:
+    said = _refused(model=LLAMA | {"positions": 8}, batch={"sequence": 16})
+    assert "batch.sequence: expected at most the 8 positions of the model, got 16" in said
+
+
 def test_a_configuration_is_found_beside_the_job(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
     path = tmp_path / "job.toml"

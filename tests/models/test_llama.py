@@ -8,12 +8,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from shardwright.core.errors import InputError
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.llama import LlamaShape, LocalShape, check_local
 from shardwright.models.llama import Llama, chunked_loss, loss, parallel_loss
 from shardwright.models.llama.layers import capped
 from shardwright.trace.treatment import Treatment
 
+LENGTH = 16
 DENSE = LlamaShape(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ffn_dim=48, vocab=64)
 EXPERTS = msgspec.structs.replace(
     DENSE,
@@ -46,6 +47,18 @@ GEMMA = msgspec.structs.replace(
     logit_cap=3.0,
     attention_cap=0.1,
 )
+GPT = msgspec.structs.replace(
+    FULL,
+    kv_heads=4,
+    layer_norm=True,
+    ungated=True,
+    activation="gelu_tanh",
+    positions=LENGTH,
+)
+DROPPED = msgspec.structs.replace(GPT, dropout=0.1, attention_dropout=0.1)
+SQUARED = msgspec.structs.replace(
+    EXPERTS, ungated=True, activation="squared_relu", positions="none"
+)
 SHAPES = {
     "dense": DENSE,
     "experts": EXPERTS,
@@ -53,8 +66,10 @@ SHAPES = {
     "latent": LATENT,
     "latent with queries at once": AT_ONCE,
     "gemma": GEMMA,
+    "gpt": GPT,
+    "squared": SQUARED,
 }
-BATCH, LENGTH = 2, 16
+BATCH = 2
 WHOLE = LocalShape()
 
 DIVISIONS = {
@@ -91,7 +106,7 @@ def _restless(shape: LlamaShape) -> Llama:
     return model
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _normed(x: torch.Tensor, weight: torch.Tensor | float, eps: float) -> torch.Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
@@ -127,6 +142,8 @@ class Reference:
         x = self.values["tok_embeddings.weight"][tokens]
         if self.shape.scaled_embedding:
             x = x * self.shape.dim**0.5
+        if self.shape.learned_positions:
+            x = x + self.values["tok_embeddings.positions"][: len(x)]
         for layer in range(self.shape.layers):
             name = f"layers.{layer}."
             attention = self._latent if self.shape.kv_lora_rank else self._attention
@@ -136,7 +153,7 @@ class Reference:
             if self.shape.is_moe(layer):
                 found = torch.stack([self._experts(row, name + "moe.") for row in wide])
             else:
-                found = self._swiglu(wide, name + "feed_forward.")
+                found = self._mlp(wide, name + "feed_forward.")
             x = x + self._after(found, name + "post_ffn_norm")
         head = "tok_embeddings" if self.shape.tied_embeddings else "output"
         logits = self._norm(x, "norm") @ self.values[f"{head}.weight"].T
@@ -147,7 +164,10 @@ class Reference:
         return self._norm(x, name) if self.shape.post_norms else x
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return _normed(x, self.values[f"{name}.weight"], self.shape.norm_eps)
+        weight, eps = self.values[f"{name}.weight"], self.shape.norm_eps
+        if not self.shape.layer_norm:
+            return _normed(x, weight, eps)
+        return _normed(x - x.mean(-1, keepdim=True), weight, eps) + self.values[f"{name}.bias"]
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         bias = self.values.get(f"{name}.bias", torch.tensor(0.0))
@@ -164,7 +184,8 @@ class Reference:
             value = parts["v"][:, shared * size : (shared + 1) * size]
             if shape.qk_norm:
                 query, key = self._norm(query, f"{name}q_norm"), self._norm(key, f"{name}k_norm")
-            query, key = _turned(query, shape.rope_theta), _turned(key, shape.rope_theta)
+            if not shape.positions:
+                query, key = _turned(query, shape.rope_theta), _turned(key, shape.rope_theta)
             found.append(_attended(query, key, value, shape.attention_cap or 0.0))
         return self._linear(torch.cat(found, -1), f"{name}wo")
 
@@ -188,27 +209,33 @@ class Reference:
             found.append(_attended(query, key, pair[:, fixed:]))
         return self._linear(torch.cat(found, -1), f"{name}wo")
 
-    def _swiglu(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        gate = self._linear(x, f"{name}w1")
+    def _mlp(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        found = self._activated(self._linear(x, f"{name}w1"))
+        if not self.shape.ungated:
+            found = found * self._linear(x, f"{name}w3")
+        return self._linear(found, f"{name}w2")
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
         if self.shape.activation == "silu":
-            gate = gate * torch.sigmoid(gate)
-        else:
-            gate = (
-                gate * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
-            )
-        return self._linear(gate * self._linear(x, f"{name}w3"), f"{name}w2")
+            return x * torch.sigmoid(x)
+        if self.shape.activation == "squared_relu":
+            return x * x * (x > 0)
+        return x * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
     def _experts(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """One token [D]."""
         scores = self._linear(x, f"{name}router").softmax(-1)
         best = scores.argsort(descending=True)[: self.shape.experts_per_token]
-        total = torch.sigmoid(self._linear(x, f"{name}shared_gate")) * self._swiglu(
+        total = torch.sigmoid(self._linear(x, f"{name}shared_gate")) * self._mlp(
             x, f"{name}shared_experts."
         )
         for expert in best:
-            w1, w2, w3 = (self.values[f"{name}experts.w{i}"][expert] for i in (1, 2, 3))
+            w1, w2 = (self.values[f"{name}experts.w{i}"][expert] for i in (1, 2))
+            inner = self._activated(w1 @ x)
+            if not self.shape.ungated:
+                inner = inner * (self.values[f"{name}experts.w3"][expert] @ x)
             share = scores[expert] / scores[best].sum()
-            total = total + share * (w2 @ (functional.silu(w1 @ x) * (w3 @ x)))
+            total = total + share * (w2 @ inner)
         return total
 
 
@@ -222,7 +249,7 @@ def test_logits_are_those_of_a_model_computed_by_hand(name: str) -> None:
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("name", ["dense", "experts", "latent", "gemma"])
+@pytest.mark.parametrize("name", ["dense", "experts", "latent", "gemma", "gpt", "squared"])
 def test_gradients_are_those_of_a_model_computed_by_hand(name: str) -> None:
     model, tokens, targets = _restless(SHAPES[name]), _tokens(), _tokens(1)
     found = torch.autograd.grad(loss(model(tokens), targets), tuple(model.parameters()))
@@ -264,6 +291,15 @@ def test_training_learns_a_batch(name: str) -> None:
         values.append(value.item())
     assert values[0] == pytest.approx(torch.log(torch.tensor(64.0)).item(), abs=0.1)
     assert values[-1] < 0.7 * values[0]
+
+
+def test_dropout_is_of_training_alone_and_of_both_the_stream_and_attention() -> None:
+    tokens = _tokens()
+    for changes in ({"dropout": 0.5}, {"attention_dropout": 0.5}):
+        model = _restless(msgspec.structs.replace(DENSE, **changes))
+        assert not torch.equal(model(tokens), model(tokens))
+        model.eval()
+        torch.testing.assert_close(model(tokens), _restless(DENSE)(tokens))
 
 
 @pytest.mark.parametrize("cap", [0.0, 2.0])
@@ -326,14 +362,22 @@ def test_a_rank_holds_the_tensors_of_its_local_shape_and_runs_without_data(
     [
         (name, shape)
         for name, local in DIVISIONS.items()
-        for shape in (LATENT, AT_ONCE, GEMMA)
+        for shape in (LATENT, AT_ONCE, GEMMA, DROPPED)
         if not (shape.is_moe(0) and local.layers) and not (shape is GEMMA and local.context > 1)
     ],
 )
-def test_a_rank_of_a_gemma_or_of_latent_attention_runs_without_data(
+def test_a_rank_of_a_decoder_that_is_no_llama_runs_without_data(
     name: str, shape: LlamaShape
 ) -> None:
     _checked(shape, DIVISIONS[name], torch.bfloat16)
+
+
+def test_no_sequence_is_longer_than_learned_positions() -> None:
+    local = LocalShape(context=2)
+    with pytest.raises(
+        UnsupportedError, match=r"batch.sequence: expected at most the 16 posit.* 20"
+    ):
+        Llama(GPT, local, sequence=LENGTH)(_tokens(length=10))
 
 
 def test_a_model_that_caps_scores_has_no_ranks_that_share_a_context() -> None:

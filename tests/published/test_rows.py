@@ -6,7 +6,6 @@ with the peaks of all platforms; ``validation/published`` has the predictions an
 
 from __future__ import annotations
 
-import functools
 import json
 import statistics
 from pathlib import Path
@@ -24,8 +23,8 @@ MOVED = "the estimate has moved: if it is meant to, make validation/published ag
 # Shares of the measurement: no family is further off in the median and at worst.
 MOST = {
     "gpt": (0.0051, 0.0332),
-    "moe": (0.0182, 0.0422),
-    "mixtral": (0.0471, 0.0783),
+    "moe": (0.0182, 0.0635),
+    "mixtral": (0.0471, 0.0888),
     "nemotron": (0.0432, 0.0595),
     "llama3.1-8B": (0.0426, 0.0769),
     "llama3.1-70B": (0.0707, 0.0707),
@@ -40,7 +39,10 @@ def carried(framework: str) -> list[dict[str, Any]]:
     return rows
 
 
-def megatron_rows() -> list[dict[str, Any]]:
+PARTS = 6  # of Megatron-LM's configurations, each of which takes a second of estimates
+
+
+def megatron_rows(part: int) -> list[dict[str, Any]]:
     return [
         {
             "source": f"{CASES}/{run['test']}/golden_values_{platform}.json",
@@ -49,24 +51,26 @@ def megatron_rows() -> list[dict[str, Any]]:
             "env": run["environment"],
             "args": run["flags"],
         }
-        for run in RUNS["megatron"]
+        for run in RUNS["megatron"][part::PARTS]
         for platform, peak in run["peaks"].items()
     ]
-
-
-@functools.cache
-def megatron() -> dict[str, Any]:
-    return compare({"megatron": megatron_rows()}, "runs.json")
 
 
 def key(row: dict[str, Any]) -> tuple[str, str, int]:
     return row["source"], row["platform"], row["measured_bytes"]
 
 
-def test_every_row_of_megatron_is_predicted_as_written_down() -> None:
-    found = {key(row): row["predicted_bytes"] for row in megatron()["rows"]}
-    assert found == {key(row): row["predicted_bytes"] for row in carried("megatron")}, MOVED
-    assert len(found) == 159
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_row_of_megatron_is_predicted_as_written_down(part: int) -> None:
+    rows = compare({"megatron": megatron_rows(part)}, "runs.json")["rows"]
+    written = {key(row): row["predicted_bytes"] for row in carried("megatron")}
+    assert {key(row): row["predicted_bytes"] for row in rows}.items() <= written.items(), MOVED
+    assert len(rows) == len(megatron_rows(part))
+
+
+def test_all_rows_of_megatron_that_are_shown_are_here() -> None:
+    assert sum(len(megatron_rows(part)) for part in range(PARTS)) == len(carried("megatron")) == 159
 
 
 @pytest.mark.slow_after(1)
@@ -80,7 +84,7 @@ def test_every_row_of_torchtitan_is_predicted_as_written_down(number: int) -> No
 
 @pytest.mark.parametrize("family", MOST)
 def test_no_family_is_further_off_than_is_said(family: str) -> None:
-    rows = [*megatron()["rows"], *carried("torchtitan")]
+    rows = [*carried("megatron"), *carried("torchtitan")]
     errors = sorted(abs(row["error"]) for row in rows if row["family"] == family)
     median, worst = MOST[family]
     assert statistics.median(errors) <= median

@@ -63,7 +63,9 @@ def job_of(row: Mapping[str, Any]) -> dict[str, Any]:
     if chunks > 1:
         parallel["chunks"] = chunks
     sharded = {"runtime": "fsdp2"}
-    whole = {"runtime": "megatron", "zero": 1, "reduce_dtype": "bf16"}
+    # Kernels that rows name are of attention and norms.
+    kernels = {"attention_backend": "flash", "bias_activation_fusion": False}
+    whole = {"runtime": "megatron", "zero": 1, "reduce_dtype": "bf16", "megatron": kernels}
     names = {"layers": "layers", "hidden": "dim", "heads": "heads", "kv_heads": "kv_heads"}
     return {
         "model": {

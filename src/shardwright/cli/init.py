@@ -160,6 +160,7 @@ def _converted(job: Path, source: str, path: str, options: argparse.Namespace) -
     lines = [
         f"# {name} of {SOURCES[source]}, as a job whose memory is estimated:",
         f"#   shardwright memory {job}",
+        *([f"# Assumed: {', '.join(found.assumed)}."] if found.assumed else []),
         f"# Without effect on memory: {', '.join(found.harmless) or 'nothing'}.",
         f"# Not read, whatever they change: {', '.join(found.unread) or 'nothing'}.",
         "# What a GPU has is said by cluster.preset (h100-8 and others) or cluster.hbm_cap.",

@@ -26,13 +26,15 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 LARGEST_DEPTH = 4096
 
 NamedShape = tuple[str, tuple[int, ...]]
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "squared_relu"]
+Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 LLAMA_EXPERTS = ("layers.*.moe.experts",)  # its modules of which each rank may have some
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
 
 class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Widths and counts of a decoder of ``layers`` blocks: attention, then a SwiGLU.
+    """Widths and counts of a decoder of ``layers`` blocks: attention, then a SwiGLU. What a GPT
+    has otherwise is named, so a llama is a decoder that names nothing.
 
     ``kv_heads`` are the heads of keys and values that the ``heads`` of queries share. Layers in
     ``moe_layers`` have ``experts`` of width ``expert_ffn_dim`` instead of a SwiGLU of ``ffn_dim``,
@@ -49,6 +51,11 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     As Gemma 2 has them: ``activation`` of the gate, a norm after each sublayer (``post_norms``), an
     embedding times the root of ``dim`` (``scaled_embedding``), and logits and scores of attention
     that a tanh keeps below ``logit_cap`` and ``attention_cap``.
+
+    As GPTs have them: ``layer_norm`` with a bias in place of an RMSNorm, MLPs of two matrices whose
+    ``activation`` has no gate (``ungated``), and ``positions`` that are not turned: rows of a
+    learned table, so many, or none. ``dropout`` is of the embedding and of what is added to the
+    stream, ``attention_dropout`` of shares of attention.
 
     ``dtype`` is what it computes in, where its configuration says so; ``unread`` are keys of that
     which may make another model and which nothing here reads.
@@ -86,6 +93,11 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attention_cap: Annotated[float, msgspec.Meta(gt=0)] | UnsetType = UNSET
     dtype: Literal["bf16", "fp16", "fp32"] | UnsetType = UNSET
     unread: tuple[str, ...] | UnsetType = UNSET
+    layer_norm: bool | UnsetType = UNSET
+    ungated: bool | UnsetType = UNSET
+    positions: Size | Literal["none"] | UnsetType = UNSET
+    dropout: Share | UnsetType = UNSET
+    attention_dropout: Share | UnsetType = UNSET
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts."""
@@ -102,12 +114,19 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.qk_rope_head_dim or self.head_dim
 
     @property
+    def learned_positions(self) -> int:
+        """Rows of the table of positions; 0 where there is none."""
+        return self.positions if isinstance(self.positions, int) else 0
+
+    @property
     def tensors(self) -> tuple[NamedShape, ...]:
         """Name and shape of every parameter, in the order of a step; a tied head has none."""
         found: list[NamedShape] = [("tok_embeddings.weight", (self.vocab, self.dim))]
+        if self.learned_positions:
+            found.append(("tok_embeddings.positions", (self.learned_positions, self.dim)))
         for layer in range(self.layers):
             found += block_tensors(self, layer)
-        found.append(("norm.weight", (self.dim,)))
+        found += _norm(self, "norm", self.dim)
         if not self.tied_embeddings:
             found.append(("output.weight", (self.vocab, self.dim)))
         return tuple(found)
@@ -129,7 +148,7 @@ def check_shape(shape: LlamaShape, where: str = "model") -> None:
                 "Every head of keys serves equally many heads of queries.",
             )
         )
-    if shape.turned_dim % 2:
+    if shape.turned_dim % 2 and not shape.positions:
         key = "qk_rope_head_dim" if shape.qk_rope_head_dim else "head_dim"
         raise InputError(
             expected(f"{where}.{key}", "an even number", str(shape.turned_dim), "RoPE turns pairs.")
@@ -178,8 +197,14 @@ def block_tensors(shape: LlamaShape, layer: int) -> list[NamedShape]:
     inner = attention + (_moe(shape) if shape.is_moe(layer) else _dense(shape))
     norms = ["attention_norm", "ffn_norm"]
     norms += ["post_attention_norm", "post_ffn_norm"] if shape.post_norms else []
-    inner += [(f"{name}.weight", (shape.dim,)) for name in norms]
+    for name in norms:
+        inner += _norm(shape, name, shape.dim)
     return [(prefix + name, size) for name, size in inner]
+
+
+def _norm(shape: LlamaShape, name: str, width: int) -> list[NamedShape]:
+    parts = ("weight", "bias") if shape.layer_norm else ("weight",)
+    return [(f"{name}.{part}", (width,)) for part in parts]
 
 
 def _attention(shape: LlamaShape) -> list[NamedShape]:
@@ -193,10 +218,8 @@ def _attention(shape: LlamaShape) -> list[NamedShape]:
     if shape.output_bias:
         found.append(("attention.wo.bias", (shape.dim,)))
     if shape.qk_norm:
-        found += [
-            ("attention.q_norm.weight", (shape.head_dim,)),
-            ("attention.k_norm.weight", (shape.head_dim,)),
-        ]
+        found += _norm(shape, "attention.q_norm", shape.head_dim)
+        found += _norm(shape, "attention.k_norm", shape.head_dim)
     return found
 
 
@@ -207,24 +230,25 @@ def _latent_attention(shape: LlamaShape) -> list[NamedShape]:
     if shape.q_lora_rank:
         found = [
             ("attention.wq_a.weight", (shape.q_lora_rank, dim)),
-            ("attention.q_norm.weight", (shape.q_lora_rank,)),
+            *_norm(shape, "attention.q_norm", shape.q_lora_rank),
             ("attention.wq_b.weight", (queries, shape.q_lora_rank)),
         ]
     unturned = shape.head_dim - shape.qk_rope_head_dim
     return [
         *found,
         ("attention.wkv_a.weight", (shape.kv_lora_rank + shape.qk_rope_head_dim, dim)),
-        ("attention.kv_norm.weight", (shape.kv_lora_rank,)),
+        *_norm(shape, "attention.kv_norm", shape.kv_lora_rank),
         (
             "attention.wkv_b.weight",
             (shape.heads * (unturned + shape.value_dim), shape.kv_lora_rank),
         ),
         ("attention.wo.weight", (dim, shape.heads * shape.value_dim)),
+        *([("attention.wo.bias", (dim,))] if shape.output_bias else []),
     ]
 
 
 def _dense(shape: LlamaShape) -> list[NamedShape]:
-    return _swiglu("feed_forward", shape.dim, shape.ffn_dim, shape.mlp_bias)
+    return _mlp("feed_forward", shape, shape.ffn_dim, shape.mlp_bias)
 
 
 def _moe(shape: LlamaShape) -> list[NamedShape]:
@@ -233,18 +257,20 @@ def _moe(shape: LlamaShape) -> list[NamedShape]:
         ("moe.router.weight", (experts, dim)),
         ("moe.experts.w1", (experts, wide, dim)),
         ("moe.experts.w2", (experts, dim, wide)),
-        ("moe.experts.w3", (experts, wide, dim)),
     ]
+    if not shape.ungated:
+        found.append(("moe.experts.w3", (experts, wide, dim)))
     if shape.shared_ffn_dim:
-        found += _swiglu("moe.shared_experts", dim, shape.shared_ffn_dim, False)
+        found += _mlp("moe.shared_experts", shape, shape.shared_ffn_dim, False)
         if shape.shared_gate:
             found.append(("moe.shared_gate.weight", (1, dim)))
     return found
 
 
-def _swiglu(name: str, dim: int, wide: int, bias: bool) -> list[NamedShape]:
+def _mlp(name: str, shape: LlamaShape, wide: int, bias: bool) -> list[NamedShape]:
     found: list[NamedShape] = []
-    for part, out, inside in (("w1", wide, dim), ("w2", dim, wide), ("w3", wide, dim)):
+    parts = (("w1", wide, shape.dim), ("w2", shape.dim, wide), ("w3", wide, shape.dim))
+    for part, out, inside in parts[: 2 if shape.ungated else 3]:
         found.append((f"{name}.{part}.weight", (out, inside)))
         if bias:
             found.append((f"{name}.{part}.bias", (out,)))
@@ -256,17 +282,56 @@ Degree = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 LossKind = Literal["gathered", "parallel", "chunked"]
 
 
+class MegatronSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How Megatron-LM is set, as far as memory follows from it, by the names of its arguments.
+
+    Attributes:
+        attention_backend: of Transformer Engine: ``"fused"`` (cuDNN's, which it takes by itself on
+            Hopper), ``"flash"``, ``"unfused"``; or ``"local"``, without it
+        masked_softmax_fusion: one kernel for the softmax of attention that is not fused
+        bias_activation_fusion: one kernel for gate and activation
+        rms_norm_fusion: one kernel for an RMSNorm, not operators in fp32
+        gradient_accumulation_fusion: products add gradients of weights to the buffer themselves
+        cross_entropy_loss_fusion: ``"none"``, ``"native"``, ``"te"``
+        create_attention_mask_in_dataloader: of all pairs of tokens, a byte each
+        fp8_format, fp8_param_gather: ``"hybrid"``, ``"e4m3"``: products of Transformer Engine in 8
+            bits, of copies of the weights that stay, by rows and by columns (as on Hopper); or of
+            weights that are gathered so, and have no others
+        account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split: the first
+            stage, or the last, has a layer less
+    """
+
+    attention_backend: Literal["fused", "flash", "unfused", "local"] = "fused"
+    masked_softmax_fusion: bool = True
+    bias_activation_fusion: bool = True
+    rms_norm_fusion: bool = True
+    gradient_accumulation_fusion: bool = True
+    cross_entropy_loss_fusion: Literal["none", "native", "te"] = "none"
+    create_attention_mask_in_dataloader: bool = True
+    fp8_format: Literal["none", "hybrid", "e4m3"] = "none"
+    fp8_param_gather: bool = False
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """What embedding and head weigh, in layers, where layers are dealt out to stages."""
+        embedding = int(self.account_for_embedding_in_pipeline_split)
+        return embedding, int(self.account_for_loss_in_pipeline_split)
+
+
 class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Degrees that divide a decoder, and which of its layers are here.
 
     ``tensor`` divides heads, widths and the vocabulary, ``context`` the sequence, ``expert`` the
     experts; with ``sequence_parallel`` the stream between attention and SwiGLU is divided by
     ``tensor`` too. Experts are then whole where ``expert`` is more than 1 and cut in width where it
-    is 1, as TorchTitan does. ``layers`` are the first and one past the last; ``first`` has the
-    embedding, ``last`` the norm and the head.
+    is 1, as TorchTitan does, or as ``expert_tensor`` says. ``layers`` are the first and one past
+    the last; ``first`` has the embedding, ``last`` the norm and the head.
 
     ``expert_load`` is how many rows this rank's experts receive, relative to even routing; with a
     ``capacity_factor`` every expert takes exactly its even share times that factor, padded or cut.
+    Layers are TorchTitan's, or those of ``megatron``.
     With ``fp32_logits`` what the loss is computed from is a copy in fp32, which stays until the
     backward is over.
     """
@@ -275,6 +340,7 @@ class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence_parallel: bool = False
     context: Degree = 1
     expert: Degree = 1
+    expert_tensor: Degree | None = None
     first: bool = True
     last: bool = True
     layers: tuple[int, int] | None = None
@@ -282,6 +348,7 @@ class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     capacity_factor: Annotated[float, msgspec.Meta(gt=0, le=1e4)] | None = None
     loss: LossKind = "gathered"
     fp32_logits: bool = False
+    megatron: MegatronSettings | None = None
 
     @property
     def whole(self) -> bool:
@@ -311,7 +378,7 @@ class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def expert_width_degree(self) -> int:
         """By what the width of an expert is divided."""
-        return self.tensor if self.expert == 1 else 1
+        return self.expert_tensor or (self.tensor if self.expert == 1 else 1)
 
     @property
     def stream_degree(self) -> int:
@@ -320,7 +387,7 @@ class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def routed_rows(self, shape: LlamaShape, tokens: int) -> int:
         """Rows that this rank sends to experts, of ``tokens`` that its router sees."""
-        sliced = self.tensor if self.expert > 1 else 1
+        sliced = self.tensor if self.expert > 1 and not self.megatron else 1
         return math.ceil(tokens / sliced) * shape.experts_per_token
 
     def received_rows(self, shape: LlamaShape, rows: int) -> int:
@@ -348,9 +415,10 @@ def check_local(shape: LlamaShape, local: LocalShape, where: str = "parallel") -
         _divides(most, least, f"{where}.tensor", "heads of keys, or a multiple of them")
         dense = shape.ffn_dim if len(shape.moe_layers) < shape.layers else 0
         for wide in (dense, shape.shared_ffn_dim):
-            _divides(wide, local.tensor, f"{where}.tensor", "columns of the SwiGLU")
-        if shape.moe_layers and local.expert == 1:
-            _divides(shape.expert_ffn_dim, local.tensor, f"{where}.tensor", "columns of an expert")
+            _divides(wide, local.tensor, f"{where}.tensor", "columns of the MLP")
+    if shape.moe_layers and local.expert_width_degree > 1:
+        key, wide = "expert_tensor" if local.expert_tensor else "tensor", shape.expert_ffn_dim
+        _divides(wide, local.expert_width_degree, f"{where}.{key}", "columns of an expert")
     if local.expert > 1:
         if not shape.moe_layers:
             raise InputError(

@@ -18,8 +18,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.core.batch import INDEX_BYTES
-from shardwright.core.llama import LlamaShape, LocalShape
-from shardwright.core.recording import RecordedUnit, Recording
+from shardwright.core.llama import LlamaShape, LocalShape, MegatronSettings
+from shardwright.core.recording import RecordedUnit, Recording, Unfolded
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.estimate.stages import HEAD, ModelStage, RecordedStage, StageResults
 from shardwright.job.job import Job, memory_of
@@ -96,7 +96,8 @@ def forget_recordings() -> None:
 def _recorded(request: StageRequest, treated: tuple[int, ...]) -> Recording:
     dtype = DTYPES[request.dtype]
     local, batch, tokens = request.local, request.batch, request.sequence
-    kept = StageResults(pipelined=not local.first)
+    # Megatron-LM lets go of a stage's result as soon as its loss is there.
+    kept = StageResults(pipelined=not local.first and local.megatron is None)
     with FakeTensorMode():
         model = Llama(request.shape, local, sequence=tokens, dtype=dtype)
         if local.first:
@@ -140,7 +141,7 @@ def _units(model: Llama) -> dict[str, Sequence[nn.Module]]:
     if local.first and not root:
         found["tok_embeddings"] = [model.tok_embeddings]
     for name, block in model.layers.items():
-        if local.expert > 1 and block.is_moe:
+        if (local.expert > 1 or local.expert_tensor) and block.is_moe:
             found[f"layers.{name}.moe.experts"] = [block.moe.experts]
         found[f"layers.{name}"] = [block]
     if root:
@@ -169,8 +170,16 @@ class LlamaModel:
         tokens = batch.size * request.sequence * INDEX_BYTES * (stage.first + stage.last)
         stream = request.sequence // request.local.stream_degree * self.shape.dim
         received = request.batch * stream * element_bytes(request.dtype)
+        settings = request.local.megatron
+        if (
+            settings
+            and settings.create_attention_mask_in_dataloader
+            and (stage.first or stage.last)
+        ):
+            tokens += request.batch * request.sequence * batch.sequence
+        lasting = found.buffers + _shared(request) + _copies(found, settings)
         return RecordedStage(
-            msgspec.structs.replace(found, units=units, inputs=tokens),
+            msgspec.structs.replace(found, units=units, inputs=tokens, buffers=lasting),
             self.parameters,
             0 if stage.first else received,
             self._named(request),
@@ -193,6 +202,7 @@ class LlamaModel:
             last=stage.last,
             loss=section.loss,
             fp32_logits=bool(section.fp32_logits),
+            megatron=section.megatron_settings,
         )
         local = local_shape(parallel, self.degrees, self.shape, own)
         return StageRequest(
@@ -204,6 +214,27 @@ class LlamaModel:
             treatment=self.treatment,
             casts=section.runtime not in WHOLE,
         )
+
+
+def _shared(request: StageRequest) -> int:
+    """Bytes of the buffer that Megatron-LM's products and its own attention share: of scores, or
+    of the tokens of all ranks (``core/utils.py``, ``GlobalMemoryBuffer``)."""
+    local, tokens = request.local, request.batch * request.sequence
+    if local.megatron is None:
+        return 0
+    gathered = tokens * request.shape.dim if local.stream_degree > 1 else 0
+    scores = tokens * request.sequence * local.context * local.heads(request.shape)
+    own = local.megatron.attention_backend == "local"
+    return max(gathered, scores if own else 0) * element_bytes(request.dtype)
+
+
+def _copies(found: Recording, megatron: MegatronSettings | None) -> int:
+    """Bytes of copies in 8 bits, by rows and by columns, of the matrices of blocks."""
+    if megatron is None or megatron.fp8_format == "none" or megatron.fp8_param_gather:
+        return 0
+    units = Unfolded(found).units.values()
+    matrices = (t for unit in units if unit.name.startswith("layers.") for t in unit.tensors)
+    return sum(2 * t.numel for t in matrices if len(t.shape) > 1 and "router" not in t.fqn)
 
 
 def _stored(unit: RecordedUnit) -> RecordedUnit:

@@ -15,7 +15,7 @@ other stages run is not looked at.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,9 +33,9 @@ from shardwright.core.document import decode_json
 from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.recording import OF_UNITS, Piece, Recording
 from shardwright.core.work import OperatorShapes
-from shardwright.heap.rank_step import ONE_PASS
-from shardwright.job.parallel import Degrees, dealt
-from shardwright.job.pipelining import PassRun, order_in_runs, representative, stage_of
+from shardwright.heap.rank_step import ENDING, ONE_PASS
+from shardwright.job.parallel import ENDS_WEIGH, Degrees, dealt
+from shardwright.job.pipelining import PassRun, expanded, order_in_runs, representative, stage_of
 from shardwright.trace.module import TracedModule, storage_bytes
 from shardwright.trace.recorder import Recorder
 from shardwright.trace.structure import Container, containers
@@ -77,9 +77,10 @@ class PipelineRank:
     microbatches: int
 
 
-def stages(layers: int, count: int) -> list[ModelStage]:
-    """Deal ``layers`` out to ``count`` stages, the first and last with less for what is beside."""
-    sizes = dealt(layers, count)
+def stages(layers: int, count: int, ends: tuple[int, int] = ENDS_WEIGH) -> list[ModelStage]:
+    """Deal ``layers`` out to ``count`` stages, the first and last with less for the ``ends`` that
+    are beside."""
+    sizes = dealt(layers, count, ends)
     found, begin = [], 0
     for index, size in enumerate(sizes):
         found.append(ModelStage((begin, begin + size), index == 0, index == count - 1))
@@ -87,10 +88,12 @@ def stages(layers: int, count: int) -> list[ModelStage]:
     return found
 
 
-def pipeline_ranks(layers: int, degrees: Degrees) -> list[PipelineRank]:
+def pipeline_ranks(
+    layers: int, degrees: Degrees, ends: tuple[int, int] = ENDS_WEIGH
+) -> list[PipelineRank]:
     """Every rank of the pipeline; without one a single rank that accumulates microbatches."""
     count = degrees.pipeline * degrees.chunks
-    dealt = stages(layers, count)
+    dealt = stages(layers, count, ends)
     if degrees.pipeline == 1:
         # what accumulates does so from the second on
         runs = (PassRun(ONE_PASS.passes, min(degrees.microbatches, 2)),)
@@ -109,6 +112,19 @@ def pipeline_ranks(layers: int, degrees: Degrees) -> list[PipelineRank]:
         )
         for rank in range(degrees.pipeline)
     ]
+
+
+def most_alive(runs: Sequence[PassRun], sizes: Sequence[int]) -> int:
+    """The most bytes that are there at once, of so many for each microbatch of a chunk from its
+    forward to its backward."""
+    live = most = 0
+    for each in expanded(runs):
+        if each.kind == "forward":
+            live += sizes[each.chunk]
+        elif each.kind in ENDING:
+            live -= sizes[each.chunk]
+        most = max(most, live)
+    return most
 
 
 class StageResults:

@@ -28,7 +28,12 @@ from shardwright.cost.clock import reached
 from shardwright.cost.presets import HARDWARE
 from shardwright.estimate.footprint import assumptions_on_gpu, settings_of
 from shardwright.estimate.llama import LlamaModel
-from shardwright.estimate.stages import KEPT, PipelineRank, pipeline_ranks
+from shardwright.estimate.stages import (
+    KEPT,
+    PipelineRank,
+    most_alive,
+    pipeline_ranks,
+)
 from shardwright.estimate.step_time import RankClock, step_time
 from shardwright.heap.allocator import AllocatorSettings
 from shardwright.heap.classes import MODELLED, RankClass, Setting, outside, rank_memories
@@ -41,7 +46,7 @@ from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import WHOLE, MemorySection, Runtime, check_memory, float8_scaling
 from shardwright.job.model import as_function
 from shardwright.job.model_of_job import unplanned
-from shardwright.job.parallel import Degrees, ParallelSection, Quantile, experts_of
+from shardwright.job.parallel import ENDS_WEIGH, Degrees, ParallelSection, Quantile, experts_of
 from shardwright.job.rules import refuse_unread
 from shardwright.planner.profiles import cluster_of
 from shardwright.trace.treatment import Treatment
@@ -87,12 +92,14 @@ class _Estimate:
         block = optimizer_of(job).block
         self.sharding = sharding(self.section, self.degrees, self.device == "cuda", experts, block)
         self.machine = machine_of(self.section, self.sharding)
+        settings = self.section.megatron_settings
         self.treatment = Treatment(
             self.device,
             self.section.policy,
             bool(self.section.compile),
             self.section.compile is True,
             float8_scaling(self.section) or "",
+            "fused" if settings is None or settings.rms_norm_fusion else "composite",
         )
         self.model = recorded_model(job, self.degrees, self.treatment)
         self.operators: list[tuple[str, ...]] = []
@@ -165,7 +172,9 @@ class _Estimate:
         count = degrees.world_size // degrees.pipeline
         holders = _expert_holders(self.job, degrees)
         holding = "ranks with experts" if holders else ""
-        for rank in pipeline_ranks(self.model.layers, degrees):
+        settings = self.section.megatron_settings
+        ends = settings.ends if settings else ENDS_WEIGH
+        for rank in pipeline_ranks(self.model.layers, degrees, ends):
             stage = f"stage {rank.rank}" if degrees.pipeline > 1 else ""
             where = {"pipeline": rank.rank} if degrees.pipeline > 1 else {}
             for title, share, section in self._loads():
@@ -192,13 +201,17 @@ class _Estimate:
         for each in stages:
             self.assumptions.extend(each.recording.notes)
             self.operators.append(each.recording.operators)
-        # Of every microbatch, though few are run: such buffers are there from first to last.
-        received = sum(each.received + each.recording.result for each in stages)
+        if self.section.runtime == "megatron":  # allocates what it receives, and sends at once
+            receives = most_alive(rank.runs, [each.received for each in stages])
+        else:
+            # Of every microbatch, though few are run: such buffers are there from first to last.
+            received = sum(each.received + each.recording.result for each in stages)
+            receives = received * rank.microbatches
         return RankStep(
             [Chunk(each.recording, each.received, each.named) for each in stages],
             rank.runs,
             optimizer_of(self.job),
-            received * rank.microbatches,
+            receives,
         )
 
 
@@ -225,11 +238,10 @@ def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
             f"whole parameters, their gradients and states are kept in "
             f"{section.param_dtype or 'the dtypes they were made in'}, without copies in fp32"
         )
-    if section.runtime == "megatron":
-        yield (
-            "what a forward keeps is TorchTitan's llama's: Megatron-LM's own layers (Transformer "
-            "Engine) keep more or less of it"
-        )
+    if section.runtime == "megatron" and job.model.traits.is_function:
+        yield "what a forward keeps is the module's own, not that of Megatron-LM's layers"
+    if section.megatron_settings and section.megatron_settings.fp8_format != "none":
+        yield "products in 8 bits take as long as those in 16"
     if section.zero in (1, 2) and degrees.shards == 1:
         yield (
             f"memory.zero = {section.zero} shares nothing: parallel.data_shard is 1, and copies "

@@ -281,13 +281,16 @@ class Megatron(Replicated):
         return {"weight": weights, "gradient": gradients}
 
     def updated(self) -> list[TensorSpec]:
-        """This rank's part of every unit in fp32; of experts that few ranks hold, among these."""
+        """This rank's part of every unit in fp32; of experts that few ranks hold, among these. What
+        nobody shares is updated tensor by tensor."""
+        if self.sharding.shares != "states":
+            return [TensorSpec(t.fqn, t.shape, "fp32") for t in self.trained]
         found = []
         for unit, its in self.units.items():
             sharding = self.sharding
             shards = sharding.expert_shards if sharding.is_experts(unit) else sharding.shards
             numel = sum(t.numel for t in its if t.fqn not in self.frozen)
-            part = math.ceil(numel / (shards if sharding.shares == "states" else 1))
+            part = math.ceil(numel / shards)
             found.append(TensorSpec(unit, (part,), "fp32"))
         return found
 

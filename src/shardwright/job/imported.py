@@ -19,12 +19,13 @@ Document = dict[str, dict[str, Any]]
 
 
 class Imported(msgspec.Struct, frozen=True):
-    """A configuration as sections of a job, its keys that change no memory, and those that nobody
-    read, whatever they change."""
+    """A configuration as sections of a job, its keys that change no memory, those that nobody
+    read, whatever they change, and what it does not say and was assumed."""
 
     document: Document
     harmless: tuple[str, ...]
     unread: tuple[str, ...]
+    assumed: tuple[str, ...] = ()
 
 
 class Keys:
@@ -34,6 +35,8 @@ class Keys:
     def __init__(self, config: Mapping[str, Any], harmless: re.Pattern[str]) -> None:
         self.config, self.harmless = config, harmless
         self.asked: set[tuple[str, str]] = set()
+        self.refusals: list[str] = []
+        self.assumed: list[str] = []
 
     def value(self, section: str, key: str, default: Any) -> Any:
         self.asked.add((section, key))
@@ -74,6 +77,14 @@ class Keys:
         found = self.value(section, key, default)
         return UnsupportedError(expected(_spot(section, key), wanted, f"{found}"))
 
+    def refuse(self, section: str, key: str, wanted: str) -> None:
+        """Refuse a key together with all others, once everything is read."""
+        self.refusals.append(str(self.refused(section, key, wanted)).removesuffix("."))
+
+    def assume(self, what: str) -> None:
+        """Take something that the configuration does not say, and say so."""
+        self.assumed.append(what)
+
     def unread(self) -> Iterator[tuple[str, str, Any]]:
         """Keys of sections that nobody asked for, with their values."""
         for section, given in self.config.items():
@@ -84,10 +95,14 @@ class Keys:
         return [key for key in given if (section, key) not in self.asked]
 
     def imported(self, document: Document) -> Imported:
-        """The job, with what nobody asked for in its order."""
+        """The job, with what nobody asked for in its order; UnsupportedError that names all that
+        was refused."""
+        if self.refusals:
+            raise UnsupportedError(f"{'; '.join(self.refusals)}.")
         left = tuple(self._left())
         harmless = tuple(spot for spot in left if self.harmless.fullmatch(spot))
-        return Imported(document, harmless, tuple(spot for spot in left if spot not in harmless))
+        unread = tuple(spot for spot in left if spot not in harmless)
+        return Imported(document, harmless, unread, tuple(self.assumed))
 
     def _left(self) -> Iterator[str]:
         """Sections that nobody asked for, or that are harmless, and keys of others."""

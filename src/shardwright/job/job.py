@@ -136,7 +136,10 @@ def degrees_of(job: Job, world_size: int, where: str = "job") -> Degrees:
     found = degrees(parallel_of(job), world_size, job.batch.size, where)
     if job.model.shape is not UNSET:
         shape, tokens = job.model.shape, job.batch.sequence
-        check_divides(parallel_of(job), found, shape, tokens, where)
+        # Megatron-LM may leave a stage to embedding or head alone.
+        settings = memory_of(job).megatron_settings
+        ends = sum(settings.ends) if settings else 0
+        check_divides(parallel_of(job), found, shape, tokens, where, ends)
     return found
 
 
@@ -285,6 +288,7 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     # what it would make of the shape.
     refuse_unread(job, where)
     job = msgspec.structs.replace(job, model=completed(job.model, where, path))
+    _check_positions(job, where)
     check_schedule(job.train, where)
     check_tables(job.tables, where, job.model.kind)
     # Constraints name what is placed: of a table of another kind its parts, which are known only
@@ -299,6 +303,14 @@ def parse_job(document: dict[str, Any], where: str = "job", path: Path | None = 
     if job.checkpoint is not UNSET:
         every(job.checkpoint.every, f"{where}: checkpoint.every")
     return _with_world(job, where)
+
+
+def _check_positions(job: Job, where: str) -> None:
+    """Refuse more tokens than a decoder has learned positions for."""
+    rows = 0 if job.model.shape is UNSET else job.model.shape.learned_positions
+    if 0 < rows < job.batch.sequence:
+        wanted = f"at most the {rows} positions of the model"
+        raise InputError(expected(f"{where}: batch.sequence", wanted, str(job.batch.sequence)))
 
 
 def _check_checkpointing(job: Job, where: str) -> None:

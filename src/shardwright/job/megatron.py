@@ -9,48 +9,70 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, ShardwrightError, UnsupportedError, expected
+from shardwright.core.llama import MegatronSettings
 from shardwright.job.imported import Document, Imported, Keys
+from shardwright.job.megatron_model import ALL, model, needed, settings
 from shardwright.job.parallel import dealt
 
-ALL = ""  # arguments have no sections
 HARMLESS = re.compile(
     "--("
-    r"(log|tensorboard|wandb|timing|profile|straggler|one-logger|lr|min-lr|adam|sgd|weight-decay)\b.*|"
-    r"(start-weight|clip|init-method|seed|ckpt|save|load|no-load|no-save|dist-ckpt|async|eval)\b.*|"
-    r"(exit|auto-detect|train|split|data|mock|num-workers|tokenizer|no-mmap|manual-gc|rerun)\b.*|"
-    r"(distributed|nproc|nnodes|node-rank|master|rdzv|tee|nccl|num-dataset|check-for-nan)\b.*|"
-    r"(norm|rotary|loss-scale|initial-loss|hysteresis|finetune|override|use-checkpoint)\b.*|"
-    r"(moe-router-(load|dtype|score|pre|enable)|moe-(aux|z-loss|token-dispatcher)|max-position).*|"
-    r"overlap-(grad|param)-.*|use-mcore-models|no-initialization|transformer-impl|vocab-file|merge-file|no-create.*|"
-    r"attention-(softmax-in-fp32|backend)|use-flash-attn|moe-grouped-gemm|no-async.*"
+    r"(log|logging|tensorboard|wandb|timing|profile|straggler|one-logger|mlflow|exp|run-workload"
+    r"|lr|min-lr|decoupled|adam|sgd|muon|weight-decay|start-weight|clip|init|seed|ckpt|save|load"
+    r"|no-load|no-save|no-ckpt|dist-ckpt|async|eval|exit|auto-detect|auto-tune|train|rampup|split"
+    r"|test|valid|data|dataloader|dataset|mock|num-workers|tokenizer|tiktoken|vocab-extra|no-mmap"
+    r"|mmap|merge-file|manual-gc|rerun|error-injection|verify|check|no-check|override|finetune"
+    r"|use-checkpoint|use-persistent|use-dist-ckpt|distributed|nproc|nnodes|node-rank|master|rdzv"
+    r"|tee|disable-gloo|nccl|no-create|reset|eod|fim|num-dataset|no-initialization|perform-init"
+    r"|norm|apply|rotary|rope|no-rope|use-rope|yarn|mscale|beta|original-max|loss-scale"
+    r"|initial-loss|min-loss|hysteresis|te-rng|deterministic|use-mcore|use-legacy|bert-no-binary"
+    r"|enable-experimental|enable-ft|empty-unused|high-priority|local-rank|use-tp-pp|align"
+    r"|overlap-(grad|param|p2p)|ddp|no-overlap|average|calculate|export-te|attention-softmax"
+    r"|softmax-type|no-persist|no-bias-(dropout|swiglu)|no-async|tunable|microbatch-group"
+    r"|fp8-(amax|margin|interval|wgrad)|cp-comm|hierarchical"
+    r"|moe-(router|aux|z-loss|input-jitter|per-layer|token-dispatcher|flex|hybridep|deepep|permute|use|grouped|enable)|expert-tensor|mtp-loss|window-size"
+    r"|window-attn|openai-gelu|onnx-safe|no-query-key|use-cpu-init"
+    r"|use-ring-exchange|iterations-to-skip|result-rejected|num-virtual-stages"
+    r"|sft|legacy-tokenizer|encoder-seq|vocab-file|outer-dp|dump|inference|trust-remote"
+    r"|torch-fsdp2-reshard|step-batch|skip-train|rl-|no-weight-decay|per-split|multiple-valid"
+    r"|make-vocab|max-position|sequence-parallel|recompute-(granularity|modules|method|num))(-.*)?|"
+    r".*-(dir|path|cfg|prefix|interval)"
     ")"
 )
-"""Arguments that change no memory of a step."""
+"""Arguments that change no memory of a step, or that others, which are read, give a meaning."""
 
-# What Megatron has otherwise without these switches, and only then.
-NEEDED = {
-    "swiglu": "an MLP of three matrices",
-    "disable-bias-linear": "linear layers without biases",
-}
-# Arguments that change memory and that no estimate follows, and what they bring.
+# Arguments that change memory or time and that no estimate follows, and what they bring.
 REFUSED = {
     "mtp-num-layers": "heads for further tokens",
     "moe-shared-expert-gate": "a gate of the shared expert",
-    "fp8-format": "products of Transformer Engine in 8 bits",
+    "moe-latent-size": "experts of another width than the stream",
     "fp4-format": "products of Transformer Engine in 4 bits",
     "use-precision-aware-optimizer": "states in other dtypes",
-    "cpu-offloading": "activations on the host",
+    "cpu-offloading-num-layers": "activations on the host",
     "fine-grained-activation-offloading": "activations on the host",
     "distribute-saved-activations": "activations shared by tensor ranks",
     "encoder-num-layers": "an encoder",
+    "decoder-seq-length": "an encoder",
     "decoder-first-pipeline-num-layers": "stages of unequal depth",
     "decoder-last-pipeline-num-layers": "stages of unequal depth",
     "spec": "a model of its own",
+    "model-provider": "a model of its own",
+    "heterogeneous-layers-config-path": "layers that are each of their own",
     "hybrid-override-pattern": "a hybrid model",
+    "hybrid-layer-pattern": "a hybrid model",
+    "hybrid-attention-ratio": "a hybrid model",
+    "is-hybrid-model": "a hybrid model",
+    "experimental-attention-variant": "another attention",
+    "attention-output-gate": "a gate of attention",
+    "linear-attention-freq": "linear attention",
+    "img-h": "a model that sees",
+    "export-kd-teacher-load": "a teacher beside the model",
+    "perform-rl-step": "an engine of inference beside the training",
+    "retro-project-dir": "a model that retrieves",
+    "lora-rank": "adapters",
 }
 # What degrees, and layers of every stage in order (E the embedding, t a layer, L the head), are
 # called: engines/megatron.py writes by the same names.
@@ -62,37 +84,58 @@ DEGREES = {
 }
 LAYOUT = "pipeline-model-parallel-layout"
 REPLICAS = "num-distributed-optimizer-instances"
+OTHERS = re.compile(r"pretrain_(?!gpt)\w+\.py|train_(t5|bert|retro|vlm)\.py")  # programs
+NONE = (None, 0, "", "none", "None")  # of one of these: none
 DTYPES = {"bf16": "bf16", "fp16": "fp16"}
-OPTIMIZERS = {"adam": "adamw", "sgd": "sgd_momentum"}
+OPTIMIZERS = {"adam": "adamw", "sgd": "sgd_momentum", "muon": "muon"}
 
 
-def job_of(text: str, world_size: int | None) -> Imported:
-    """The job of the arguments in ``text``, a shell script or the words alone, on ``world_size``
-    ranks, or on those of one replica.
+def job_of(text: str | Mapping[str, Any], world_size: int | None) -> Imported:
+    """The job of the arguments in ``text``, a shell script or the words alone, or values by name,
+    on ``world_size`` ranks, or on those of one replica.
 
     InputError: a value that is none; UnsupportedError: one that no estimate follows.
     """
-    keys = Keys({ALL: arguments(text)}, HARMLESS)
-    for name, brings in NEEDED.items():
-        # Without the switch Megatron builds an MLP of two matrices, or biases, and that is another
-        # model than the one that is estimated: an absent switch is as wrong as one that is refused.
-        if not keys.value(ALL, name, False):
-            raise keys.refused(ALL, name, f"the switch, for {brings}")
+    if isinstance(text, str) and (other := OTHERS.search(text)):
+        raise UnsupportedError(expected("the arguments", "those of a GPT", other[0]))
+    given = arguments(text) if isinstance(text, str) else _named(text)
+    # A switch that is false in YAML is none.
+    given = {key: value for key, value in given.items() if value is not None and value is not False}
+    keys = Keys({ALL: given}, HARMLESS)
     for name, brings in REFUSED.items():
-        if keys.value(ALL, name, False):
-            raise keys.refused(ALL, name, f"none, for no estimate follows {brings}")
+        if keys.value(ALL, name, None) not in NONE:
+            keys.refuse(ALL, name, f"none, for no estimate follows {brings}")
+    if str(keys.value(ALL, "tokenizer-type", "")).startswith("Bert"):
+        keys.refuse(ALL, "tokenizer-type", "one of a GPT")
+    try:
+        document = _document(keys, world_size)
+    except ShardwrightError as error:
+        if not keys.refusals:
+            raise
+        # What is wrong with the model itself comes first, or it would be looked for in vain.
+        raise UnsupportedError("; ".join([*keys.refusals, str(error)])) from None
+    return keys.imported(document)
+
+
+def _document(keys: Keys, world_size: int | None) -> Document:
     parallel, ranks = _parallel(keys, world_size)
     # Degrees before the model: the vocabulary is padded to a multiple of the tensor ranks.
     document: Document = {
-        "model": _model(keys, parallel["tensor"]),
+        "model": model(keys, parallel["tensor"]),
         "cluster": {"compute_device": "cuda", "world_size": ranks},
-        "batch": {"size": 1, "sequence": _needed(keys, "seq-length")},
+        "batch": {"size": 1, "sequence": needed(keys, "seq-length")},
         "parallel": parallel,
         "memory": _memory(keys),
         "train": {"optimizer": keys.one_of(ALL, "optimizer", OPTIMIZERS, "adam")},
     }
     _batch(keys, document)
-    return keys.imported(document)
+    return document
+
+
+def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the names of their arguments, as a configuration in YAML has them."""
+    named = {name.lstrip("-").replace("_", "-"): value for name, value in values.items()}
+    return {key: _value([each]) if isinstance(each, str) else each for key, each in named.items()}
 
 
 def arguments(text: str) -> dict[str, Any]:
@@ -119,8 +162,12 @@ def arguments(text: str) -> dict[str, Any]:
 
 
 def _filled(word: str, variables: dict[str, str]) -> str:
-    """With the values of ``$NAME`` and ``${NAME}`` that are known."""
-    return re.sub(r"\$\{?(\w+)[^}\s]*\}?", lambda found: variables.get(found[1], found[0]), word)
+    """With the values of ``$NAME`` and ``${NAME}`` that are known, or ``${NAME:-usual}``."""
+
+    def value(found: re.Match[str]) -> str:
+        return variables.get(found[1], found[2] or found[0])
+
+    return re.sub(r"\$\{?(\w+)(?::-([^}\s]*))?[^}\s]*\}?", value, word)
 
 
 def _words(text: str) -> Iterator[str]:
@@ -145,88 +192,6 @@ def _value(words: list[str]) -> Any:
         return text
 
 
-def _needed(keys: Keys, name: str) -> int:
-    if keys.value(ALL, name, None) is None:
-        raise InputError(expected(f"--{name}", "a number", "none", "Add it to the arguments."))
-    return keys.number(ALL, name, default=1)
-
-
-def _model(keys: Keys, tensor: int) -> dict[str, Any]:
-    dim, heads = _needed(keys, "hidden-size"), _needed(keys, "num-attention-heads")
-    multiple = keys.number(ALL, "make-vocab-size-divisible-by", default=128) * tensor
-    keys.one_of(ALL, "normalization", {"RMSNorm": ""}, "LayerNorm")
-    turned = keys.value(ALL, "use-rotary-position-embeddings", False)
-    if not turned:
-        keys.one_of(ALL, "position-embedding-type", {"rope": ""}, "learned_absolute")
-    for name in ("attention-dropout", "hidden-dropout"):
-        if keys.decimal(ALL, name, 0.1):
-            raise keys.refused(ALL, name, "0", "0.1, its default")
-    grouped = keys.value(ALL, "group-query-attention", False)
-    groups = keys.number(ALL, "num-query-groups", default=1) if grouped else heads
-    # Megatron's own rule with a gate, to the rounding.
-    usual = int(4 * dim * 2 / 3 / 64) * 64
-    wide = keys.number(ALL, "ffn-hidden-size", default=usual)
-    return {
-        "kind": "llama",
-        "layers": _needed(keys, "num-layers"),
-        "dim": dim,
-        "heads": heads,
-        "kv_heads": groups,
-        "head_dim": keys.number(ALL, "kv-channels", default=dim // heads),
-        "ffn_dim": wide,
-        "vocab": math.ceil(_needed(keys, "vocab-size") / multiple) * multiple,
-        "tied_embeddings": not keys.value(ALL, "untie-embeddings-and-output-weights", False),
-        "qk_norm": bool(keys.value(ALL, "qk-layernorm", False)),
-        "attention_bias": bool(keys.value(ALL, "add-qkv-bias", False)),
-        **_latent(keys, heads),
-        **_experts(keys, wide),
-    }
-
-
-def _latent(keys: Keys, heads: int) -> dict[str, Any]:
-    """Widths of latent attention, whose few numbers are always normed here."""
-    if not keys.value(ALL, "multi-latent-attention", False):
-        return {}
-    turned = keys.number(ALL, "qk-pos-emb-head-dim", default=64)
-    found = {
-        "kv_heads": heads,
-        "qk_norm": False,
-        "head_dim": keys.number(ALL, "qk-head-dim", default=128) + turned,
-        "kv_lora_rank": keys.number(ALL, "kv-lora-rank", default=32),
-        "qk_rope_head_dim": turned,
-        "v_head_dim": keys.number(ALL, "v-head-dim", default=128),
-    }
-    if keys.value(ALL, "q-lora-rank", None) is not None:
-        found["q_lora_rank"] = keys.number(ALL, "q-lora-rank", default=1)
-    return found
-
-
-def _experts(keys: Keys, wide: int) -> dict[str, Any]:
-    if keys.value(ALL, "num-experts", None) is None:
-        return {}
-    found = {
-        "experts": keys.number(ALL, "num-experts", default=1),
-        "experts_per_token": keys.number(ALL, "moe-router-topk", default=2),
-        "expert_ffn_dim": keys.number(ALL, "moe-ffn-hidden-size", default=wide),
-    }
-    if keys.value(ALL, "moe-shared-expert-intermediate-size", None) is not None:
-        name = "moe-shared-expert-intermediate-size"
-        found["shared_ffn_dim"] = keys.number(ALL, name, default=1)
-    layers, pattern = _needed(keys, "num-layers"), keys.value(ALL, "moe-layer-freq", 1)
-    if isinstance(pattern, int) and pattern > 0:
-        kinds = [index % pattern == 0 for index in range(layers)]
-    else:
-        parts = re.findall(r"\[([01])\]\*(\d+)|\[([01](?:,[01])*)\]", str(pattern).replace(" ", ""))
-        kinds = [
-            kind == "1"
-            for one, times, listed in parts
-            for kind in ([one] * int(times) if one else listed.split(","))
-        ]
-    if len(kinds) != layers:
-        raise keys.refused(ALL, "moe-layer-freq", f"a number, or a list of {layers} layers")
-    return found | {"moe_layers": [layer for layer, moe in enumerate(kinds) if moe]}
-
-
 def _parallel(keys: Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
     """Degrees, and the ranks that they come to."""
     section: dict[str, Any] = {
@@ -234,13 +199,13 @@ def _parallel(keys: Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
     }
     tensor, pipeline = section["tensor"], section["pipeline"]
     cut = keys.number(ALL, "expert-tensor-parallel-size", default=tensor)
-    # Experts that are cut in width as well are in no layer of ours.
-    if section["expert"] > 1 and cut > 1:
-        wanted = "1 beside --expert-model-parallel-size"
-        raise keys.refused(ALL, "expert-tensor-parallel-size", wanted, f"{cut}, its default")
+    if keys.value(ALL, "num-experts", None) is None:
+        section["expert"], cut = 1, tensor
+    if cut != (tensor if section["expert"] == 1 else 1):
+        section["expert_tensor"] = cut
     others = tensor * pipeline * section["context"]
     # The fewest on which every degree fits, which is one replica.
-    ranks = world_size or math.lcm(others, pipeline * section["expert"])
+    ranks = world_size or math.lcm(others, pipeline * section["expert"] * cut)
     if ranks % others:
         raise InputError(expected("-n", f"a multiple of {others} ranks", f"{ranks}"))
     # Only a distributed optimizer is shared, and so has ranks that share and ranks that do not.
@@ -248,7 +213,11 @@ def _parallel(keys: Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
     if (ranks // others) % copies:
         wanted = f"a divisor of the {ranks // others} data ranks"
         raise InputError(expected(f"--{REPLICAS}", wanted, str(copies)))
-    section |= {"data_replicate": copies, "data_shard": ranks // others // copies}
+    shards = ranks // others // copies
+    # Experts are shared by the ranks of an instance, or all is one instance.
+    if shards * tensor * section["context"] % (section["expert"] * section.get("expert_tensor", 1)):
+        shards, copies = shards * copies, 1
+    section |= {"data_replicate": copies, "data_shard": shards}
     if tensor > 1:
         section["sequence"] = bool(keys.value(ALL, "sequence-parallel", False))
     chunks = _chunks(keys, pipeline)
@@ -269,12 +238,12 @@ def _chunks(keys: Keys, pipeline: int) -> int:
     if keys.value(ALL, "num-layers-per-virtual-pipeline-stage", None) is None:
         return 1
     each = keys.number(ALL, "num-layers-per-virtual-pipeline-stage", default=1)
-    return max(1, _needed(keys, "num-layers") // pipeline // each)
+    return max(1, needed(keys, "num-layers") // pipeline // each)
 
 
-def layout_of(layers: int, count: int) -> str:
+def layout_of(layers: int, count: int, ends: tuple[int, int]) -> str:
     """``count`` stages as the layout of their layers, as an estimate deals them out."""
-    inner = "|".join(f"t*{size}" if size else "" for size in dealt(layers, count))
+    inner = "|".join(f"t*{size}" if size else "" for size in dealt(layers, count, ends))
     return f"E{inner}L"
 
 
@@ -283,10 +252,12 @@ def _laid_out(keys: Keys, pipeline: int) -> int:
     plain = str(keys.value(ALL, LAYOUT, "")).replace(",", "")
     for one in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         plain = re.sub(one, lambda found: found[1] * int(found[2]), plain)
-    layers, count = _needed(keys, "num-layers"), plain.count("|") + 1
+    layers, count = needed(keys, "num-layers"), plain.count("|") + 1
+    ends = MegatronSettings(**settings(keys)).ends
     stages = plain.removeprefix("E").removesuffix("L").split("|")
-    if count % pipeline or stages != ["t" * size for size in dealt(layers, count)]:
-        raise keys.refused(ALL, LAYOUT, f"'{layout_of(layers, pipeline)}', as stages are estimated")
+    if count % pipeline or stages != ["t" * size for size in dealt(layers, count, ends)]:
+        found = layout_of(layers, pipeline, ends)
+        raise keys.refused(ALL, LAYOUT, f"'{found}', as stages are estimated")
     return count // pipeline
 
 
@@ -309,16 +280,19 @@ def _memory(keys: Keys) -> dict[str, Any]:
     # Megatron turns it on by itself for bf16, unless grad-reduce-in-bf16 is given.
     summed = keys.value(ALL, "accumulate-allreduce-grads-in-fp32", False) or dtype == "bf16"
     narrow = keys.value(ALL, "grad-reduce-in-bf16", False) or not summed
-    return {
+    found = {
         **_runtime(keys),
         "lowering": "cuda",
         "checkpointing": _checkpointing(keys),
         "param_dtype": dtype,
         "reduce_dtype": dtype if narrow else "fp32",
-        "implementation": "fused",
         "offload": "states" if keys.value(ALL, "optimizer-cpu-offload", False) else "none",
-        "loss": "parallel",
     }
+    if keys.value(ALL, "optimizer", "adam") != "muon":  # of which no kernel is fused
+        found["implementation"] = "fused"
+    found["loss"] = "parallel"
+    kernels = settings(keys) if found["runtime"] == "megatron" else {}
+    return found | ({"megatron": kernels} if kernels else {})
 
 
 def _runtime(keys: Keys) -> dict[str, Any]:
@@ -339,10 +313,16 @@ def _checkpointing(keys: Keys) -> str:
         return "core_attention"
     granularity = keys.value(ALL, "recompute-granularity", "none")
     if granularity == "selective":
-        keys.one_of(ALL, "recompute-modules", {"core_attn": ""}, "core_attn")
+        named = str(keys.value(ALL, "recompute-modules", "core_attn"))
+        if set(re.findall(r"\w+", named)) != {"core_attn"}:
+            keys.refuse(ALL, "recompute-modules", "core_attn")
         return "core_attention"
     if granularity == "full":
-        keys.one_of(ALL, "recompute-method", {"uniform": ""}, "uniform")
-        if keys.number(ALL, "recompute-num-layers", default=1) != 1:
-            raise keys.refused(ALL, "recompute-num-layers", "1, each block by itself")
+        method = keys.value(ALL, "recompute-method", "uniform")
+        several = keys.number(ALL, "recompute-num-layers", default=1)
+        # The first so many of a stage: all of them, where it has no more.
+        if method == "block" and several < needed(keys, "num-layers"):
+            keys.refuse(ALL, "recompute-method", "uniform, or block with all layers")
+        elif method != "block" and several != 1:
+            keys.refuse(ALL, "recompute-num-layers", "1, each block by itself")
     return keys.one_of(ALL, "recompute-granularity", {"none": "none", "full": "full"}, "none")

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.llama import LossKind
+from shardwright.core.llama import LossKind, MegatronSettings
 from shardwright.core.optimizers import Implementation
 from shardwright.core.placement import TwoZeros, Zero
 
@@ -110,6 +110,7 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             step names it until its backward is over (``logits = model(tokens).float()``), as many
             trainers do; not beside ``"chunked"``, whose logits are never whole
         fsdp2: how ``runtime = "fsdp2"`` is set, by torch's names
+        megatron: of a llama beside ``runtime = "megatron"``: how it is set, by its arguments
     """
 
     checkpointing: str | UnsetType = UNSET
@@ -129,6 +130,7 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # and a plan's fingerprint is what it was.
     fp32_logits: bool | UnsetType = UNSET
     fsdp2: Fsdp2Section | UnsetType = UNSET
+    megatron: MegatronSettings | UnsetType = UNSET
 
     @property
     def bare(self) -> MemorySection:
@@ -136,12 +138,22 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         # UNSET and not the defaults: what nobody asks for is not written, and fingerprints of plans
         # from before these keys stay valid.
         settings = UNSET if self.fsdp2_settings == Fsdp2Section() else self.fsdp2
-        return msgspec.structs.replace(self, fp32_logits=self.fp32_logits or UNSET, fsdp2=settings)
+        layers = UNSET if self.megatron == MegatronSettings() else self.megatron
+        return msgspec.structs.replace(
+            self, fp32_logits=self.fp32_logits or UNSET, fsdp2=settings, megatron=layers
+        )
 
     @property
     def fsdp2_settings(self) -> Fsdp2Section:
         """Those of ``fsdp2``, given or not."""
         return Fsdp2Section() if self.fsdp2 is UNSET else self.fsdp2
+
+    @property
+    def megatron_settings(self) -> MegatronSettings | None:
+        """Those of Megatron-LM, given or not, where it runs."""
+        if self.runtime != "megatron":
+            return None
+        return MegatronSettings() if self.megatron is UNSET else self.megatron
 
     @property
     def policy(self) -> str:

@@ -26,7 +26,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError, expected, nearest
-from shardwright.core.llama import LATENT, LLAMA_EXPERTS, LlamaShape, T5Shape, check_shape
+from shardwright.core.llama import (
+    LATENT,
+    LLAMA_EXPERTS,
+    Activation,
+    LlamaShape,
+    Share,
+    T5Shape,
+    check_shape,
+)
 from shardwright.job.hf_config import read_hf_config
 
 Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
@@ -44,6 +52,12 @@ _LLAMA = (
     "tied_embeddings",
     "qk_norm",
     "attention_bias",
+    "norm",
+    "mlp",
+    "positions",
+    "bias",
+    "dropout",
+    "attention_dropout",
     "experts",
     "experts_per_token",
     "expert_ffn_dim",
@@ -112,7 +126,7 @@ KINDS: dict[str, ModelTraits] = {
         (*WIDTHS, "hf_config"),
         "text",
         is_estimated=True,
-        divided_by=("tensor", "context", "sequence", *_DEGREES),
+        divided_by=("tensor", "context", "sequence", "expert_tensor", *_DEGREES),
         experts=LLAMA_EXPERTS,
         template="a llama on text, to be planned and trained",
     ),
@@ -167,6 +181,12 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             token is sent to
         expert_ffn_dim, shared_ffn_dim (``ffn_dim``, none): of a llama with experts: width of each,
             and of one that sees every token
+        norm, mlp (``"rmsnorm"``, ``"swiglu"``): of a llama: or ``"layernorm"``; or ``"geglu"``, and
+            of two matrices ``"gelu"``, ``"squared_relu"``
+        positions (``"rope"``): of a llama: ``"none"``, or how many are learned
+        bias (``false``): of a llama: biases of all linear layers but router and head
+        dropout, attention_dropout (0): of a llama: of the embedding and of what a block adds to the
+            stream; of shares of attention
         moe_layers (all): of a llama with experts: the layers that have them, counted from 0
         kv_lora_rank, q_lora_rank, qk_rope_head_dim, v_head_dim (none): of a llama with latent
             attention, as DeepSeek's configuration names them: numbers that make keys and values,
@@ -208,6 +228,12 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_lora_rank: Width | UnsetType = UNSET
     qk_rope_head_dim: Width | UnsetType = UNSET
     v_head_dim: Width | UnsetType = UNSET
+    norm: Literal["rmsnorm", "layernorm"] | UnsetType = UNSET
+    mlp: Literal["swiglu", "geglu", "gelu", "squared_relu"] | UnsetType = UNSET
+    positions: Literal["rope", "none"] | Width | UnsetType = UNSET
+    bias: bool | UnsetType = UNSET
+    dropout: Share | UnsetType = UNSET
+    attention_dropout: Share | UnsetType = UNSET
     hf_config: str | UnsetType = UNSET
     python: str | UnsetType = UNSET
     arguments: dict[str, Any] | UnsetType = UNSET
@@ -303,6 +329,7 @@ def _llama_shape(model: ModelSection, where: str) -> LlamaShape:
                     expected(f"{where}: model.experts", f"at least 1 beside {name}", "none")
                 )
     layers = tuple(range(model.layers)) if experts else ()
+    bias, (activation, _) = _given(model.bias, False), MLPS[_given(model.mlp, "swiglu")]
     return LlamaShape(
         layers=model.layers,
         dim=model.dim,
@@ -313,14 +340,39 @@ def _llama_shape(model: ModelSection, where: str) -> LlamaShape:
         vocab=model.vocab,
         tied_embeddings=_given(model.tied_embeddings, False),
         qk_norm=_given(model.qk_norm, False),
-        attention_bias=_given(model.attention_bias, False),
+        attention_bias=_given(model.attention_bias, False) or (bias and not model.kv_lora_rank),
+        output_bias=bias,
+        mlp_bias=bias,
         experts=experts,
         experts_per_token=_given(model.experts_per_token, min(2, experts)),
         expert_ffn_dim=_given(model.expert_ffn_dim, wide) if experts else 0,
         shared_ffn_dim=_given(model.shared_ffn_dim, 0),
         moe_layers=_given(model.moe_layers, layers),
+        activation=activation,
         **{key: _given(getattr(model, key), 0) for key in LATENT},
+        **_unlike_llama(model),
     )
+
+
+# By the name of an MLP: its activation, and whether that is of a gate.
+MLPS: dict[str, tuple[Activation, bool]] = {
+    "swiglu": ("silu", True),
+    "geglu": ("gelu_tanh", True),
+    "gelu": ("gelu_tanh", False),
+    "squared_relu": ("squared_relu", False),
+}
+
+
+def _unlike_llama(model: ModelSection) -> dict[str, Any]:
+    """What no llama has, alone: a plan of one is written as before there were these keys."""
+    found = {
+        "layer_norm": model.norm == "layernorm",
+        "ungated": not MLPS[_given(model.mlp, "swiglu")][1],
+        "positions": UNSET if model.positions == "rope" else model.positions,
+        "dropout": model.dropout,
+        "attention_dropout": model.attention_dropout,
+    }
+    return {key: value for key, value in found.items() if value}
 
 
 def cross_of(model: ModelSection) -> tuple[int, int]:

@@ -31,7 +31,7 @@ DEFAULT_CAPACITY = 1.25
 DEFAULT_SKEW = 0.3
 # What the embedding and the head weigh, in layers, where layers are dealt out: TorchTitan's default
 # (torchtitan/distributed/pipeline_parallel.py, input_weight and output_weight).
-ENDS_WEIGH = 1
+ENDS_WEIGH = (1, 1)
 
 Rest = Annotated[int, msgspec.Meta(ge=-1, le=MAX_WORLD)]
 Quantile = Literal["p50", "p99"]
@@ -67,6 +67,8 @@ class ParallelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         expert: of a llama, or of a module of your own [where a plan names its
             experts](memory.md#experts-of-a-module-of-your-own): ranks that share the experts, taken
             from those of ``data_shard``, ``context`` and ``tensor``
+        expert_tensor (that of ``tensor`` where ``expert`` is 1, else 1): of a llama beside
+            ``runtime = "megatron"``: ranks that share the width of each expert
         routing: tokens that a rank's experts receive: ``"even"``; ``"capacity"``: so many times the
             even share; ``"skewed"``: a lognormal share
         capacity_factor (1.25): of ``"capacity"``
@@ -90,6 +92,7 @@ class ParallelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skew: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
     expert_load: Quantile = "p99"
     parallelize_plan: dict[str, Style] | UnsetType = UNSET
+    expert_tensor: Degree | UnsetType = UNSET
 
 
 class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -105,6 +108,7 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schedule: str
     microbatches: int
     chunks: int
+    expert_tensor: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -122,6 +126,8 @@ class Degrees(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def expert_shards(self) -> int:
         """Ranks that share the parameters of one rank's experts by bytes."""
+        if self.expert_tensor is not None:
+            return self.shards * self.tensor // (self.expert * self.expert_tensor)
         if self.expert == 1:
             return self.shards
         # Tensor ranks do not cut experts there, so they share them by bytes as data ranks do; ranks
@@ -193,6 +199,7 @@ def degrees(
         schedule=section.schedule,
         microbatches=_microbatches(section, batch, where),
         chunks=chunk_count(section.schedule, section.chunks) if section.pipeline > 1 else 1,
+        expert_tensor=section.expert_tensor or None,
     )
 
 
@@ -236,11 +243,13 @@ def check_divides(
     shape: LlamaShape,
     sequence: int,
     where: str = "job",
+    ends: int = 0,
 ) -> None:
-    """Refuse degrees that do not divide a llama or the ``sequence`` of its samples."""
+    """Refuse degrees that do not divide a llama or the ``sequence`` of its samples; so many
+    ``ends`` of it may be pieces of their own."""
     local_shape(section, found, shape, LocalShape(), f"{where}: parallel")
     pieces = found.pipeline * found.chunks
-    if pieces > shape.layers:
+    if pieces > shape.layers + ends:
         raise InputError(
             expected(
                 f"{where}: parallel.pipeline",
@@ -262,25 +271,26 @@ def check_divides(
         )
 
 
-def dealt(layers: int, count: int) -> list[int]:
-    """Layers of each of ``count`` stages, the first and last with less for what is beside."""
+def dealt(layers: int, count: int, ends: tuple[int, int] = ENDS_WEIGH) -> list[int]:
+    """Layers of each of ``count`` stages, the first and last with less for the ``ends`` that are
+    beside."""
     if count == 1:
         return [layers]
     # Embedding and head count as layers when they are dealt out and are taken off again: so the
     # first and last stage get fewer layers, as TorchTitan does it.
-    weight = layers + 2 * ENDS_WEIGH
-    if weight < count or layers < count - 2 * ENDS_WEIGH:
+    weight = layers + sum(ends)
+    if weight < count or layers < count - sum(ends):
         raise InputError(
             expected(
                 "[parallel] pipeline",
-                f"at most {layers + 2 * ENDS_WEIGH} stages for {layers} layers",
+                f"at most {weight} stages for {layers} layers",
                 str(count),
             )
         )
     each, over = divmod(weight, count)
     sizes = [each + (index < over) for index in range(count)]
-    sizes[0] -= ENDS_WEIGH
-    sizes[-1] -= ENDS_WEIGH
+    sizes[0] -= ends[0]
+    sizes[-1] -= ends[1]
     return sizes
 
 
@@ -324,6 +334,7 @@ def local_shape(
         sequence_parallel=found.sequence,
         context=found.context,
         expert=found.expert,
+        expert_tensor=found.expert_tensor,
         expert_load=expert_load(section, shape.experts, section.expert_load),
         capacity_factor=capacity_of(section),
     )
@@ -343,13 +354,14 @@ def _product(section: ParallelSection) -> str:
 
 def _check_expert(section: ParallelSection, shard: int, where: str) -> None:
     group = shard * section.context * section.tensor
-    if group % section.expert:
+    width = section.expert_tensor or 1
+    if group % (section.expert * width):
         raise InputError(
             expected(
                 f"{where}: parallel.expert",
                 f"a divisor of {group}, which is data_shard {shard} x context {section.context} "
                 f"x tensor {section.tensor}",
-                str(section.expert),
+                f"{section.expert}" + (f" x expert_tensor {width}" if width > 1 else ""),
             )
         )
 

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, expected
+from shardwright.core.llama import MegatronSettings
 from shardwright.job.memory import PLANNED, Fsdp2Section, MemorySection
 from shardwright.job.model import KINDS, WIDTHS, ModelSection
 from shardwright.job.planner import EstimatorSection, ProposerSection, reservation_kind
@@ -404,7 +405,8 @@ def _of_kinds() -> Iterator[Rule]:
 
 def _of_steps() -> Iterator[Rule]:
     """Of ``[memory]``: how a step is run."""
-    anyway = {"fp32_logits": False, "fsdp2": Fsdp2Section(), "checkpointing": PLANNED.policy}
+    settings: dict[str, Any] = {"fsdp2": Fsdp2Section(), "megatron": MegatronSettings()}
+    anyway = {"fp32_logits": False, "checkpointing": PLANNED.policy, **settings}
     for name in MemorySection.__struct_fields__:
         is_so = PLANNED.policy if name == "checkpointing" else getattr(PLANNED, name)
         wanted = f"{is_so!r}, as steps of kind '{{}}' are planned and run"
@@ -422,22 +424,32 @@ def _of_steps() -> Iterator[Rule]:
         found="true",
         allowed=False,
     )
+    for runtime, usual in settings.items():
+        yield Rule(
+            (f"memory.{runtime}",),
+            _other("memory.runtime", runtime),
+            "nothing beside runtime = '{}'",
+            f"These are settings of memory.runtime = '{runtime}'.",
+            "a table",
+            usual,
+        )
     yield Rule(
-        ("memory.fsdp2",),
-        _other("memory.runtime", "fsdp2"),
-        "nothing beside runtime = '{}'",
-        "These are settings of memory.runtime = 'fsdp2'.",
-        "a table",
-        Fsdp2Section(),
+        ("memory.megatron",),
+        lambda job, _: job.model.kind if job.model.traits.is_function else "",
+        "none for kind '{}', whose layers are its own",
+        found="a table",
     )
     yield Rule(
-        ("memory.fp32_logits",),
-        _where("memory.loss", "chunked", "chunked"),
-        "false or nothing beside loss = '{}'",
-        "Its logits are never there as a whole; those of a chunk are in fp32 anyway.",
-        "true",
-        False,
+        ("memory.float8",),
+        _where("memory.runtime", "megatron", "megatron"),
+        "false or nothing beside runtime = '{}'",
+        "Its products in 8 bits are memory.megatron.fp8_format.",
     )
+    named = "Its logits are never there as a whole; those of a chunk are in fp32 anyway."
+    copied = "Its loss copies logits to fp32 anyway, and lets go of them."
+    for key, value, why in (("loss", "chunked", named), ("runtime", "megatron", copied)):
+        beside, wanted = _where(f"memory.{key}", value, value), f"false or nothing beside {key}"
+        yield Rule(("memory.fp32_logits",), beside, f"{wanted} = '{{}}'", why, "true", False)
 
 
 def _of_ranks() -> Iterator[Rule]:
@@ -453,7 +465,12 @@ def _of_ranks() -> Iterator[Rule]:
     yield Rule(("parallel.context",), _undivided, only_one, only)
     yield Rule(("parallel.sequence",), _undivided, NO_KEY)
     yield Rule(("parallel.expert",), _undivided, only_one, both)
-    yield Rule(_of("parallel", "routing expert_load"), _undivided, NO_KEY)
+    yield Rule(_of("parallel", "routing expert_load expert_tensor"), _undivided, NO_KEY)
+    yield Rule(
+        ("parallel.expert_tensor",),
+        _other(lambda job: (job.memory or MemorySection()).runtime, "megatron"),
+        "none beside memory.runtime '{}', which cuts experts by tensor or expert",
+    )
     yield Rule(("parallel.pipeline",), _undivided, only_one, both)
     yield Rule(_of("parallel", "schedule chunks"), _undivided, NO_KEY)
     yield Rule(("parallel.parallelize_plan",), _undivided, NO_KEY, found="one")

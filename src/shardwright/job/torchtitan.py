@@ -356,17 +356,17 @@ def _stages(keys: Keys, pipeline: int, layers: int) -> dict[str, Any]:
     """The order of a pipeline, and the stages of a rank where they are not its usual ones."""
     schedule = keys.value("parallelism", "pipeline_parallel_schedule", "1F1B")
     each = keys.value("parallelism", "pipeline_parallel_layers_per_stage", None)
-    for end in ("first", "last"):
+    for end, usual in zip(("first", "last"), ENDS_WEIGH, strict=True):
         key = f"pipeline_parallel_{end}_stage_less_layers"
-        if keys.value("parallelism", key, ENDS_WEIGH) != ENDS_WEIGH:
-            raise keys.refused("parallelism", key, str(ENDS_WEIGH))
+        if keys.value("parallelism", key, usual) != usual:
+            raise keys.refused("parallelism", key, str(usual))
     if pipeline == 1:
         return {}
     found = named(str(schedule))
     if each is None:
         return {"schedule": found.name}
     each = keys.number("parallelism", "pipeline_parallel_layers_per_stage", default=1)
-    count = math.ceil((layers + 2 * ENDS_WEIGH) / each)
+    count = math.ceil((layers + sum(ENDS_WEIGH)) / each)
     if count % pipeline:
         key = "parallelism.pipeline_parallel_layers_per_stage"
         wanted = f"layers of which {pipeline} ranks have equally many stages"

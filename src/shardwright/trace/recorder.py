@@ -325,8 +325,9 @@ def _leaving(recorder: Recorder, names: dict[nn.Module, str]) -> Callable[..., N
 
 def _noting(recorder: Recorder, name: str) -> Callable[[torch.Tensor], None]:
     def hook(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        recorder.gradient(parameter.grad, name)
+        # None where the operator has added it to the runtime's own buffer, as Megatron-LM's do.
+        if parameter.grad is not None:
+            recorder.gradient(parameter.grad, name)
 
     return hook
 

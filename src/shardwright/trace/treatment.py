@@ -17,13 +17,15 @@ from shardwright.trace.lowering.kernels import kernels
 
 
 class Treatment(msgspec.Struct, frozen=True):
-    """Names as a job writes them; ``float8`` is a recipe, empty for none."""
+    """Names as a job writes them; ``float8`` is a recipe, empty for none, ``rms_norm`` the kernel
+    of an accelerator's norms."""
 
     device: str = "cuda"
     checkpointing: str = "none"
     compile: bool = False
     compiled_loss: bool = False
     float8: str = ""
+    rms_norm: str = "fused"
 
     @contextmanager
     def applied(
@@ -62,7 +64,7 @@ class AppliedTreatment:
         """The context of a forward and a backward."""
         if self.treatment.device == "cpu":
             return nullcontext()
-        return lowering(self.treatment.device)
+        return lowering(self.treatment.device, rms_norm=self.treatment.rms_norm)
 
     @property
     def notes(self) -> list[str]:

@@ -110,6 +110,7 @@ _OF_OURS = {
     "reduce_scatter": _sent,
     "all_reduce": _sent,
     "all_to_all": _sent,
+    "all_reduce_": lambda _, given, result: _sent("all_reduce", given, given["x"]),
     "attention": _attended,
 }
 

@@ -118,7 +118,9 @@ def _parallel(layout: EngineLayout) -> Flags:
         yield "moe-pad-expert-input-to-capacity", True  # as it is estimated
     if degrees.pipeline > 1:
         stages = degrees.pipeline * degrees.chunks
-        yield LAYOUT, f"'{layout_of(layout.shape.layers, stages)}'"
+        settings = layout.memory.megatron_settings
+        ends = settings.ends if settings else (0, 0)
+        yield LAYOUT, f"'{layout_of(layout.shape.layers, stages, ends)}'"
     yield "micro-batch-size", layout.samples
     yield "global-batch-size", layout.job.batch.size * layout.data
     yield "seq-length", layout.job.batch.sequence

@@ -88,7 +88,7 @@ def _per_stage(layout: EngineLayout) -> int | None:
     degrees = layout.degrees
     if degrees.pipeline == 1 or degrees.chunks == SCHEDULES[degrees.schedule].usual_chunks:
         return None
-    weight, count = layout.shape.layers + 2 * ENDS_WEIGH, degrees.pipeline * degrees.chunks
+    weight, count = layout.shape.layers + sum(ENDS_WEIGH), degrees.pipeline * degrees.chunks
     each = math.ceil(weight / count)
     return each if math.ceil(weight / each) == count else 0
 

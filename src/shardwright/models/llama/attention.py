@@ -27,7 +27,6 @@ from shardwright.models.llama.layers import (
     TOKENS,
     Device,
     Linear,
-    RMSNorm,
     capped,
     copy_to_ranks,
     enter,
@@ -35,6 +34,7 @@ from shardwright.models.llama.layers import (
     gather_alike,
     gathered,
     leave,
+    norm,
     operator,
 )
 
@@ -50,12 +50,14 @@ def rotations(
     return torch.cos(angles), torch.sin(angles)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """``x`` [B, T, heads, head_dim] turned, in the dtype of ``x``.
+def rotate(x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
+    """``x`` [B, T, heads, head_dim] turned, in the dtype of ``x``; as it is without rotations.
 
     The first half of a head is paired with the second, as Hugging Face lays weights out. It is
     computed in the wider dtype of the two; autograd keeps the cosines and sines, not ``x``.
     """
+    if cos is None or sin is None:
+        return x
     # Two real tables instead of a complex one: the same bytes, and operators that every backend
     # has.
     cos, sin = cos[: x.shape[1], None], sin[: x.shape[1], None]
@@ -65,6 +67,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 Context = Any
+Rotation = torch.Tensor | None
 DISTINCT_STEPS = 3
 CONTEXT = "context"
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -164,13 +167,13 @@ class Attention(nn.Module):
         self.wk = Linear(shape.dim, keys, bias, device=device, dtype=dtype)
         self.wv = Linear(shape.dim, keys, bias, device=device, dtype=dtype)
         self.wo = Linear(queries, shape.dim, shape.output_bias, device=device, dtype=dtype)
-        self.inner_attention = CoreAttention(local.context, shape.attention_cap or 0.0)
+        self.inner_attention = CoreAttention(shape, local)
         self.q_norm = self.k_norm = None
         if shape.qk_norm:
-            self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps, device=device, dtype=dtype)
-            self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps, device=device, dtype=dtype)
+            self.q_norm = norm(shape, shape.head_dim, device, dtype)
+            self.k_norm = norm(shape, shape.head_dim, device, dtype)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: Rotation, sin: Rotation) -> torch.Tensor:
         """``x`` is this rank's part of the stream; so is what comes back."""
         x = enter(x, self.local)
         size, length, _ = x.shape
@@ -200,18 +203,19 @@ class LatentAttention(nn.Module):
         self.unturned = shape.head_dim - shape.qk_rope_head_dim
         dim, shared, queries = shape.dim, shape.kv_lora_rank, self.heads * shape.head_dim
         linear = partial(Linear, bias=False, device=device, dtype=dtype)
-        norm = partial(RMSNorm, eps=shape.norm_eps, device=device, dtype=dtype)
         if shape.q_lora_rank:
-            self.wq_a, self.q_norm = linear(dim, shape.q_lora_rank), norm(shape.q_lora_rank)
+            self.wq_a = linear(dim, shape.q_lora_rank)
+            self.q_norm = norm(shape, shape.q_lora_rank, device, dtype)
             self.wq_b = linear(shape.q_lora_rank, queries)
         else:
             self.wq = linear(dim, queries)
-        self.wkv_a, self.kv_norm = linear(dim, shared + shape.qk_rope_head_dim), norm(shared)
+        self.wkv_a = linear(dim, shared + shape.qk_rope_head_dim)
+        self.kv_norm = norm(shape, shared, device, dtype)
         self.wkv_b = linear(shared, self.heads * (self.unturned + shape.value_dim))
-        self.wo = linear(self.heads * shape.value_dim, dim)
-        self.inner_attention = CoreAttention(local.context)
+        self.wo = linear(self.heads * shape.value_dim, dim, bias=shape.output_bias)
+        self.inner_attention = CoreAttention(shape, local)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: Rotation, sin: Rotation) -> torch.Tensor:
         """``x`` is this rank's part of the stream; so is what comes back."""
         shape, degree = self.shape, self.local.tensor
         # Not `enter`: what makes the few numbers is whole on every rank, so their gradients are
@@ -246,17 +250,19 @@ class CoreAttention(nn.Module):
     """Queries, keys, values [B, heads, T, head_dim] -> [B, heads, T, head_dim] (of a value's), over
     the tokens of all context ranks. A module of its own, so that a policy can compute it again."""
 
-    def __init__(self, context: int, cap: float = 0.0) -> None:
+    def __init__(self, shape: LlamaShape, local: LocalShape) -> None:
         super().__init__()
-        self.context, self.cap = context, cap
+        self.context, self.cap = local.context, shape.attention_cap or 0.0
+        self.dropout = shape.attention_dropout or 0.0
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Causal attention; the kernel forms no [T, T] matrix, but caps no scores either."""
+        dropout = self.dropout if self.training else 0.0
         if self.cap:
             return capped_attention(query, key, value, self.cap)
         if self.context > 1:
             return ring_attention(query, key, value, self.context)
-        return scaled_dot_product_attention(query, key, value, is_causal=True)
+        return scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
 
 
 def capped_attention(

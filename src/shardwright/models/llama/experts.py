@@ -19,9 +19,9 @@ from torch import nn
 from shardwright.core.llama import LlamaShape, LocalShape
 from shardwright.models.llama.layers import (
     ACTIVATIONS,
+    MLP,
     Device,
     Linear,
-    SwiGLU,
     all_to_all,
     enter,
     has_data,
@@ -31,13 +31,16 @@ from shardwright.models.llama.layers import (
 Context = Any
 
 
-def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_product(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, adds: bool = False
+) -> torch.Tensor:
     """[rows, in] times [experts, out, in] transposed -> [rows, out].
 
     Rows of expert e stop at ``ends[e]``, int64 on any device; rows beyond the last end are unset.
     It takes and keeps what a grouped kernel does: one result, and for backward its two factors.
+    One that ``adds`` has its gradient of weights in the runtime's buffer, where there is no data.
     """
-    return _GroupedProduct.apply(x, weight, ends)
+    return _GroupedProduct.apply(x, weight, ends, adds)
 
 
 @torch.library.custom_op("shardwright::grouped_product", mutates_args=("result",))
@@ -55,9 +58,10 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, adds: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight, ends)
+        ctx.adds = adds and not has_data(x)
         result = x.new_empty(x.shape[0], weight.shape[1])
         # Under a trace `ends` has no values, so no loop could be cut by them.
         if has_data(x):
@@ -67,11 +71,14 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, ends = ctx.saved_tensors
-        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+        grad_x = torch.empty_like(x)
+        if ctx.adds:
+            return grad_x, None, None, None
+        grad_weight = torch.empty_like(weight)
         for expert, group in _groups(x, ends):
             torch.mm(grad[group], weight[expert], out=grad_x[group])
             torch.mm(grad[group].T, x[group], out=grad_weight[expert])
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
 
 
 def _groups(x: torch.Tensor, ends: torch.Tensor) -> list[tuple[int, slice]]:
@@ -83,7 +90,7 @@ def _groups(x: torch.Tensor, ends: torch.Tensor) -> list[tuple[int, slice]]:
 
 
 class Experts(nn.Module):
-    """The experts of this rank: three weights [experts, ...], rows sorted by expert."""
+    """The experts of this rank: two or three weights [experts, ...], rows sorted by expert."""
 
     def __init__(
         self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
@@ -94,12 +101,16 @@ class Experts(nn.Module):
         wide = shape.expert_ffn_dim // local.expert_width_degree
         self.w1 = nn.Parameter(torch.empty(here, wide, dim, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(here, dim, wide, device=device, dtype=dtype))
-        self.w3 = nn.Parameter(torch.empty(here, wide, dim, device=device, dtype=dtype))
+        self.w3 = None
+        if not shape.ungated:
+            self.w3 = nn.Parameter(torch.empty(here, wide, dim, device=device, dtype=dtype))
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """[rows, D] -> [rows, D]; ``ends[e]`` is where the rows of expert e stop."""
-        gate = self.activation(grouped_product(rows, self.w1, ends))
-        return grouped_product(gate * grouped_product(rows, self.w3, ends), self.w2, ends)
+        inner = self.activation(grouped_product(rows, self.w1, ends))
+        if self.w3 is None:
+            return grouped_product(inner, self.w2, ends)
+        return grouped_product(inner * grouped_product(rows, self.w3, ends), self.w2, ends)
 
 
 class MixtureOfExperts(nn.Module):
@@ -116,7 +127,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = self.shared_gate = None
         if shape.shared_ffn_dim:
             wide = shape.shared_ffn_dim // local.tensor
-            self.shared_experts = SwiGLU(shape, wide, device, dtype)
+            self.shared_experts = MLP(shape, wide, device, dtype)
             if shape.shared_gate:
                 self.shared_gate = Linear(shape.dim, 1, bias=False, device=device, dtype=dtype)
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import dropout, gelu, relu, silu
 
+from shardwright.core.errors import UnsupportedError, expected
 from shardwright.core.llama import Activation, LlamaShape, LocalShape
 
 Device = torch.device | str | None
@@ -29,6 +30,7 @@ Moves = Callable[[torch.Tensor], torch.Tensor]
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
+    "squared_relu": lambda x: relu(x).square(),
 }
 
 
@@ -44,6 +46,32 @@ class RMSNorm(nn.RMSNorm):
 
     def reset_parameters(self) -> None:
         """Leave them unset."""
+
+
+class LayerNorm(nn.LayerNorm):
+    """A LayerNorm with unset weights and biases [width]."""
+
+    def reset_parameters(self) -> None:
+        """Leave them unset."""
+
+
+def norm(shape: LlamaShape, width: int, device: Device, dtype: torch.dtype) -> nn.Module:
+    """A norm over the last dimension, of the kind of the shape."""
+    kind = LayerNorm if shape.layer_norm else RMSNorm
+    return kind(width, shape.norm_eps, device=device, dtype=dtype)
+
+
+class Drops(Protocol):
+    """A module that drops a share of its results while it trains."""
+
+    dropout: float
+    training: bool
+
+
+def dropped(of: Drops, x: torch.Tensor) -> torch.Tensor:
+    """``x`` with the share of it 0 that a module drops; as it is where that is none."""
+    # No nn.Dropout: modules are listed by estimates, and one that does nothing is none.
+    return dropout(x, of.dropout, of.training) if of.dropout else x
 
 
 def has_data(tensor: torch.Tensor) -> bool:
@@ -69,7 +97,8 @@ def leave(x: torch.Tensor, local: LocalShape) -> torch.Tensor:
 
 
 class Embedding(nn.Module):
-    """Tokens [B, T] int64 -> this rank's part of the stream [B, T, D], perhaps scaled."""
+    """Tokens [B, T] int64 -> this rank's part of the stream [B, T, D], perhaps scaled, perhaps with
+    learned positions added."""
 
     def __init__(
         self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
@@ -80,14 +109,29 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(local.vocab(shape), shape.dim, device=device, dtype=dtype)
         )
+        self.positions = None
+        if shape.learned_positions:
+            self.positions = nn.Parameter(
+                torch.empty(shape.learned_positions, shape.dim, device=device, dtype=dtype)
+            )
+        self.dropout = shape.dropout or 0.0
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Rows of the table."""
         if self.local.tensor == 1:
             rows = nn.functional.embedding(tokens, self.weight)
         else:
-            rows = leave(rows_here(self.weight, tokens, self.vocab), self.local)
-        return rows if self.scale is None else rows * self.scale
+            vocab = len(self.weight) if self.local.megatron else self.vocab
+            rows = leave(rows_here(self.weight, tokens, vocab), self.local)
+        rows = rows if self.scale is None else rows * self.scale
+        if self.positions is not None:
+            length = tokens.shape[TOKENS] * self.local.context
+            if length > len(self.positions):
+                wanted = f"at most the {len(self.positions)} positions of the model"
+                raise UnsupportedError(expected("batch.sequence", wanted, str(length)))
+            # As the first rank sees it: other ranks' tokens have as many rows of the same table.
+            rows = rows + self.positions[: rows.shape[TOKENS]]
+        return dropped(self, rows)
 
 
 def rows_here(weight: torch.Tensor, tokens: torch.Tensor, vocab: int) -> torch.Tensor:
@@ -99,7 +143,7 @@ class _RowsHere(torch.autograd.Function):
     """A rank looks up the tokens that it has; the others add nothing.
 
     Backward is DTensor's (torch 2.2 to 2.13): every rank computes the gradient of the whole table,
-    of which it then keeps a copy of its part.
+    of which it then keeps a copy of its part. Where ``vocab`` is its part, it has no other.
     """
 
     @staticmethod
@@ -120,13 +164,15 @@ class _RowsHere(torch.autograd.Function):
         # A padded last rank may have more rows than there are words.
         size = max(ctx.vocab, ctx.here)
         whole = torch.ops.aten.embedding_dense_backward(grad, tokens, size, -1, False)
+        if size == ctx.here:
+            return whole, None, None
         # A clone, so that the whole gradient can be freed: a view would keep it alive.
         return whole[: ctx.here].clone(), None, None
 
 
-class SwiGLU(nn.Module):
+class MLP(nn.Module):
     """[..., D] -> [..., D] on tokens that are all here; with a degree the result is a summand. The
-    gate's activation is the shape's, so a GeGLU is one, too."""
+    activation is the shape's, of a gate or of what is between two matrices."""
 
     def __init__(
         self,
@@ -140,15 +186,20 @@ class SwiGLU(nn.Module):
         self.activation = ACTIVATIONS[shape.activation]
         self.w1 = Linear(shape.dim, wide, bias, device=device, dtype=dtype)
         self.w2 = Linear(wide, shape.dim, bias, device=device, dtype=dtype)
-        self.w3 = Linear(shape.dim, wide, bias, device=device, dtype=dtype)
+        self.w3 = None
+        if not shape.ungated:
+            self.w3 = Linear(shape.dim, wide, bias, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Gate, product, and back."""
+        """Gate, product, and back; or there and back."""
+        # No result has a name: where nothing is kept, each goes as soon as it is used.
+        if self.w3 is None:
+            return self.w2(self.activation(self.w1(x)))
         return self.w2(self.activation(self.w1(x)) * self.w3(x))
 
 
-class FeedForward(SwiGLU):
-    """The SwiGLU of a block, on this rank's part of the stream."""
+class FeedForward(MLP):
+    """The MLP of a block, on this rank's part of the stream."""
 
     def __init__(
         self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype

@@ -10,14 +10,13 @@ its next token: of all words, of one rank's words, or by chunks of tokens.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from shardwright.core.llama import LlamaShape, LocalShape, check_local, check_shape
-from shardwright.models.llama.attention import Attention, LatentAttention, rotations
+from shardwright.models.llama.attention import Attention, LatentAttention, Rotation, rotations
 from shardwright.models.llama.experts import MixtureOfExperts
 from shardwright.models.llama.layers import (
     Context,
@@ -25,12 +24,21 @@ from shardwright.models.llama.layers import (
     Embedding,
     FeedForward,
     Linear,
-    RMSNorm,
     all_reduce,
     capped,
+    dropped,
     enter,
     gather_alike,
     has_data,
+    norm,
+)
+from shardwright.models.llama.megatron import (
+    MegatronAttention,
+    MegatronExperts,
+    MegatronLatent,
+    MegatronMLP,
+    columns,
+    vocab_loss,
 )
 from shardwright.models.start import Started, generator_of
 
@@ -40,7 +48,7 @@ CHUNKS = 8  # of tokens in a chunked loss; torchtune's default (num_output_chunk
 
 
 class LlamaBlock(nn.Module):
-    """Attention, then a SwiGLU or experts, each after a norm, perhaps before another one, and added
+    """Attention, then an MLP or experts, each after a norm, perhaps before another one, and added
     to the stream."""
 
     def __init__(
@@ -52,24 +60,32 @@ class LlamaBlock(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        attention = LatentAttention if shape.kv_lora_rank else Attention
+        attention: type[nn.Module] = MegatronAttention if local.megatron else Attention
+        if shape.kv_lora_rank:
+            attention = MegatronLatent if local.megatron else LatentAttention
         self.attention = attention(shape, local, device, dtype)
         if shape.is_moe(layer):
-            self.moe = MixtureOfExperts(shape, local, device, dtype)
+            experts = MegatronExperts if local.megatron else MixtureOfExperts
+            self.moe = experts(shape, local, device, dtype)
         else:
-            self.feed_forward = FeedForward(shape, local, device, dtype)
-        norm = partial(RMSNorm, shape.dim, shape.norm_eps, device=device, dtype=dtype)
-        self.attention_norm, self.ffn_norm = norm(), norm()
-        self.post_attention_norm = norm() if shape.post_norms else None
-        self.post_ffn_norm = norm() if shape.post_norms else None
+            feed_forward = MegatronMLP if local.megatron else FeedForward
+            self.feed_forward = feed_forward(shape, local, device, dtype)
+        for name in ("attention_norm", "ffn_norm", "post_attention_norm", "post_ffn_norm"):
+            has = shape.post_norms or not name.startswith("post")
+            setattr(self, name, norm(shape, shape.dim, device, dtype) if has else None)
+        self.dropout = shape.dropout or 0.0
         self.is_moe = shape.is_moe(layer)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: Rotation, sin: Rotation) -> torch.Tensor:
         """This rank's part of the stream [B, T, D], cosines and sines [T, head_dim / 2]."""
         found = self.attention(self.attention_norm(x), cos, sin)
-        x = x + (found if self.post_attention_norm is None else self.post_attention_norm(found))
+        if self.post_attention_norm is not None:
+            found = self.post_attention_norm(found)
+        x = x + dropped(self, found)
         found = (self.moe if self.is_moe else self.feed_forward)(self.ffn_norm(x))
-        return x + (found if self.post_ffn_norm is None else self.post_ffn_norm(found))
+        if self.post_ffn_norm is not None:
+            found = self.post_ffn_norm(found)
+        return x + dropped(self, found)
 
 
 class Llama(Started):
@@ -81,8 +97,8 @@ class Llama(Started):
     Parameters have ``dtype`` and stay unset on the meta device and under fake tensors.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: Rotation
+    sin: Rotation
 
     def __init__(
         self,
@@ -109,7 +125,7 @@ class Llama(Started):
             }
         )
         if local.last:
-            self.norm = RMSNorm(shape.dim, shape.norm_eps, device=device, dtype=dtype)
+            self.norm = norm(shape, shape.dim, device, dtype)
             self.output = Linear(
                 shape.dim, local.vocab(shape), bias=False, device=device, dtype=dtype
             )
@@ -133,6 +149,8 @@ class Llama(Started):
         """The stream [B, T, D] -> logits [B, T, V]; of one rank's words where the loss is parallel,
         and none yet but what they are made of, [B, T, D], where it is chunked."""
         local = self.local
+        if local.megatron and local.loss != "chunked":
+            return columns(self.norm(x), (self.output,), local, narrow=False)[0]
         x = enter(self.norm(x), local)
         if local.loss == "chunked":
             return x
@@ -147,6 +165,8 @@ class Llama(Started):
         if self.local.loss == "chunked":
             cap = self.shape.logit_cap
             return chunked_loss(found, self.output.weight, targets, self.local.tensor, cap)
+        if self.local.megatron:
+            return vocab_loss(found, targets, self.local)
         if self.local.loss == "parallel":
             result = parallel_loss(found, targets, self.local.tensor)
         else:
@@ -161,20 +181,19 @@ class Llama(Started):
         self._tie()
         super().reset_parameters()
         # Buffers too: after to_empty they are as unset as parameters.
-        cos, sin = self._rotations(self.cos.device)
-        self.cos.copy_(cos)
-        self.sin.copy_(sin)
+        if self.cos is not None:
+            self.set_positions(self.cos.device)
 
     def set_positions(self, device: Device) -> None:
         """Have the positions, which are buffers, on ``device``; parameters stay where they are."""
-        cos, sin = self._rotations(device)
+        cos = sin = None
+        if not self.shape.positions:
+            turned, theta = self.shape.turned_dim, self.shape.rope_theta
+            cos, sin = rotations(self.sequence, turned, theta, device)
         # Not saved: they follow from sequence and theta, and a checkpoint of another length would
         # not load.
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-
-    def _rotations(self, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
-        return rotations(self.sequence, self.shape.turned_dim, self.shape.rope_theta, device)
 
     def _tie(self) -> None:
         # Between the first and the last stage of a pipeline nothing is tied: each has a copy of its
@@ -186,7 +205,7 @@ class Llama(Started):
         """Norms are 1, biases 0, weights normal; what is added to the stream is smaller."""
         shape = tuple(self.get_parameter(fqn).shape)
         if len(shape) == 1:
-            return torch.full(shape, 1.0 if "norm" in fqn else 0.0)
+            return torch.full(shape, 1.0 if fqn.endswith("norm.weight") else 0.0)
         deviation = DEVIATION
         if fqn.endswith(("attention.wo.weight", ".w2.weight", ".w2")):
             deviation /= math.sqrt(2 * self.shape.layers)

@@ -169,6 +169,7 @@ STAND_INS = {
     "shardwright::all_gather": "_c10d_functional::all_gather_into_tensor",
     "shardwright::reduce_scatter": "_c10d_functional::reduce_scatter_tensor",
     "shardwright::all_reduce": "_c10d_functional::all_reduce",
+    "shardwright::all_reduce_": "_c10d_functional::all_reduce_",
     "shardwright::all_to_all": "_c10d_functional::all_to_all_single",
 }
 

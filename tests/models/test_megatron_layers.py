@@ -1,0 +1,131 @@
+"""Megatron-LM's layers compute what the others do, and keep what Megatron-LM keeps."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwright.core.llama import LlamaShape, LocalShape, MegatronSettings
+from shardwright.models.llama import Llama
+
+LENGTH, BATCH = 16, 2
+LLAMA = LlamaShape(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ffn_dim=48, vocab=64)
+GPT = msgspec.structs.replace(
+    LLAMA,
+    kv_heads=4,
+    layer_norm=True,
+    ungated=True,
+    activation="gelu_tanh",
+    positions=LENGTH,
+    attention_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    tied_embeddings=True,
+)
+
+
+EXPERTS = msgspec.structs.replace(
+    LLAMA,
+    kv_heads=4,
+    head_dim=12,
+    q_lora_rank=20,
+    kv_lora_rank=10,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    experts=4,
+    experts_per_token=2,
+    expert_ffn_dim=24,
+    shared_ffn_dim=16,
+    moe_layers=(0, 1),
+)
+
+
+@pytest.mark.parametrize("shape", [LLAMA, GPT, EXPERTS])
+@pytest.mark.parametrize("backend", ["fused", "unfused"])
+@pytest.mark.parametrize("fusion", ["none", "native", "te"])
+def test_results_and_gradients_are_those_of_the_other_layers(
+    shape: LlamaShape, backend: str, fusion: str
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(0, 64, (2, BATCH, LENGTH), generator=generator)
+    settings = msgspec.convert(
+        {"attention_backend": backend, "cross_entropy_loss_fusion": fusion}, MegatronSettings
+    )
+    other = Llama(shape, sequence=LENGTH)
+    model = Llama(shape, LocalShape(megatron=settings), sequence=LENGTH)
+    model.load_state_dict(other.state_dict())
+    torch.testing.assert_close(model(tokens), other(tokens))
+    found, wanted = (
+        torch.autograd.grad(each.loss(each(tokens), targets), tuple(each.parameters()))
+        for each in (model, other)
+    )
+    torch.testing.assert_close(found, wanted)
+
+
+def _kept(settings: MegatronSettings, shape: LlamaShape = GPT, **local: int | bool) -> int:
+    """Bytes that a forward of bf16 keeps beside parameters and logits."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(keep, lambda it: it):
+        part = LocalShape(megatron=settings, **local)  # type: ignore[arg-type]
+        model = Llama(shape, part, sequence=LENGTH, dtype=torch.bfloat16)
+        logits = model(torch.zeros(BATCH, LENGTH, dtype=torch.int64))
+    own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
+    assert logits.shape[-1] == 64 // part.tensor
+    return sum(storage.nbytes() for key, storage in kept.items() if key not in own)
+
+
+ONE = BATCH * LENGTH * GPT.dim * 2  # bytes of the stream
+SCORES = BATCH * GPT.heads * LENGTH * LENGTH * 2
+
+
+def test_an_unfused_attention_keeps_shares_and_dropout_what_is_left_of_them() -> None:
+    fused, unfused = (
+        _kept(MegatronSettings(attention_backend=name)) for name in ("fused", "unfused")
+    )
+    sums = BATCH * GPT.heads * LENGTH * 4
+    assert unfused - fused == GPT.layers * (SCORES - sums)
+    flash = _kept(MegatronSettings(attention_backend="flash"))
+    assert flash - fused == GPT.layers * ONE
+    # Shares once more, and a mask of a byte each; a CPU's mask has the dtype of what it masks.
+    dropped = msgspec.structs.replace(GPT, attention_dropout=0.1)
+    more = _kept(MegatronSettings(attention_backend="unfused"), dropped)
+    assert more - unfused == GPT.layers * 2 * SCORES
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_experts_keep_rows_once_and_what_their_activation_is_given_and_gives(width: int) -> None:
+    divided = {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": width}
+    one, two = (
+        _kept(MegatronSettings(), msgspec.structs.replace(EXPERTS, expert_ffn_dim=wide), **divided)
+        for wide in (24, 48)
+    )
+    # Each of 2 tensor ranks routes its tokens twice, and those that share a width have them all.
+    rows = BATCH * LENGTH // 2 * EXPERTS.experts_per_token * width
+    assert two - one == EXPERTS.layers * rows * 3 * (24 // width) * 2
+
+
+def test_products_keep_their_part_of_the_tokens() -> None:
+    whole = _kept(MegatronSettings(), tensor=2)
+    parts = _kept(MegatronSettings(), tensor=2, sequence_parallel=True)
+    # Of each norm what it is given and what it gives: halves of them go.
+    statistics = 2 * BATCH * LENGTH * 2  # bf16 on a CPU
+    assert whole - parts == (2 * GPT.layers + 1) * (2 * ONE + statistics) // 2
+
+
+def test_a_product_may_add_gradients_to_the_runtimes_buffer_itself() -> None:
+    for fused in (True, False):
+        settings = MegatronSettings(gradient_accumulation_fusion=fused)
+        with FakeTensorMode():
+            model = Llama(LLAMA, LocalShape(megatron=settings), sequence=LENGTH)
+            tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+            model.loss(model(tokens), tokens).backward()
+        without = [name for name, each in model.named_parameters() if each.grad is None]
+        assert ("layers.0.attention.wq.weight" in without) is fused
+        assert "norm.weight" not in without
