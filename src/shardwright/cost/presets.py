@@ -141,6 +141,8 @@ _EPYC = DataSheet("AMD EPYC 9654 data sheet", "2022-11")
 
 _A100_40 = DataSheet("NVIDIA A100 40GB SXM data sheet", "2020-05")
 _H100_PCIE = DataSheet("NVIDIA H100 PCIe data sheet", "2023-03")
+_H100_NVL = DataSheet("NVIDIA H100 NVL data sheet", "2024-03")
+_GB200 = DataSheet("NVIDIA GB200 NVL72 data sheet", "2024-10")
 _L40S = DataSheet("NVIDIA L40S data sheet", "2023-08")
 _ADA = DataSheet("NVIDIA Ada GPU architecture, GeForce RTX 4090", "2022-09")
 _BLACKWELL = DataSheet("NVIDIA RTX Blackwell GPU architecture, GeForce RTX 5090", "2025-01")
@@ -151,6 +153,7 @@ _NVLINK = "NVLink per direction, half of {}"
 _DENSE = "{dtype}, dense"
 _SUMMED = "{dtype}, dense, summed in fp32"
 _SPARSE = "dense, half of the {sparse:,.0f} TFLOP/s with sparsity, {dtype}"
+_QUARTER = "dense, a quarter of the {two:,.0f} PFLOP/s of two with sparsity, {dtype}"
 _EIGHTH = "dense, a sixteenth of the {eight:,.0f} PFLOP/s of eight with sparsity, {dtype}"
 
 
@@ -159,7 +162,11 @@ def _products(sheet: DataSheet, words: str, half: float, tf32: float, fp8: float
     rates = {"bf16": half, "fp16": half, "tf32": tf32, "fp8": fp8}
     return {
         dtype: sheet.says(
-            rate, "FLOP/s", words.format(dtype=dtype, sparse=2e-12 * rate, eight=16e-15 * rate)
+            rate,
+            "FLOP/s",
+            words.format(
+                dtype=dtype, sparse=2e-12 * rate, two=4e-15 * rate, eight=16e-15 * rate
+            ),
         )
         for dtype, rate in rates.items()
         if rate
@@ -228,6 +235,24 @@ H100_PCIE = _accelerator(
     network=assumed(25e9, "B/s", "one 200 Gb/s port per GPU"),
     bus=_H100_PCIE.says(64e9, "B/s", "PCIe 5 x16 per direction"),
     ddr=assumed(76.8e9, "B/s", "an eighth of two sockets of eight channels of DDR5-4800"),
+)
+H100_NVL = _accelerator(
+    compute=_H100_NVL.says(60e12, "FLOP/s", "fp32"),
+    products=_products(_H100_NVL, _SPARSE, 835.5e12, 417.5e12, 1670.5e12),
+    memory=_H100_NVL.says(3.9e12, "B/s"),
+    link=_H100_NVL.says(64e9, "B/s", "PCIe 5 x16 per direction; bridges join pairs only"),
+    network=assumed(25e9, "B/s", "one 200 Gb/s port per GPU"),
+    bus=_H100_NVL.says(64e9, "B/s", "PCIe 5 x16 per direction"),
+    ddr=assumed(76.8e9, "B/s", "an eighth of two sockets of eight channels of DDR5-4800"),
+)
+GB200 = _accelerator(
+    compute=_GB200.says(80e12, "FLOP/s", "half of the 160 TFLOP/s of two, fp32"),
+    products=_products(_GB200, _QUARTER, 2.5e15, 1.25e15, 5e15),
+    memory=_GB200.says(8e12, "B/s", "half of the 16 TB/s of two"),
+    link=_GB200.says(900e9, "B/s", _NVLINK.format("1.8 TB/s")),
+    network=assumed(50e9, "B/s", "one 400 Gb/s port per GPU"),
+    bus=_GB200.says(225e9, "B/s", "NVLink-C2C per direction, a quarter of 900 GB/s for two"),
+    ddr=_GB200.says(256e9, "B/s", "half of the 512 GB/s of a Grace"),
 )
 L40S = _accelerator(
     compute=_L40S.says(91.6e12, "FLOP/s", "fp32"),
@@ -399,6 +424,13 @@ HARDWARE = {
     "a100-40-8": _server((40, 128, 1920), f"{_A100_40.name}; host assumed", A100_40, _ON_A100),
     "h100-pcie-8": _server(
         (80, 128, 1920), f"{_H100_PCIE.name}; host assumed", H100_PCIE, _ON_H100
+    ),
+    "h100-nvl-8": _server(
+        (94, 128, 1920), f"{_H100_NVL.name}; host assumed", H100_NVL, _ON_H100
+    ),
+    # One host is what NVLink joins.
+    "gb200-72": _server(
+        (186, 223, 1920), f"{_GB200.name}; disks assumed", GB200, _ANYWHERE_ELSE, ranks=72
     ),
     "l40s-8": _server((48, 128, 960), f"{_L40S.name}; host assumed", L40S, _ANYWHERE_ELSE),
     "rtx4090-1": _server(

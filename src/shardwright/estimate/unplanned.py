@@ -18,7 +18,7 @@ import msgspec
 import torch
 from msgspec import UNSET, UnsetType
 
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.footprint import Footprint, StepTime
 from shardwright.core.llama import LLAMA_EXPERTS, LlamaShape
 from shardwright.core.optimizers import Optimizer, optimizer_named
@@ -62,6 +62,14 @@ def estimated(job: Job, *, details: bool = False, rank: str = "") -> Footprint:
     return _Estimate(job).result(details, rank)
 
 
+def chunks_of(job: Job) -> tuple[list[Sequence[Chunk]], Sharding, Degrees]:
+    """What the ranks of a job's pipeline compute, how data ranks share parameters, and how ranks
+    are divided: what a step's seconds follow from, without its memory."""
+    made = _Estimate(job)
+    ranks = pipeline_ranks(made.model.layers, made.degrees)
+    return [made.step(each, made.parallel).chunks for each in ranks], made.sharding, made.degrees
+
+
 class _Estimate:
     """A job with everything worked out that all of its ranks share."""
 
@@ -88,6 +96,7 @@ class _Estimate:
             bool(self.section.compile),
             self.section.compile is True,
             float8_scaling(self.section) or "",
+            *_kernels(self.section, self.device, self.degrees),
         )
         self.model = recorded_model(job, self.degrees, self.treatment)
         self.operators: list[tuple[str, ...]] = []
@@ -162,7 +171,7 @@ class _Estimate:
                 name = ", ".join(filter(None, (stage, holding, title))) or "all ranks"
                 ranks = count if share is None else max(1, round(count * share))
                 ranks = ranks * holders // degrees.shards if holders else ranks
-                step = self._step(rank, section)
+                step = self.step(rank, section)
                 yield RankClass(name, ranks, where, step, step.ledger(self.machine))
 
     def _loads(self) -> Iterator[tuple[str, float | None, ParallelSection]]:
@@ -177,7 +186,8 @@ class _Estimate:
             section = msgspec.structs.replace(self.parallel, expert_load=quantile)
             yield title, share, section
 
-    def _step(self, rank: PipelineRank, parallel: ParallelSection) -> RankStep:
+    def step(self, rank: PipelineRank, parallel: ParallelSection) -> RankStep:
+        """What a rank of the pipeline does."""
         stages = [self.model.recorded(parallel, stage) for stage in rank.stages]
         for each in stages:
             self.assumptions.extend(each.recording.notes)
@@ -190,6 +200,19 @@ class _Estimate:
             optimizer_of(self.job),
             received * rank.microbatches,
         )
+
+
+def _kernels(section: MemorySection, device: str, degrees: Degrees) -> tuple[str, str]:
+    """Those of attention and norms that a job names; InputError where there are none to choose."""
+    attention, norm = section.attention or "flash", section.rms_norm or "fused"
+    if device == "cpu" and (attention, norm) != ("flash", "fused"):
+        key = "attention" if attention != "flash" else "rms_norm"
+        wanted = "nothing beside lowering = 'cpu', whose kernels are those of this torch"
+        raise InputError(expected(f"memory.{key}", wanted, repr(getattr(section, key))))
+    if degrees.context > 1 and attention != "flash":
+        wanted = "'flash' where parallel.context divides a sequence"
+        raise InputError(expected("memory.attention", wanted, repr(attention)))
+    return attention, norm
 
 
 def _refuse_compiled_experts(job: Job) -> None:
