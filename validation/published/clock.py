@@ -24,7 +24,7 @@ import numpy as np
 from shardwright.core.work import OperatorShapes
 from shardwright.cost.clock import piece_seconds, sent_seconds
 from shardwright.cost.presets import HARDWARE
-from shardwright.estimate.step_time import SHARDED, Layout, makespan, stage_of_chunk, transfer_of
+from shardwright.estimate.step_time import SHARDED, Layout, _makespan, _transfer, stage_of_chunk
 from shardwright.estimate.unplanned import chunks_of, optimizer_of
 from shardwright.heap.rank_step import Chunk
 from shardwright.job.job import Job
@@ -86,7 +86,7 @@ def features(job: Job, changed: Mapping[str, float]) -> dict[str, Any]:
     return {
         "stages": told,
         "ranks": [[stages[id(chunk.recording)] for chunk in chunks] for chunks in ranks],
-        "transfer": [transfer_of(sent, layout(**{n: 1.0})) if pipelined else 0.0 for n in RING],
+        "transfer": [_transfer(sent, layout(**{n: 1.0})) if pipelined else 0.0 for n in RING],
         "hides_once": sharding.shares != "states",
         "order": [degrees.schedule, degrees.pipeline, degrees.microbatches, degrees.chunks],
     }
@@ -169,7 +169,7 @@ def path(order: Sequence[Any], ranks: Sequence[Sequence[int]], seconds: Array) -
         for rank in ranks
     ]
     degrees = Degrees(1, 1, 1, False, pipeline, 1, 1, schedule, microbatches, chunks)
-    ends: Any = makespan(stages, degrees, spans[-1])  # type: ignore[arg-type]
+    ends: Any = _makespan(stages, degrees, spans[-1])  # type: ignore[arg-type]
     return np.asarray(ends.spans)
 
 

@@ -23,6 +23,7 @@ from shardwright.core.document import FileKind, check_output, write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
 from shardwright.estimate.unplanned import estimated
 from shardwright.job.job import parse_job
+from shardwright.job.model import ModelSection
 
 TIMES = FileKind("comparison of step times", re.compile(rb'\{\s*"sources": \{'))
 PRESETS = {
@@ -119,17 +120,27 @@ def job_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _model(row: Mapping[str, Any]) -> dict[str, Any]:
     names = {"layers": "layers", "hidden": "dim", "heads": "heads", "kv_heads": "kv_heads"}
-    names |= {"head_dim": "head_dim", "vocab": "vocab"}
-    wide = row["ffn"] if row["glu"] else round(row["ffn"] * 2 / 3 / GATED) * GATED
-    found = {"kind": "llama", **{o: row[t] for t, o in names.items()}, "ffn_dim": wide}
+    names |= {"head_dim": "head_dim", "vocab": "vocab", "ffn": "ffn_dim"}
+    found = {"kind": "llama", **{ours: row[theirs] for theirs, ours in names.items()}}
     if not row["glu"]:
-        found["tied_embeddings"] = True
+        found |= _gpt(row)
     if row["experts"]:
         found |= {"experts": row["experts"], "experts_per_token": row["top_k"]}
         found["expert_ffn_dim"] = row["expert_ffn"]
         if row["shared_ffn"]:
             found["shared_ffn_dim"] = row["shared_ffn"]
         found["moe_layers"] = list(range(row["dense_layers"] or 0, row["layers"]))
+    return found
+
+
+def _gpt(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a GPT has otherwise than a llama; Megatron-LM's has biases and dropout by default."""
+    if "mlp" not in ModelSection.__struct_fields__:
+        # A llama whose gated feed-forward has as many parameters comes nearest.
+        return {"tied_embeddings": True, "ffn_dim": round(row["ffn"] * 2 / 3 / GATED) * GATED}
+    found = {"mlp": "gelu", "norm": "layernorm", "positions": row["seq"], "tied_embeddings": True}
+    if "Megatron" in row["framework"] and "CI" not in row["framework"]:
+        found |= {"bias": True, "dropout": 0.1, "attention_dropout": 0.1}
     return found
 
 

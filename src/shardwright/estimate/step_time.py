@@ -180,7 +180,7 @@ def step_time(
         parts["optimizer"] += each.update
     if degrees.pipeline > 1:
         sent = max(chunk.sent for chunks in ranks for chunk in chunks)
-        ends = makespan(stages, degrees, transfer_of(sent, layout))
+        ends = _makespan(stages, degrees, _transfer(sent, layout))
         # A rank that never waits has none, and its sum in another order may end a bit earlier.
         parts["pipeline bubble"] = max(ends - max(busy), 0.0)
     parts["fixed"] = c["step_latency"]
@@ -201,14 +201,14 @@ def step_time(
     )
 
 
-def transfer_of(nbytes: int, layout: Layout) -> float:
+def _transfer(nbytes: int, layout: Layout) -> float:
     """Seconds until what a stage sends is at the next one, which is on another host unless all
     ranks of a stage and the next are on one."""
     rate = link_rate if layout.degrees.world_size <= layout.host else network_rate
     return float(nbytes / rate(layout.c) + layout.c["collective_latency"])
 
 
-def makespan(stages: Sequence[Sequence[Stage]], degrees: Degrees, transfer: float) -> float:
+def _makespan(stages: Sequence[Sequence[Stage]], degrees: Degrees, transfer: float) -> float:
     """When the last pass of a pipeline ends, each begun when its rank is free and what it waits for
     has come."""
     count = degrees.pipeline * degrees.chunks
