@@ -52,7 +52,6 @@ CLASSES = {"A100": ("A100-80", "A100-40", "A100-vtrain1"), "H100": ("H100-80", "
 ANYWHERE = "elsewhere"  # what fits both, for devices of which nobody published enough
 FOLDS = 5
 WALKS = 3
-DRAWS = 10
 SPAN = 0.8  # of unseen rows that a range is to hold
 
 
@@ -186,18 +185,15 @@ def by_jobs(rows: Sequence[Row], prior: Constants) -> dict[int, tuple[Row, float
 
 def scaled(told: Iterable[tuple[Row, float]]) -> list[tuple[Row, float]]:
     """Rows, each predicted with the factor that one other row of its source and model sets: every
-    other in turn, up to ten, each a draw of its own."""
+    other in turn, up to ten."""
     groups = defaultdict(list)
     for row, seconds in told:
         groups[row.source, row.row["model"]].append((row, seconds))
     found = []
     for its in groups.values():
-        for draw, (sets, seconds) in enumerate(its[:: max(len(its) // DRAWS, 1)][:DRAWS]):
+        for sets, seconds in its[:: max(len(its) // 10, 1)][:10]:
             factor = sets.row["step_time_s"] / seconds
-            for row, other in its:
-                if row is not sets:
-                    drawn = {**row.row, "framework": f"{row.row['framework']}, draw {draw}"}
-                    found.append((Row(drawn, row.told), other * factor))
+            found += [(row, other * factor) for row, other in its if row is not sets]
     return found
 
 

@@ -47,7 +47,7 @@ from shardwright.estimate.stages import (
     stages,
 )
 from shardwright.estimate.with_tables import BESIDE_TABLES
-from shardwright.job.job import Job, memory_of, parallel_of
+from shardwright.job.job import Job, parallel_of
 from shardwright.job.model_of_job import placed_tables, reads_bags, step_dtypes
 from shardwright.job.parallel import Degrees, ParallelSection, Style
 from shardwright.models.dlrm import DLRM
@@ -145,8 +145,7 @@ class OwnModel:
                 call = request.call
                 self.blocks = _blocks(request, python_function(call.name, call.where))
         self.layers = len(self.blocks.names) if self.blocks else 1
-        count = degrees.pipeline * degrees.chunks
-        ends = stages(self.layers, count, memory_of(job).runtime)
+        ends = stages(self.layers, degrees.pipeline * degrees.chunks)
         self.parameters = self._of(ends[0], parallel_of(job)).parameters
 
     def recorded(self, parallel: ParallelSection, stage: ModelStage) -> RecordedStage:

@@ -34,7 +34,6 @@ from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.recording import OF_UNITS, Piece, Recording
 from shardwright.core.work import OperatorShapes
 from shardwright.heap.rank_step import ONE_PASS
-from shardwright.job.memory import Runtime
 from shardwright.job.parallel import Degrees
 from shardwright.job.pipelining import PassRun, order_in_runs, representative, stage_of
 from shardwright.trace.module import TracedModule, storage_bytes
@@ -81,27 +80,25 @@ class PipelineRank:
     microbatches: int
 
 
-def stages(layers: int, count: int, runtime: Runtime = "fsdp2") -> list[ModelStage]:
-    """Deal ``layers`` out to ``count`` stages, the first and last with less for what is beside,
-    but evenly under a runtime that does."""
+def stages(layers: int, count: int) -> list[ModelStage]:
+    """Deal ``layers`` out to ``count`` stages, the first and last with less for what is beside."""
     if count == 1:
         return [ModelStage((0, layers), True, True)]
     # Embedding and head count as layers when they are dealt out and are taken off again: so the
-    # first and last stage get fewer layers, as TorchTitan does it. Megatron-LM has as many on each.
-    ends = 0 if runtime == "megatron" else ENDS_WEIGH
-    weight = layers + 2 * ends
-    if weight < count or layers < count - 2 * ends:
+    # first and last stage get fewer layers, as TorchTitan does it.
+    weight = layers + 2 * ENDS_WEIGH
+    if weight < count or layers < count - 2 * ENDS_WEIGH:
         raise InputError(
             expected(
                 "[parallel] pipeline",
-                f"at most {weight} stages for {layers} layers",
+                f"at most {layers + 2 * ENDS_WEIGH} stages for {layers} layers",
                 str(count),
             )
         )
     each, over = divmod(weight, count)
     sizes = [each + (index < over) for index in range(count)]
-    sizes[0] -= ends
-    sizes[-1] -= ends
+    sizes[0] -= ENDS_WEIGH
+    sizes[-1] -= ENDS_WEIGH
     found, begin = [], 0
     for index, size in enumerate(sizes):
         found.append(ModelStage((begin, begin + size), index == 0, index == count - 1))
@@ -109,12 +106,10 @@ def stages(layers: int, count: int, runtime: Runtime = "fsdp2") -> list[ModelSta
     return found
 
 
-def pipeline_ranks(
-    layers: int, degrees: Degrees, runtime: Runtime = "fsdp2"
-) -> list[PipelineRank]:
+def pipeline_ranks(layers: int, degrees: Degrees) -> list[PipelineRank]:
     """Every rank of the pipeline; without one a single rank that accumulates microbatches."""
     count = degrees.pipeline * degrees.chunks
-    dealt = stages(layers, count, runtime)
+    dealt = stages(layers, count)
     if degrees.pipeline == 1:
         # what accumulates does so from the second on
         runs = (PassRun(ONE_PASS.passes, min(degrees.microbatches, 2)),)

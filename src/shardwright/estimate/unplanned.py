@@ -67,7 +67,7 @@ def chunks_of(job: Job) -> tuple[list[Sequence[Chunk]], Sharding, Degrees]:
     """What the ranks of a job's pipeline compute, how data ranks share parameters, and how ranks
     are divided: what a step's seconds follow from, without its memory."""
     made = _Estimate(job)
-    ranks = pipeline_ranks(made.model.layers, made.degrees, made.section.runtime)
+    ranks = pipeline_ranks(made.model.layers, made.degrees)
     return [made.step(each, made.parallel).chunks for each in ranks], made.sharding, made.degrees
 
 
@@ -165,7 +165,7 @@ class _Estimate:
         count = degrees.world_size // degrees.pipeline
         holders = _expert_holders(self.job, degrees)
         holding = "ranks with experts" if holders else ""
-        for rank in pipeline_ranks(self.model.layers, degrees, self.section.runtime):
+        for rank in pipeline_ranks(self.model.layers, degrees):
             stage = f"stage {rank.rank}" if degrees.pipeline > 1 else ""
             where = {"pipeline": rank.rank} if degrees.pipeline > 1 else {}
             for title, share, section in self._loads():
