@@ -27,7 +27,7 @@ from shardwright.cost import constants
 from shardwright.cost.presets import HARDWARE
 from shardwright.estimate.footprint import assumptions_on_gpu, settings_of
 from shardwright.estimate.llama import LlamaModel
-from shardwright.estimate.stages import KEPT, PipelineRank, RecordedStage, pipeline_ranks
+from shardwright.estimate.stages import KEPT, PipelineRank, pipeline_ranks
 from shardwright.estimate.step_time import Layout, step_time
 from shardwright.heap.allocator import AllocatorSettings
 from shardwright.heap.classes import MODELLED, RankClass, Setting, outside, rank_memories
@@ -35,13 +35,12 @@ from shardwright.heap.flat import FlatUnits
 from shardwright.heap.fsdp2 import FSDP2
 from shardwright.heap.ledger import Ledger
 from shardwright.heap.machine import Machine, Megatron, Reduces, Replicated, Sharding, Shares
-from shardwright.heap.rank_step import ENDING, Chunk, MakeMachine, RankStep
+from shardwright.heap.rank_step import Chunk, MakeMachine, RankStep
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import WHOLE, MemorySection, Runtime, check_memory, float8_scaling
 from shardwright.job.model import as_function
 from shardwright.job.model_of_job import unplanned
 from shardwright.job.parallel import Degrees, ParallelSection, Quantile, experts_of
-from shardwright.job.pipelining import expanded
 from shardwright.job.rules import refuse_unread
 from shardwright.planner.profiles import cluster_of
 from shardwright.trace.treatment import Treatment
@@ -193,27 +192,14 @@ class _Estimate:
         for each in stages:
             self.assumptions.extend(each.recording.notes)
             self.operators.append(each.recording.operators)
+        # Of every microbatch, though few are run: such buffers are there from first to last.
+        received = sum(each.received + each.recording.result for each in stages)
         return RankStep(
             [Chunk(each.recording, each.received, each.named) for each in stages],
             rank.runs,
             optimizer_of(self.job),
-            self._received(rank, stages),
+            received * rank.microbatches,
         )
-
-    def _received(self, rank: PipelineRank, stages: Sequence[RecordedStage]) -> int:
-        """Bytes of buffers for what neighbours send."""
-        if self.section.runtime != "megatron":
-            # Of every microbatch, though few are run: such buffers are there from first to last.
-            return sum(s.received + s.recording.result for s in stages) * rank.microbatches
-        # Megatron-LM makes one when it is due, and it goes with the backward of its microbatch.
-        held = most = 0
-        for each in expanded(rank.runs):
-            if each.kind == "forward":
-                held += stages[each.chunk].received
-            elif each.kind in ENDING:
-                held -= stages[each.chunk].received
-            most = max(most, held)
-        return most + max(s.recording.result for s in stages)
 
 
 def _kernels(section: MemorySection, device: str, degrees: Degrees) -> tuple[str, str]:
