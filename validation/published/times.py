@@ -23,6 +23,7 @@ from shardwright.core.document import FileKind, check_output, write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
 from shardwright.estimate.unplanned import estimated
 from shardwright.job.job import parse_job
+from shardwright.job.memory import MemorySection
 from shardwright.job.model import ModelSection
 
 TIMES = FileKind("comparison of step times", re.compile(rb'\{\s*"sources": \{'))
@@ -36,14 +37,14 @@ PRESETS = {
     "B200": "b200-8",
     "GB200": "gb200-72",
 }
-# Of a framework what it does otherwise than kernels that see no score and norms in one: by words of
-# its name in the rows.
+# Of a framework what it does otherwise than kernels that see no score and norms in one, by words of
+# its name in the rows; "softmax" are products with one kernel between them.
 OTHERWISE: tuple[tuple[str, dict[str, str]], ...] = (
     (r"flash_attention2 \+ RMS kernel", {}),
     (r"kernel flash", {"rms_norm": "composite"}),
-    (r"kernel fused", {"rms_norm": "composite", "attention": "fused_softmax"}),
+    (r"kernel fused", {"rms_norm": "composite", "attention": "softmax"}),
     (r"kernel torch", {"rms_norm": "composite", "attention": "eager"}),
-    (r"vTrain|Megatron-LM 2022", {"attention": "fused_softmax"}),
+    (r"vTrain|Megatron-LM 2022", {"attention": "softmax"}),
     (r"PURE", {"reduce_dtype": "bf16"}),
 )
 # What of a data sheet such a device has otherwise than its preset.
@@ -161,7 +162,14 @@ def _memory(row: Mapping[str, Any]) -> dict[str, Any]:
         found["float8"] = "rowwise" if "rowwise" in row["dtype"] else "tensorwise"
     if row["compile"]:
         found["compile"] = True
-    return found | next((keys for words, keys in OTHERWISE if re.search(words, row["framework"])), {})
+    keys = next((keys for words, keys in OTHERWISE if re.search(words, row["framework"])), {})
+    attention = keys.get("attention", "flash")
+    if found["runtime"] == "megatron" and "megatron" in MemorySection.__struct_fields__:
+        fused = {"attention_backend": "flash" if attention == "flash" else "local"}
+        found["megatron"] = fused | {"masked_softmax_fusion": attention != "eager"}
+    elif attention != "flash":
+        found["attention"] = "eager"
+    return found | {key: value for key, value in keys.items() if key != "attention"}
 
 
 def compare(document: Any, where: str) -> dict[str, Any]:

@@ -143,12 +143,10 @@ def _constants(section: ClusterSection, name: str, preset: Preset) -> dict[str, 
 
 
 def _local_world_size(section: ClusterSection, preset: Preset, world_size: int) -> int:
-    """Ranks per host: as the job says, as the preset's hosts have or as many of them as fill hosts
-    evenly if that is more than half, or all."""
+    """Ranks per host: as the job says, as the preset's hosts have if those fill up, or all."""
     local = section.local_world_size
     if local is None:
-        even = (n for n in range(preset.host, preset.host // 2, -1) if world_size % n == 0)
-        return next(even, world_size)
+        return preset.host if preset.host and world_size % preset.host == 0 else world_size
     if world_size > local and world_size % local:
         raise InputError(
             expected("cluster.local_world_size", f"a divisor of {world_size}", f"{local}")

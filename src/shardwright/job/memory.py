@@ -24,7 +24,7 @@ ComputeDtype = Literal["bf16", "fp16", "fp32"]
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
 Offload = Literal["none", "states", "all", "auto"]
 Float8 = Literal["tensorwise", "rowwise"]
-AttentionKernel = Literal["flash", "fused_softmax", "eager"]
+AttentionKernel = Literal["flash", "eager"]
 NormKernel = Literal["fused", "composite"]
 
 # What is kept of a block for its backward. "layers:N" computes every Nth block again as a whole,
@@ -95,9 +95,7 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             step names it until its backward is over (``logits = model(tokens).float()``), as many
             trainers do; not beside ``"chunked"``, whose logits are never whole
         attention (``"flash"``): of an accelerator, what scaled dot product attention is: a kernel
-            without a matrix of scores; ``"fused_softmax"``: products, and one kernel for mask and
-            softmax between them, as Megatron-LM without flash attention; ``"eager"``: operator by
-            operator, as ``transformers``' ``eager``
+            without a matrix of scores, or operator by operator, as ``transformers``' ``"eager"``
         rms_norm (``"fused"``): of an accelerator: one kernel, or ``"composite"``: operator by
             operator in fp32, as before torch 2.9
         fsdp2: how ``runtime = "fsdp2"`` is set, by torch's names

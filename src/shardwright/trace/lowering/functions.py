@@ -187,9 +187,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """torch's function of this name with the kernel that CUDA would run; the first argument is the
     kernel that is tried first."""
-    if wanted in ("fused_softmax", "eager"):
-        masked = (attn_mask, is_causal, scale)
-        return _scored(wanted == "eager", query, key, value, masked, dropout_p)
+    if wanted == "eager":
+        return _eager(query, key, value, (attn_mask, is_causal, scale), dropout_p)
     inputs = (query, key, value), attn_mask, is_causal, enable_gqa
     # In torch's order of trying: each kernel keeps other tensors for the backward, and "math" keeps
     # the whole matrix of scores, so a kernel that is taken for another one makes a wrong peak.
@@ -215,61 +214,28 @@ def scaled_dot_product_attention(
 Masked = tuple[Tensor | None, bool, float | None]
 
 
-def _scored(
-    apart: bool, query: Tensor, key: Tensor, value: Tensor, masked: Masked, dropout: float
+def _eager(
+    query: Tensor, key: Tensor, value: Tensor, masked: Masked, dropout: float
 ) -> Tensor:
-    """Attention whose scores [..., T, T] are there as a whole, between products that see every
-    pair; what is done with them takes operators ``apart``, or one kernel."""
+    """Attention operator by operator, its scores [..., T, T] there as a whole, its softmax in fp32,
+    as ``transformers`` has it (``eager_attention_forward``, 5.24)."""
     mask, is_causal, scale = masked
     if key.size(-3) != query.size(-3):  # groups of heads share them
         repeats = query.size(-3) // key.size(-3)
         key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
     scores = torch.matmul(query, key.transpose(-2, -1))
-    if apart:
-        scores = scores * (query.size(-1) ** -0.5 if scale is None else scale)
-        if is_causal:
-            later = torch.full_like(scores[0, 0], float("-inf")).triu(1)
-            scores = scores + later
-        if mask is not None:
-            scores = torch.where(mask, scores, -1e4) if mask.dtype == torch.bool else scores + mask
-        shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-    else:
-        shares = _MaskedSoftmax.apply(scores)
+    scores = scores * (query.size(-1) ** -0.5 if scale is None else scale)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    if mask is not None:
+        bias = mask.dtype != torch.bool
+        scores = scores + mask if bias else scores.masked_fill(~mask, float("-inf"))
+    shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     del scores
     if dropout:
         shares = torch.native_dropout(shares, dropout, True)[0]
     return torch.matmul(shares, value)
-
-
-@torch.library.custom_op("shardwright::masked_softmax", mutates_args=())
-def masked_softmax(scores: Tensor) -> Tensor:
-    """Shares of scaled scores [..., T, T] that are not masked, in one kernel: what it takes and
-    gives; a trace asks for no values."""
-    return torch.empty_like(scores)
-
-
-@torch.library.custom_op("shardwright::masked_softmax_backward", mutates_args=("grad",))
-def masked_softmax_backward(grad: Tensor, shares: Tensor) -> None:
-    """The gradient of scores, written over that of the shares."""
-
-
-masked_softmax.register_fake(torch.empty_like)
-masked_softmax_backward.register_fake(lambda grad, shares: None)
-
-
-class _MaskedSoftmax(torch.autograd.Function):
-    """Keeps the shares."""
-
-    @staticmethod
-    def forward(context: Any, scores: Tensor) -> Tensor:
-        shares: Tensor = masked_softmax(scores)
-        context.save_for_backward(shares)
-        return shares
-
-    @staticmethod
-    def backward(context: Any, *grads: Any) -> Any:
-        masked_softmax_backward(grads[0], *context.saved_tensors)
-        return grads[0]
 
 
 def _takes(

@@ -12,7 +12,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.footprint import Certainty
 
 Device = Literal["cpu", "cuda"]
-Attention = Literal["flash", "cudnn", "efficient", "math", "fused_softmax", "eager"]
+Attention = Literal["flash", "cudnn", "efficient", "math", "eager"]
 RMSNorm = Literal["fused", "composite"]
 CrossEntropy = Literal["composite", "fused"]
 
@@ -20,8 +20,7 @@ CrossEntropy = Literal["composite", "fused"]
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """``attention`` is what is tried first: torch takes the next of flash, efficient and math where
-    it cannot be used; ``fused_softmax`` and ``eager`` are no kernels of torch's but what a model
-    does operator by operator. ``rms_norm`` is composite before torch 2.9 and where a compiler takes it
+    it cannot be used; ``eager`` is none of torch's. ``rms_norm`` is composite before torch 2.9 and where a compiler takes it
     apart. ``cross_entropy`` is fused where the model's loss is Liger's."""
 
     device: Device = "cuda"
@@ -117,16 +116,6 @@ ENTRIES: tuple[KernelEntry, ...] = (
         "mask, products and softmax in fp32 for half types",
         "those of its parts",
         "aten/src/ATen/native/transformers/attention.cpp (traced)",
-    ),
-    KernelEntry(
-        "scaled_dot_product_attention",
-        "attention=fused_softmax: products, and one kernel for scale, mask and softmax",
-        "query, key, value, softmax [batch, heads, sequence, sequence]",
-        "result",
-        "scores of the softmax's size",
-        "gradient of the softmax, over which that of the scores is written",
-        "NVIDIA/Megatron-LM megatron/legacy/fused_kernels/scaled_upper_triang_masked_softmax.cpp",
-        "assumed",
     ),
     KernelEntry(
         "scaled_dot_product_attention",
