@@ -1,4 +1,4 @@
-"""``PYTHONPATH=validation python -m published.fits FILE.json [-o FILE.json]``: layouts that others
+"""``PYTHONPATH=validation python -m published.fits [FILE.json] [-o FILE.json]``: layouts that others
 ran, or that ran out of memory, beside what is said of them before the run.
 
 A layout is told right where it ran and is called possible (it ``fits``, or ``perhaps``), or ran out
@@ -61,9 +61,11 @@ def compare(document: Any, where: str) -> dict[str, Any]:
         except ShardwrightError as error:
             left_out[re.sub(r"\d+", "N", str(error))] += 1
     result: dict[str, Any] = {}
+    missed: list[dict[str, Any]] = []
     for name, ran in (("ran", True), ("ran_out", False)):
-        its = [row for row in told if row["ran"] is ran]
+        its = [row for row in told if bool(row["ran"]) is ran]
         wrong = [row for row in its if (row["verdict"] != "does not fit") is not ran]
+        missed += wrong
         kinds: dict[str, Counter[str]] = defaultdict(Counter)
         for row in wrong:
             for kind in KINDS:
@@ -73,17 +75,18 @@ def compare(document: Any, where: str) -> dict[str, Any]:
             "right": len(its) - len(wrong),
             "share": round(1 - len(wrong) / len(its), 4) if its else None,
             "verdicts": dict(Counter(row["verdict"] for row in its)),
-            "wrong": {kind: dict(counts) for kind, counts in kinds.items()},
+            "wrong_by": {kind: dict(counts) for kind, counts in kinds.items()},
         }
-    # The most that anything that ran is predicted above its card.
+    # The highest peak that is predicted of anything that ran, as a share of its card.
     result["highest_that_ran"] = max((row["peak"] for row in told if row["ran"]), default=None)
-    return {**result, "left_out": dict(left_out), "rows": told}
+    return {**result, "left_out": dict(left_out), "wrong": missed}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the process's exit code."""
     parser = argparse.ArgumentParser(prog="python -m published.fits", description=__doc__)
-    parser.add_argument("file", type=Path, help="JSON with fields and rows")
+    rows = Path(__file__).parent / "fits_rows.json"
+    parser.add_argument("file", type=Path, nargs="?", default=rows, help="JSON with rows")
     parser.add_argument("-o", "--out", type=Path, help="file for the comparison")
     options = parser.parse_args(arguments)
     try:
@@ -91,16 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_output(options.out, FITS, (options.file,), "--out")
         found = compare(json.loads(options.file.read_text(encoding="utf-8")), options.file.name)
         if options.out:
-            rows = ",\n".join(json.dumps(row) for row in found["rows"])
-            head = json.dumps({k: v for k, v in found.items() if k != "rows"}, indent=1)
-            text = head[: head.rindex("\n}")] + f',\n "rows": [\n{rows}\n ]\n}}\n'
-            write_atomically(options.out, text.encode())
+            write_atomically(options.out, (json.dumps(found, indent=1) + "\n").encode())
     except (OSError, ValueError) as error:
         if not isinstance(error, ShardwrightError):
             error = InputError(expected(options.file.name, "JSON with fields and rows", str(error)))
         print(f"shardwright: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
-    json.dump({k: v for k, v in found.items() if k != "rows"}, sys.stdout, indent=1)
+    json.dump({k: v for k, v in found.items() if k != "wrong"}, sys.stdout, indent=1)
     print()
     return EXIT_OK
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from shardwright.core.document import FileKind, check_output, write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
-from shardwright.estimate.unplanned import estimated
+from shardwright.estimate.unplanned import timed
 from shardwright.job.job import parse_job
 from shardwright.job.memory import MemorySection
 from shardwright.job.model import ModelSection
@@ -196,7 +196,7 @@ def compare(document: Any, where: str) -> dict[str, Any]:
 
 def predicted(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row with what is predicted."""
-    time = estimated(parse_job(job_of(row))).time
+    time = timed(parse_job(job_of(row)))
     assert time, "a preset of an accelerator has a clock"
     measured = row["step_time_s"]
     keys = (

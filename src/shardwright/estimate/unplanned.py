@@ -70,6 +70,13 @@ def chunks_of(job: Job) -> tuple[list[Sequence[Chunk]], Sharding, Degrees]:
     return [made.step(each, made.parallel).chunks for each in ranks], made.sharding, made.degrees
 
 
+def timed(job: Job) -> StepTime | UnsetType:
+    """A step's seconds as :func:`estimated` has them, without its memory, which takes longer."""
+    made = _Estimate(job)
+    ranks = pipeline_ranks(made.model.layers, made.degrees)
+    return made.time([made.step(each, made.parallel).chunks for each in ranks])
+
+
 class _Estimate:
     """A job with everything worked out that all of its ranks share."""
 
@@ -134,22 +141,23 @@ class _Estimate:
             ),
             assumptions=tuple(dict.fromkeys(self.assumptions)),
             source=f"Estimated without a plan, for none follows {keys}." if keys else "",
-            time=self._time(classes),
+            # Where routing is uneven the last class of a stage is the usual one.
+            time=self.time(
+                list({c.coordinates.get("pipeline", 0): c.step.chunks for c in classes}.values())
+            ),
         )
 
-    def _time(self, classes: Sequence[RankClass]) -> StepTime | UnsetType:
-        """A step's seconds on an accelerator whose clock is known."""
+    def time(self, ranks: Sequence[Sequence[Chunk]]) -> StepTime | UnsetType:
+        """A step's seconds on an accelerator whose clock is known, of ranks of a pipeline."""
         preset = HARDWARE.get(self.job.cluster.preset or "")
         if self.device != "cuda" or preset is None or not preset.clock:
             return UNSET
-        # Where routing is uneven the last class of a stage is the usual one.
-        ranks = {each.coordinates.get("pipeline", 0): each.step.chunks for each in classes}
         c = {name: each.value for name, each in (preset.constants | preset.clock).items()}
         host = self.cluster.local_world_size or self.degrees.world_size
         layout = Layout(self.degrees, host, c, preset.clock["range"].source)
         dtype = self.section.param_dtype or "fp32"
         return step_time(
-            list(ranks.values()),
+            ranks,
             self.sharding,
             layout,
             optimizer_of(self.job),
