@@ -40,6 +40,7 @@ NOTHING = {
     "launch_latency": 0.0,
     "link_efficiency": NONE,
     "network_efficiency": NONE,
+    "replica_efficiency": NONE,
     "collective_latency": 0.0,
     "hides": 0.0,
     "slows": 0.0,
@@ -47,6 +48,7 @@ NOTHING = {
     "range": 0.0,
 }
 RING = ("link_efficiency", "network_efficiency", "collective_latency")
+SHARED_RING = (*RING, "replica_efficiency")
 GROUPS = ("tensor", "context", "expert")
 
 
@@ -67,16 +69,16 @@ def features(job: Job, changed: Mapping[str, float]) -> dict[str, Any]:
             stages[id(chunk.recording)] = len(told)
             priced = {
                 name: stage_of_chunk(chunk, sharding, layout(**{name: 1.0}), optimizer_of(job))
-                for name in (*RING, "memory_efficiency")
+                for name in (*SHARED_RING, "memory_efficiency")
             }
             told.append(
                 {
                     "forward": _pieces(chunk, "forward", layout),
                     "backward": _pieces(chunk, "backward", layout),
                     "shared": [
-                        [priced[name].forward.parts[SHARDED] for name in RING],
-                        [priced[name].backward.parts[SHARDED] for name in RING],
-                        [priced[name].once for name in RING],
+                        [priced[name].forward.parts[SHARDED] for name in SHARED_RING],
+                        [priced[name].backward.parts[SHARDED] for name in SHARED_RING],
+                        [priced[name].once for name in SHARED_RING],
                     ],
                     "update": priced["memory_efficiency"].update,
                 }
@@ -87,7 +89,7 @@ def features(job: Job, changed: Mapping[str, float]) -> dict[str, Any]:
         "stages": told,
         "ranks": [[stages[id(chunk.recording)] for chunk in chunks] for chunks in ranks],
         "transfer": [_transfer(sent, layout(**{n: 1.0})) if pipelined else 0.0 for n in RING],
-        "hides_once": sharding.shares != "states",
+        "hides_once": not (sharding.shares == "states" or sharding.waits),
         "order": [degrees.schedule, degrees.pipeline, degrees.microbatches, degrees.chunks],
     }
 
@@ -258,9 +260,11 @@ class Rows:
 
 
 def _ring(terms: Array, c: Mapping[str, float]) -> Array:
-    link, network, latency = terms[:, 0], terms[:, 1], terms[:, 2]
-    slower = np.maximum(link / c["link_efficiency"], network / c["network_efficiency"])
-    return slower + latency * c["collective_latency"]
+    """Of sums over link, network and latency, and over the network among replicas."""
+    across = terms[:, 1] / c["network_efficiency"]
+    if terms.shape[1] > len(RING):
+        across = across + terms[:, 3] / c["replica_efficiency"]
+    return np.maximum(terms[:, 0] / c["link_efficiency"], across) + terms[:, 2] * c[RING[2]]
 
 
 def _shown(sent: Array, computing: Array, c: Mapping[str, float]) -> Array:

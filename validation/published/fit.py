@@ -40,6 +40,7 @@ PRIORS: dict[str, tuple[float, float, float]] = {
     "launch_latency": (1e-5, 0.7, 1e-4),
     "link_efficiency": (0.75, 0.25, 1.0),
     "network_efficiency": (0.7, 0.25, 1.0),
+    "replica_efficiency": (0.4, 0.7, 1.0),
     "collective_latency": (15e-6, 0.7, 1e-3),
     "hides": (0.8, 0.2, 1.0),
     "slows": (0.15, 0.6, 1.0),

@@ -378,6 +378,7 @@ _FITTED: dict[str, tuple[str, float, float, float]] = {
     "launch_latency": ("s", 21e-6, 6e-6, 20e-6),  # of a kernel, on the host
     "link_efficiency": ("share", 0.757, 0.874, 0.763),  # of the rate inside a host
     "network_efficiency": ("share", 0.705, 0.707, 0.707),  # of the rate across hosts
+    "replica_efficiency": ("share", 0.7, 0.7, 0.7),  # of it, for sums of gradients of replicas
     "collective_latency": ("s", 15e-6, 15e-6, 15e-6),
     "hides": ("share", 0.8, 0.8, 0.8),  # of compute, beside which collectives may travel
     "slows": ("share", 0.15, 0.156, 0.152),  # of hidden collectives' seconds, lost to compute

@@ -62,6 +62,12 @@ class Layout:
         """Seconds of a collective over some of them."""
         return float(ring_seconds(nbytes, ranks, beside, self.host, self.c, times))
 
+    def replicas(self, nbytes: float, ranks: int, beside: int, times: int = 1) -> float:
+        """The same among those that have the same parameters: on a network it begins when the last
+        of them has its gradients, and all others wait."""
+        c = {**self.c, "network_efficiency": self.c["replica_efficiency"]}
+        return float(ring_seconds(nbytes, ranks, beside, self.host, c, times))
+
     def passed(self, moments: Sequence[Moment]) -> PassSeconds:
         """A forward or backward, without what units gather and reduce."""
         found = PassSeconds()
@@ -120,8 +126,8 @@ def stage_of_chunk(chunk: Chunk, sharding: Sharding, layout: Layout, optimizer: 
         # Replicas sum what they have of a gradient, which an all-reduce moves twice. Where they
         # share states each gets a part of the sum, and what they updated is gathered again.
         among = (replicas, tensor * shards)
-        reduced += layout.ring(summed / shards, *among, 1 if states_shared else 2)
-        gathered += layout.ring(computed, *among) if states_shared else 0.0
+        reduced += layout.replicas(summed / shards, *among, 1 if states_shared else 2)
+        gathered += layout.replicas(computed, *among) if states_shared else 0.0
         updated = shards * replicas if states_shared else shards
         update += sum(_touched(t, optimizer) for t in trained) / updated
     update /= layout.c["memory_rate"] * layout.c["memory_efficiency"]
@@ -136,7 +142,7 @@ def stage_of_chunk(chunk: Chunk, sharding: Sharding, layout: Layout, optimizer: 
     if each:
         backward.parts[SHARDED] = layout.hidden(reduced + again, backward.seconds)
     once = (0.0 if comes else gathered) + (0.0 if each else reduced)
-    if not states_shared:
+    if not (states_shared or sharding.waits):
         once = layout.hidden(once, forward.seconds + backward.seconds)
     return Stage(forward, backward, once, update)
 

@@ -357,6 +357,7 @@ def sharding(
         zero=section.stage,
         reduces=_reduces(section, degrees),
         shares=_shares(section),
+        waits=section.runtime == "megatron",  # but with --overlap-grad-reduce
         on_gpu=on_gpu,
         offload=section.on_host,
         twice=section.twice,
