@@ -21,10 +21,10 @@ from published.fit import (
     seconds_of,
 )
 from published.times import job_of, read_rows, same_job
+
 from shardwright.cost.presets import HARDWARE
 from shardwright.estimate.unplanned import estimated
 from shardwright.job.job import parse_job
-
 from tests.published.test_times import ROW
 
 FIT = json.loads((Path(__file__).parents[2] / "validation/published/clock_fit.json").read_text())

@@ -39,9 +39,7 @@ def test_figures_are_of_all_carried_layouts() -> None:
         assert sum(TOLD[name]["verdicts"].values()) == TOLD[name]["rows"]
 
 
-def test_a_file_without_rows_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_without_rows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.json"
     path.write_text("[]")
     assert main([str(path)]) == 2

@@ -259,7 +259,9 @@ def test_a_stand_in_answers_to_the_name_of_what_it_stands_for() -> None:
 
 
 def test_a_kernel_nobody_has_is_refused() -> None:
-    message = "lowering.attention: expected flash or cudnn or efficient or math or eager, got 'ring'."
+    message = (
+        "lowering.attention: expected flash or cudnn or efficient or math or eager, got 'ring'."
+    )
     with pytest.raises(InputError, match=message):
         kernels(attention="ring")
 

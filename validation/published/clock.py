@@ -2,7 +2,7 @@
 
 Recordings, formulas and schedules are the product's. Each formula is asked what it says with one
 constant at 1 and the others at nothing, so that its terms stand apart (``features``); from them a
-fit works a step's seconds out for thousands of sets of constants (``Rows``), as ``step_time`` would.
+fit works a step's seconds out for thousands of sets of constants (``Rows``) as ``step_time`` does.
 """
 
 # What is not linear is done here as there, and nowhere else: a piece takes the longer of its
@@ -63,7 +63,7 @@ def features(job: Job, changed: Mapping[str, float]) -> dict[str, Any]:
         return Layout(degrees, host, sheet | NOTHING | some, "")
 
     stages: dict[int, int] = {}
-    told = []
+    told: list[dict[str, Any]] = []
     for chunk in (chunk for chunks in ranks for chunk in chunks):
         if id(chunk.recording) not in stages:
             stages[id(chunk.recording)] = len(told)
@@ -144,10 +144,10 @@ class Along:
         return self if share == 1.0 else Along(self.value * share, self.spans * share)
 
     def __lt__(self, other: Any) -> bool:
-        return self.value < getattr(other, "value", other)
+        return bool(self.value < getattr(other, "value", other))
 
     def __gt__(self, other: Any) -> bool:
-        return self.value > getattr(other, "value", other)
+        return bool(self.value > getattr(other, "value", other))
 
 
 def path(order: Sequence[Any], ranks: Sequence[Sequence[int]], seconds: Array) -> Array:
@@ -186,7 +186,9 @@ class Rows:
     told: Sequence[dict[str, Any]]  # each keeps the path that was found last
 
     def __post_init__(self) -> None:
-        pieces, of_pass, shared, once, of_row, update = [], [], [], [], [], []
+        pieces: list[list[float]] = []
+        shared: list[list[float]] = []
+        of_pass, once, of_row, update = [], [], [], []
         for row, each in enumerate(self.told):
             for stage in each["stages"]:
                 for name, comes in zip(("forward", "backward"), stage["shared"], strict=False):
@@ -218,8 +220,8 @@ class Rows:
         for k in range(len(GROUPS)):
             busy += _ring(p[:, 6 + 3 * k : 9 + 3 * k], c)
         taken = p[:, 0] * np.maximum(busy, p[:, 1] * c["launch_latency"])
-        passes = np.bincount(self.of_pass, taken, len(self.shared))
-        passes = passes + _shown(_ring(self.shared, c), passes, c)
+        computing: Array = np.bincount(self.of_pass, taken, len(self.shared)).astype(np.float64)
+        passes = computing + _shown(_ring(self.shared, c), computing, c)
         return passes, _ring(self.transfer, c)
 
     def walk(self, c: Mapping[str, float]) -> None:

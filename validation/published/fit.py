@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
 import shardwright
 from published.clock import Array, Rows, features
 from published.times import CHANGED, job_of, ordered, read_rows, same_job, why_not
@@ -49,7 +50,10 @@ PRIORS: dict[str, tuple[float, float, float]] = {
 NOISE = 0.05  # of one configuration in several versions of a framework
 BEYOND = 0.1  # errors above it count by their size and not by its square
 WEIGHT = 30.0  # rows that a source counts for
-CLASSES = {"A100": ("A100-80", "A100-40", "A100-vtrain1"), "H100": ("H100-80", "H100-96-500W", "H200")}
+CLASSES = {
+    "A100": ("A100-80", "A100-40", "A100-vtrain1"),
+    "H100": ("H100-80", "H100-96-500W", "H200"),
+}
 ANYWHERE = "elsewhere"  # what fits both, for devices of which nobody published enough
 FOLDS = 5
 WALKS = 3
@@ -152,9 +156,7 @@ def _descended(
 # ---- what is left out ----------------------------------------------------------------------------
 
 
-def left_out_rows(
-    rows: Sequence[Row], prior: Constants
-) -> dict[int, tuple[Row, float]]:
+def left_out_rows(rows: Sequence[Row], prior: Constants) -> dict[int, tuple[Row, float]]:
     """Every row with what other sources predict of it."""
     found = {}
     for source in dict.fromkeys(row.source for row in rows):
@@ -409,7 +411,8 @@ def table(found: Mapping[str, Any]) -> str:
         lines.append(
             f"| {title} ({len(values['rows'])} sources, {sum(values['rows'])} rows) "
             f"| {middle['median']:.1f} / {middle['p90']:.1f} % "
-            f"| {middle['in_order']:.1f} % | {middle['chosen']:.1f} / {middle['chosen_p90']:.1f} % |"
+            f"| {middle['in_order']:.1f} % "
+            f"| {middle['chosen']:.1f} / {middle['chosen_p90']:.1f} % |"
         )
     return "\n".join(lines)
 

@@ -1,5 +1,5 @@
-"""``PYTHONPATH=validation python -m published.fits [FILE.json] [-o FILE.json]``: layouts that others
-ran, or that ran out of memory, beside what is said of them before the run.
+"""``PYTHONPATH=validation python -m published.fits [FILE.json] [-o FILE.json]``: layouts that
+others ran, or that ran out of memory, beside what is said of them before the run.
 
 A layout is told right where it ran and is called possible (it ``fits``, or ``perhaps``), or ran out
 and is said not to fit. Wrong ones are counted by kind.

@@ -167,6 +167,9 @@ def _memory(row: Mapping[str, Any]) -> dict[str, Any]:
     if found["runtime"] == "megatron" and "megatron" in MemorySection.__struct_fields__:
         fused = {"attention_backend": "flash" if attention == "flash" else "local"}
         found["megatron"] = fused | {"masked_softmax_fusion": attention != "eager"}
+        if "kernel" in row["framework"]:  # Aleph Alpha's layers are of plain torch
+            plain = ("bias_activation_fusion", "gradient_accumulation_fusion")
+            found["megatron"] |= dict.fromkeys(plain, False)
     elif attention != "flash":
         found["attention"] = "eager"
     return found | {key: value for key, value in keys.items() if key != "attention"}

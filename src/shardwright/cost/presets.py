@@ -164,9 +164,7 @@ def _products(sheet: DataSheet, words: str, half: float, tf32: float, fp8: float
         dtype: sheet.says(
             rate,
             "FLOP/s",
-            words.format(
-                dtype=dtype, sparse=2e-12 * rate, two=4e-15 * rate, eight=16e-15 * rate
-            ),
+            words.format(dtype=dtype, sparse=2e-12 * rate, two=4e-15 * rate, eight=16e-15 * rate),
         )
         for dtype, rate in rates.items()
         if rate
@@ -426,9 +424,7 @@ HARDWARE = {
     "h100-pcie-8": _server(
         (80, 128, 1920), f"{_H100_PCIE.name}; host assumed", H100_PCIE, _ON_H100
     ),
-    "h100-nvl-8": _server(
-        (94, 128, 1920), f"{_H100_NVL.name}; host assumed", H100_NVL, _ON_H100
-    ),
+    "h100-nvl-8": _server((94, 128, 1920), f"{_H100_NVL.name}; host assumed", H100_NVL, _ON_H100),
     # One host is what NVLink joins.
     "gb200-72": _server(
         (186, 223, 1920), f"{_GB200.name}; disks assumed", GB200, _ANYWHERE_ELSE, ranks=72

@@ -66,13 +66,13 @@ _IGNORE_SECOND = frozenset({aten.nll_loss_backward})  # which asks it for its sh
 def _moved(packet: Any, arguments: Any, result: Any) -> int:
     """Bytes that an operator reads and writes: all of what it takes and gives, but of a tensor in
     which it picks as much as it picks."""
-    rest = sum(_bytes(arguments[1:]))
+    first, rest, back = (sum(_bytes(each)) for each in (arguments[:1], arguments[1:], result))
     if packet in _READ_SOME:
-        return rest + 2 * sum(_bytes(result))
+        return rest + back + min(first, back)
     if packet in _WRITE_SOME:
-        return 2 * rest
+        return rest + min(first, rest)
     ignored = sum(_bytes(arguments[1])) if packet in _IGNORE_SECOND else 0
-    return sum(_bytes(arguments[:1])) + rest + sum(_bytes(result)) - ignored
+    return first + rest + back - ignored
 
 
 # Where the matrices of a product are among an operator's arguments, and a convolution's weight.

@@ -214,9 +214,7 @@ def scaled_dot_product_attention(
 Masked = tuple[Tensor | None, bool, float | None]
 
 
-def _eager(
-    query: Tensor, key: Tensor, value: Tensor, masked: Masked, dropout: float
-) -> Tensor:
+def _eager(query: Tensor, key: Tensor, value: Tensor, masked: Masked, dropout: float) -> Tensor:
     """Attention operator by operator, its scores [..., T, T] there as a whole, its softmax in fp32,
     as ``transformers`` has it (``eager_attention_forward``, 5.24)."""
     mask, is_causal, scale = masked

@@ -20,8 +20,8 @@ CrossEntropy = Literal["composite", "fused"]
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """``attention`` is what is tried first: torch takes the next of flash, efficient and math where
-    it cannot be used; ``eager`` is none of torch's. ``rms_norm`` is composite before torch 2.9 and where a compiler takes it
-    apart. ``cross_entropy`` is fused where the model's loss is Liger's."""
+    it cannot be used; ``eager`` is none of torch's. ``rms_norm`` is composite before torch 2.9 and
+    where a compiler takes it apart; ``cross_entropy`` is fused where the loss is Liger's."""
 
     device: Device = "cuda"
     attention: Attention = "flash"
