@@ -365,23 +365,23 @@ ADDITIVE = {
 }
 
 # What a step's seconds rest on beside data sheets (:mod:`shardwright.cost.clock`): a unit, and what
-# fits runs on A100 (six sources that others published, dense models in 16 bits, each source one
-# vote), on H100 and H200 (three), and on both, for a machine of which nobody published enough. Each
-# says something of the machine, whatever runs on it.
+# fits steps that others published on A100, on H100 and H200 (dense models in 16 bits), and on both,
+# for a machine of which nobody published enough: `validation/published/fit.py` fits them, and says
+# what they are worth on rows left out. Each says something of the machine, whatever runs on it.
 _FITTED: dict[str, tuple[str, float, float, float]] = {
-    "product_efficiency": ("share", 0.797, 0.721, 0.785),  # of the peak that large products reach
-    "product_half_size": ("elements", 211.0, 417.0, 207.0),  # with a side of that, half of it
-    "attention_efficiency": ("share", 0.454, 0.291, 0.402),  # of the peak, heads of 128
-    "memory_efficiency": ("share", 0.819, 0.840, 0.818),  # of the data sheet's rate
-    "launch_latency": ("s", 21e-6, 6e-6, 20e-6),  # of a kernel, on the host
-    "link_efficiency": ("share", 0.757, 0.874, 0.763),  # of the rate inside a host
-    "network_efficiency": ("share", 0.705, 0.707, 0.707),  # of the rate across hosts
-    "replica_efficiency": ("share", 0.7, 0.7, 0.7),  # of it, for sums of gradients of replicas
-    "collective_latency": ("s", 15e-6, 15e-6, 15e-6),
+    "product_efficiency": ("share", 0.71, 0.588, 0.683),  # of the peak that large products reach
+    "product_half_size": ("elements", 61.9, 123.0, 33.6),  # with a side of that, half of it
+    "attention_efficiency": ("share", 0.368, 0.185, 0.335),  # of the peak, heads of 128
+    "memory_efficiency": ("share", 0.77, 0.765, 0.772),  # of the data sheet's rate
+    "launch_latency": ("s", 4.5e-05, 3.94e-05, 4.31e-05),  # of a kernel, on the host
+    "link_efficiency": ("share", 1.0, 0.98, 0.987),  # of the rate inside a host
+    "network_efficiency": ("share", 0.825, 0.921, 0.878),  # of the rate across hosts
+    "replica_efficiency": ("share", 0.113, 0.12, 0.138),  # of it, for gradients of replicas
+    "collective_latency": ("s", 0.000181, 0.000122, 0.00019),
     "hides": ("share", 0.8, 0.8, 0.8),  # of compute, beside which collectives may travel
-    "slows": ("share", 0.15, 0.156, 0.152),  # of hidden collectives' seconds, lost to compute
-    "step_latency": ("s", 0.019, 0.022, 0.021),  # of a step, that nothing else explains
-    "range": ("share", 0.3, 0.35, 0.6),  # by which most runs are faster or slower
+    "slows": ("share", 0.483, 0.3, 1.0),  # of hidden collectives' seconds, lost to compute
+    "step_latency": ("s", 0.00764, 0.0182, 0.0104),  # of a step, that nothing else explains
+    "range": ("share", 0.163, 0.198, 0.41),  # by which most runs are faster or slower
 }
 
 
@@ -392,8 +392,8 @@ def _clock(column: int, source: str) -> dict[str, Constant]:
     }
 
 
-_ON_A100 = _clock(0, "fitted to published runs on A100 of six sources")
-_ON_H100 = _clock(1, "fitted to published runs on H100 and H200 of three sources")
+_ON_A100 = _clock(0, "fitted to 495 published runs on A100, of 4 sources")
+_ON_H100 = _clock(1, "fitted to 46 published runs on H100 and H200, of 3 sources")
 _ANYWHERE_ELSE = _clock(2, "not fitted to this device: what fits A100 and H100")
 
 

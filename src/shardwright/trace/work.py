@@ -53,13 +53,8 @@ def work_of(function: Any, arguments: Any, keywords: Any, result: Any) -> Counte
     return Work(1, 0, _moved(packet, arguments, result)), NO_OPERATORS
 
 
-# Operators that read a few rows or elements of their first tensor, and those that write them.
-_READ_SOME = frozenset(
-    {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
-)
-_WRITE_SOME = frozenset(
-    {aten.scatter_, aten.scatter_add_, aten.index_add_, aten.index_put_, aten._index_put_impl_}
-)
+# Operators that read a few rows or elements of their first tensor.
+_READ_SOME = frozenset({aten.embedding, aten.gather, aten.nll_loss_forward})
 _IGNORE_SECOND = frozenset({aten.nll_loss_backward})  # which asks it for its shape alone
 
 
@@ -69,8 +64,6 @@ def _moved(packet: Any, arguments: Any, result: Any) -> int:
     first, rest, back = (sum(_bytes(each)) for each in (arguments[:1], arguments[1:], result))
     if packet in _READ_SOME:
         return rest + back + min(first, back)
-    if packet in _WRITE_SOME:
-        return rest + min(first, rest)
     ignored = sum(_bytes(arguments[1])) if packet in _IGNORE_SECOND else 0
     return first + rest + back - ignored
 
