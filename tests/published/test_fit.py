@@ -98,7 +98,11 @@ def test_presets_have_what_was_fitted(preset: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_ranges_hold_four_of_five_rows_that_were_left_out(name: str) -> None:
-    assert 0.7 <= FIT["classes"][name]["held"]["source"]["sources"] <= 0.9
+    """Between those whose source was left out and those of which a job was, which are nearer."""
+    found = FIT["classes"][name]["held"]
+    source, job = found["source"]["sources"], found["job"]["sources"]
+    assert source < job
+    assert 0.7 <= (source + job) / 2 <= 0.9
 
 
 def test_the_carried_rows_are_whole_and_some_are_layouts_of_one_job() -> None:

@@ -38,6 +38,7 @@ NOTHING = {
     "attention_efficiency": NONE,
     "memory_efficiency": NONE,
     "launch_latency": 0.0,
+    "interleaves": 0.0,
     "link_efficiency": NONE,
     "network_efficiency": NONE,
     "replica_efficiency": NONE,
@@ -219,7 +220,9 @@ class Rows:
         busy += p[:, 4] / c["attention_efficiency"] + p[:, 5] / c["memory_efficiency"]
         for k in range(len(GROUPS)):
             busy += _ring(p[:, 6 + 3 * k : 9 + 3 * k], c)
-        taken = p[:, 0] * np.maximum(busy, p[:, 1] * c["launch_latency"])
+        launches = p[:, 1] * c["launch_latency"]
+        both = np.maximum(busy, launches) + c["interleaves"] * np.minimum(busy, launches)
+        taken = p[:, 0] * both
         computing: Array = np.bincount(self.of_pass, taken, len(self.shared)).astype(np.float64)
         passes = computing + _shown(_ring(self.shared, c), computing, c)
         return passes, _ring(self.transfer, c)

@@ -39,6 +39,7 @@ PRIORS: dict[str, tuple[float, float, float]] = {
     "attention_efficiency": (0.45, 0.4, 1.0),
     "memory_efficiency": (0.8, 0.2, 1.0),
     "launch_latency": (1e-5, 0.7, 1e-4),
+    "interleaves": (0.15, 0.6, 1.0),
     "link_efficiency": (0.75, 0.25, 1.0),
     "network_efficiency": (0.7, 0.25, 1.0),
     "replica_efficiency": (0.4, 0.7, 1.0),
@@ -351,7 +352,8 @@ def result(rows: Sequence[Row], left_out: Mapping[str, int]) -> dict[str, Any]:
         prior = fitted(others, usual)
         unseen = left_out_rows(its, prior)
         own = by_jobs(its, prior)
-        # Of what nobody measured it is not known which it is: of a source like these, or another.
+        # A run that nobody measured may be of a source like these, or of another one: of both kinds
+        # there are as many here.
         most = range_of([*unseen.values(), *own.values()], SPAN)
         classes[name] = {
             "devices": list(CLASSES[name]),

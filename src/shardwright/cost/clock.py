@@ -4,7 +4,7 @@ A product takes its FLOPs at the peak rate of its dtype times an efficiency that
 product: ``e / (1 + h (1/m + 1/n + 1/k))``. Attention has a share of the peak of its own; every
 other operator takes the bytes that it reads and writes at a share of the memory's rate. Kernels
 are launched one after the other beside them: a piece takes whatever is longer, what its kernels
-compute or what their launches take.
+compute or what their launches take, and a share of the other.
 """
 
 # Why so few constants: each says something of the machine that another model on it shares, and is

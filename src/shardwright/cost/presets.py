@@ -369,19 +369,20 @@ ADDITIVE = {
 # for a machine of which nobody published enough: `validation/published/fit.py` fits them, and says
 # what they are worth on rows left out. Each says something of the machine, whatever runs on it.
 _FITTED: dict[str, tuple[str, float, float, float]] = {
-    "product_efficiency": ("share", 0.71, 0.588, 0.683),  # of the peak that large products reach
-    "product_half_size": ("elements", 61.9, 123.0, 33.6),  # with a side of that, half of it
-    "attention_efficiency": ("share", 0.368, 0.185, 0.335),  # of the peak, heads of 128
-    "memory_efficiency": ("share", 0.77, 0.765, 0.772),  # of the data sheet's rate
-    "launch_latency": ("s", 4.5e-05, 3.94e-05, 4.31e-05),  # of a kernel, on the host
-    "link_efficiency": ("share", 1.0, 0.98, 0.987),  # of the rate inside a host
-    "network_efficiency": ("share", 0.825, 0.921, 0.878),  # of the rate across hosts
-    "replica_efficiency": ("share", 0.113, 0.12, 0.138),  # of it, for gradients of replicas
-    "collective_latency": ("s", 0.000181, 0.000122, 0.00019),
+    "product_efficiency": ("share", 0.7, 0.583, 0.681),  # of the peak that large products reach
+    "product_half_size": ("elements", 49.9, 93.0, 33.0),  # with a side of that, half of it
+    "attention_efficiency": ("share", 0.361, 0.184, 0.328),  # of the peak, heads of 128
+    "memory_efficiency": ("share", 0.882, 0.813, 0.903),  # of the data sheet's rate
+    "launch_latency": ("s", 4.03e-05, 4.1e-05, 4e-05),  # of a kernel, on the host
+    "interleaves": ("share", 0.361, 0.421, 0.351),  # of launches or kernels, the shorter
+    "link_efficiency": ("share", 1.0, 1.0, 0.899),  # of the rate inside a host
+    "network_efficiency": ("share", 0.771, 0.857, 0.745),  # of the rate across hosts
+    "replica_efficiency": ("share", 0.104, 0.098, 0.13),  # of it, for gradients of replicas
+    "collective_latency": ("s", 2.6e-05, 3.11e-05, 6.52e-05),
     "hides": ("share", 0.8, 0.8, 0.8),  # of compute, beside which collectives may travel
-    "slows": ("share", 0.483, 0.3, 1.0),  # of hidden collectives' seconds, lost to compute
-    "step_latency": ("s", 0.00764, 0.0182, 0.0104),  # of a step, that nothing else explains
-    "range": ("share", 0.163, 0.198, 0.41),  # by which most runs are faster or slower
+    "slows": ("share", 0.55, 0.32, 1.0),  # of hidden collectives' seconds, lost to compute
+    "step_latency": ("s", 0.00584, 0.00634, 0.0049),  # of a step, that nothing else explains
+    "range": ("share", 0.15, 0.198, 0.408),  # by which most runs are faster or slower
 }
 
 

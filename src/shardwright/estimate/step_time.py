@@ -87,7 +87,10 @@ class Layout:
             found.parts["products"] += spent.products
             found.parts["attention"] += spent.attention
             found.parts["elementwise"] += spent.elementwise
-            found.parts["launches"] += max(spent.launches - busy, 0.0)
+            # Some kernels of a piece wait for the host and others for the device, so that it takes
+            # more than the longer of both.
+            longer, shorter = max(spent.launches, busy), min(spent.launches, busy)
+            found.parts["launches"] += longer - busy + self.c["interleaves"] * shorter
             found.flops += moment.piece.work.flops
         return found
 
