@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from shardwright.core.errors import InputError
 from shardwright.core.footprint import StepTime
 from shardwright.cost.presets import HARDWARE
 from shardwright.estimate.footprint import footprint
@@ -171,8 +173,10 @@ def test_replicas_that_keep_all_move_gradients_twice_as_an_all_reduce_does() -> 
     c = {name: each.value for name, each in (h100.constants | h100.clock).items()}
     elements = LAYERS * (4 * 4096 * 4096 + 3 * 4096 * 14336) + 2 * 4096 * VOCAB
     moved = 2 * (2 * elements) * 7 / 8 / (c["all_gather_rate"] * c["link_efficiency"])
+    moved += (LAYERS + 2) * c["collective_latency"]
     # Hidden behind what computes as far as it may be.
     computing = sum(ddp.parts[name] for name in ("products", "attention", "elementwise"))
+    computing += ddp.parts["launches"]
     hides = min(moved, c["hides"] * computing)
     shown = moved - hides + c["slows"] * hides
     assert ddp.parts["gradients"] == pytest.approx(shown, rel=0.05)
@@ -247,3 +251,59 @@ def test_every_accelerator_has_a_clock_with_sources(preset: str) -> None:
     assert HARDWARE[preset].clock
     assert all(each.source and each.unit for each in HARDWARE[preset].clock.values())
     assert time_of(preset).seconds > 0
+
+
+def test_what_a_compiler_fuses_is_products_as_before_and_fewer_passes() -> None:
+    eager, compiled = time_of(), time_of(memory={"compile": True})
+    assert compiled.parts["products"] == pytest.approx(eager.parts["products"], rel=1e-6)
+    assert compiled.parts["attention"] == pytest.approx(eager.parts["attention"], rel=1e-6)
+    assert 0 < compiled.parts["elementwise"] < eager.parts["elementwise"]
+    assert compiled.model_flops == eager.model_flops
+
+
+def test_products_in_8_bits_go_at_their_rate_forward_and_backward() -> None:
+    many = {"dim": 4096, "heads": 32, "ffn_dim": 14336}
+    wide = time_of(model=many)
+    narrow = time_of(model=many, memory={"float8": True})
+    # All but the head, whose products stay in bf16.
+    assert 0.5 < narrow.parts["products"] / wide.parts["products"] < 0.55
+
+
+def test_norms_and_attention_operator_by_operator_take_longer() -> None:
+    usual = time_of()
+    apart = time_of(memory={"rms_norm": "composite"})
+    assert apart.parts["elementwise"] > 1.2 * usual.parts["elementwise"]
+    assert apart.parts["products"] == usual.parts["products"]
+    eager = time_of(memory={"attention": "eager"})
+    assert "attention" not in eager.parts
+    assert eager.parts["products"] > usual.parts["products"]
+    assert eager.parts["elementwise"] > usual.parts["elementwise"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "refused"),
+    [
+        (
+            {"memory": {"rms_norm": "composite", "lowering": "cpu"}},
+            "memory.rms_norm: expected nothing beside lowering = 'cpu'",
+        ),
+        (
+            {"memory": {"attention": "eager"}, "parallel": {"data_shard": 4, "context": 2}},
+            "memory.attention: expected 'flash' where parallel.context divides",
+        ),
+    ],
+)
+def test_kernels_that_there_are_not_are_refused(sections: dict[str, Any], refused: str) -> None:
+    with pytest.raises(InputError, match=re.escape(refused)):
+        time_of(**sections)
+
+
+def test_sums_among_replicas_wait_where_the_runtime_waits() -> None:
+    """Megatron-LM's begin when all gradients are there; DDP's hide behind a backward."""
+    whole = {"dim": 2048, "heads": 16, "ffn_dim": 8192}
+    memory = {"reduce_dtype": "bf16", "runtime": "ddp"}
+    ddp = time_of(model=whole, memory=memory)
+    waits = time_of(model=whole, memory=memory | {"runtime": "megatron"})
+    assert waits.parts["gradients"] > 2 * ddp.parts["gradients"]
+    far = time_of(model=whole, memory=memory, ranks=16)
+    assert far.parts["gradients"] > ddp.parts["gradients"]

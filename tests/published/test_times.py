@@ -72,11 +72,10 @@ def test_rows_are_predicted_and_their_errors_stated() -> None:
     ("change", "why"),
     [
         ({"gpu": "Z1"}, "no preset is a Z1"),
-        ({"experts": 8}, "experts"),
-        ({"glu": False}, "no gated feed-forward"),
-        ({"dtype": "fp8"}, "dtype fp8"),
+        ({"experts": 8, "dtype": "fp8"}, "experts in fp8"),
+        ({"dtype": "mxfp8"}, "dtype mxfp8"),
+        ({"vocab": None}, "vocab is not stated"),
         ({"checkpointing": "unknown"}, "checkpointing is not known"),
-        ({"framework": "AA, kernel torch"}, "attention or norms without a kernel of their own"),
     ],
 )
 def test_what_is_not_predicted_says_why(change: dict[str, Any], why: str) -> None:

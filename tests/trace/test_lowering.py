@@ -259,7 +259,9 @@ def test_a_stand_in_answers_to_the_name_of_what_it_stands_for() -> None:
 
 
 def test_a_kernel_nobody_has_is_refused() -> None:
-    message = "lowering.attention: expected flash or cudnn or efficient or math, got 'ring'."
+    message = (
+        "lowering.attention: expected flash or cudnn or efficient or math or eager, got 'ring'."
+    )
     with pytest.raises(InputError, match=message):
         kernels(attention="ring")
 
@@ -268,3 +270,15 @@ def test_the_table_shows_every_entry_with_its_source() -> None:
     text = table()
     assert text.count("\n") == len(ENTRIES) + 2
     assert all(entry.source in text for entry in ENTRIES)
+
+
+def test_eager_attention_keeps_its_shares_in_fp32_and_in_the_dtype_of_values(saved: Any) -> None:
+    def run() -> torch.Tensor:
+        parts = (half(1, heads, 32, 16) for heads in (4, 2, 2))
+        attend = functional.scaled_dot_product_attention
+        return attend(*parts, is_causal=True, enable_gqa=True)
+
+    scores = 4 * 32 * 32
+    with FakeTensorMode(), lowering("cuda", attention="eager"):
+        eager = saved(run)
+    assert scores * (4 + 2) < eager < scores * (4 + 2 + 1) + 5 * 4 * 32 * 16 * 2

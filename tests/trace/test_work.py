@@ -125,3 +125,16 @@ def test_rows_of_experts_are_taken_to_be_dealt_evenly() -> None:
     found = shapes(lambda: torch._grouped_mm(rows, experts, offs=ends))
     assert found.products == (Product("fp32", 2, 8, 4, 3),)
     assert sum(each.flops for each in found.products) == 2 * 6 * 4 * 8
+
+
+def test_of_a_large_tensor_what_is_picked_moves_and_not_the_whole(work: Measure) -> None:
+    table, ids = torch.ones(1000, 4), torch.tensor([3, 5])
+    read = 2 * (2 * 4 * FLOAT) + 2 * 8  # rows read and written, and ids
+    assert work(lambda: torch.nn.functional.embedding(ids, table)) == Work(1, 0, read)
+    logs = torch.ones(2, 1000, requires_grad=True)
+
+    def loss() -> None:
+        torch.nn.functional.nll_loss(logs, ids, reduction="sum").backward()
+
+    # Forward a number a row; backward the whole gradient is written, and nothing of its size read.
+    assert 2 * 1000 * FLOAT < work(loss).moved < 2 * 1000 * FLOAT + 200

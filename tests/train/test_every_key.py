@@ -129,6 +129,8 @@ VALUES: dict[str, Any] = {
     "memory.allocator": "expandable_segments:True",
     "memory.loss": "chunked",
     "memory.fp32_logits": True,
+    "memory.attention": "eager",
+    "memory.rms_norm": "composite",
     "memory.fsdp2": {"reduce_scatter_max_input_buffers": 2},
     "checkpoint.every": "20 steps",
     "checkpoint.keep": 3,

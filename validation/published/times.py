@@ -1,8 +1,10 @@
 """``PYTHONPATH=validation python -m published.times FILE.json [-o FILE.json]``: seconds of steps
 that others published, beside those that are predicted for them.
 
-A row is predicted where a llama of ours says the same as it does: dense, gated, in 16 bits, with
-attention and norms in kernels of their own. The others are counted, with why they are left out.
+A row is predicted where a llama of ours says the same as it does, or nearly: a feed-forward
+without a gate is one with a gate of as many parameters, a layer norm one of means of squares alone,
+and what a framework does otherwise is said by keys of [memory]. The others are counted, with why
+they are left out.
 """
 
 from __future__ import annotations
@@ -19,32 +21,73 @@ from typing import Any
 
 from shardwright.core.document import FileKind, check_output, write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
-from shardwright.estimate.unplanned import estimated
+from shardwright.estimate.unplanned import timed
 from shardwright.job.job import parse_job
+from shardwright.job.memory import MemorySection
+from shardwright.job.model import ModelSection
 
 TIMES = FileKind("comparison of step times", re.compile(rb'\{\s*"sources": \{'))
-PRESETS = {"A100-80": "a100-8", "A100-40": "a100-8", "H100-80": "h100-8", "H200": "h200-8"}
+PRESETS = {
+    "A100-80": "a100-8",
+    "A100-vtrain1": "a100-8",
+    "A100-40": "a100-40-8",
+    "H100-80": "h100-8",
+    "H100-96-500W": "h100-8",
+    "H200": "h200-8",
+    "B200": "b200-8",
+    "GB200": "gb200-72",
+}
+# Of a framework what it does otherwise than kernels that see no score and norms in one, by words of
+# its name in the rows; "softmax" are products with one kernel between them.
+OTHERWISE: tuple[tuple[str, dict[str, str]], ...] = (
+    (r"flash_attention2 \+ RMS kernel", {}),
+    (r"kernel flash", {"rms_norm": "composite"}),
+    (r"kernel fused", {"rms_norm": "composite", "attention": "softmax"}),
+    (r"kernel torch", {"rms_norm": "composite", "attention": "eager"}),
+    (r"vTrain|Megatron-LM 2022", {"attention": "softmax"}),
+    (r"PURE", {"reduce_dtype": "bf16"}),
+)
+# What of a data sheet such a device has otherwise than its preset.
+CHANGED = {"H100-96-500W": {"memory_rate": 2.4e12}}
+# What rows of one job have in common, whatever their layouts.
+JOB = ("gpu", "model", "gpus", "global_batch", "seq", "dtype", "framework")
+GATED = 16  # a multiple of the width that stands for one without a gate
 # Rows of these sources are among those that the constants of their device were fitted to.
 FITTED = ("Aleph-Alpha", "KempnerInstitute", "pytorch/torchtitan", "arXiv 2205.05198")
+
+
+def read_rows(document: Any, where: str) -> list[dict[str, Any]]:
+    """Published rows; where some of their values stand in lists of ``names``, with these."""
+    try:
+        names = document.get("names", {})
+        rows = [dict(zip(document["fields"], row, strict=True)) for row in document["rows"]]
+        return [row | {key: names[key][row[key]] for key in names} for row in rows]
+    except (AttributeError, TypeError, KeyError, ValueError, IndexError):
+        wanted = "an object with 'fields' and 'rows', lists of as many values"
+        raise InputError(expected(where, wanted, "something else")) from None
+
+
+def same_job(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Equal for layouts of one job."""
+    return (row["source"].split(":")[0], *(row.get(key) for key in JOB))
 
 
 def why_not(row: Mapping[str, Any]) -> str:
     """Why a row is not predicted; empty where it is."""
     if row["gpu"] not in PRESETS:
         return f"no preset is a {row['gpu']}"
-    if row["experts"] or not row["glu"]:
-        return "experts" if row["experts"] else "no gated feed-forward"
-    if row["dtype"] not in ("bf16", "fp16"):
+    if row["dtype"] in ("mxfp8", "fp4"):
         return f"dtype {row['dtype']}"
-    if row["checkpointing"] not in ("none", "full", "selective"):
-        return "checkpointing is not known"
-    if "kernel" in row["framework"] and "flash_attention2 + RMS" not in row["framework"]:
-        return "attention or norms without a kernel of their own"
-    return "compiled" if row["compile"] else ""
+    for key in ("vocab", "micro_batch", "global_batch", "step_time_s"):
+        if not row[key]:
+            return f"{key} is not stated"
+    if row["experts"] and "fp8" in row["dtype"]:
+        return "experts in fp8"
+    return "checkpointing is not known" if row["checkpointing"] == "unknown" else ""
 
 
 def job_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as a job."""
+    """The row as a job. A recipe whose checkpointing is not stated is taken to have none."""
     tensor, pipeline, context = (int(row[key] or 1) for key in ("tp", "pp", "cp"))
     data = row["gpus"] // (tensor * pipeline * context)
     microbatches = max(row["global_batch"] // data // row["micro_batch"], 1)
@@ -60,37 +103,82 @@ def job_of(row: Mapping[str, Any]) -> dict[str, Any]:
         parallel["sequence"] = bool(row["sp"])
     if pipeline > 1:
         parallel["schedule"] = "interleaved_1f1b" if chunks > 1 else "1f1b"
-    if chunks > 1:
+    if chunks > 1 and pipeline > 1:
         parallel["chunks"] = chunks
-    sharded = {"runtime": "fsdp2"}
-    # Kernels that rows name are of attention and norms.
-    kernels = {"attention_backend": "flash", "bias_activation_fusion": False}
-    whole = {"runtime": "megatron", "zero": 1, "reduce_dtype": "bf16", "megatron": kernels}
-    names = {"layers": "layers", "hidden": "dim", "heads": "heads", "kv_heads": "kv_heads"}
+    if row["experts"] and (row.get("ep") or 1) > 1:
+        parallel["expert"] = row["ep"]
+    cluster = {"preset": PRESETS[row["gpu"]], "world_size": row["gpus"]}
+    if row.get("gpus_per_node", 8) != 8:
+        cluster["local_world_size"] = row["gpus_per_node"]
     return {
-        "model": {
-            "kind": "llama",
-            **{ours: row[theirs] for theirs, ours in names.items()},
-            "ffn_dim": row["ffn"],
-            "vocab": row["vocab"],
-        },
-        "cluster": {"preset": PRESETS[row["gpu"]], "world_size": row["gpus"]},
+        "model": _model(row),
+        "cluster": cluster,
         "batch": {"size": row["micro_batch"] * microbatches, "sequence": row["seq"]},
         "parallel": parallel,
-        "memory": (sharded if row["zero"] == 3 else whole)
-        | {"checkpointing": row["checkpointing"]},
+        "memory": _memory(row),
     }
+
+
+def _model(row: Mapping[str, Any]) -> dict[str, Any]:
+    names = {"layers": "layers", "hidden": "dim", "heads": "heads", "kv_heads": "kv_heads"}
+    names |= {"head_dim": "head_dim", "vocab": "vocab", "ffn": "ffn_dim"}
+    found = {"kind": "llama", **{ours: row[theirs] for theirs, ours in names.items()}}
+    if not row["glu"]:
+        found |= _gpt(row)
+    if row["experts"]:
+        found |= {"experts": row["experts"], "experts_per_token": row["top_k"]}
+        found["expert_ffn_dim"] = row["expert_ffn"]
+        if row["shared_ffn"]:
+            found["shared_ffn_dim"] = row["shared_ffn"]
+        found["moe_layers"] = list(range(row["dense_layers"] or 0, row["layers"]))
+    return found
+
+
+def _gpt(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a GPT has otherwise than a llama; Megatron-LM's has biases and dropout by default."""
+    if "mlp" not in ModelSection.__struct_fields__:
+        # A llama whose gated feed-forward has as many parameters comes nearest.
+        return {"tied_embeddings": True, "ffn_dim": round(row["ffn"] * 2 / 3 / GATED) * GATED}
+    found = {"mlp": "gelu", "norm": "layernorm", "positions": row["seq"], "tied_embeddings": True}
+    if "Megatron" in row["framework"] and "CI" not in row["framework"]:
+        found |= {"bias": True, "dropout": 0.1, "attention_dropout": 0.1}
+    return found
+
+
+def _memory(row: Mapping[str, Any]) -> dict[str, Any]:
+    policy = row["checkpointing"].replace("unknown (recipe)", "none")
+    if policy == "selective" and "Megatron" in row["framework"]:
+        policy = "core_attention"
+    found: dict[str, Any] = {"runtime": "fsdp2", "checkpointing": policy}
+    dtype = row["dtype"] if row["dtype"] in ("bf16", "fp16") else "bf16"
+    if row["zero"] == 2:
+        found["reshard_after_forward"] = False
+    elif row["zero"] != 3:
+        found |= {"runtime": "megatron", "reduce_dtype": dtype}
+        found |= {"zero": 1} if row["zero"] == 1 else {}
+    if dtype != "bf16":
+        found["param_dtype"] = dtype
+    if row["dtype"].startswith("fp8"):
+        found["float8"] = "rowwise" if "rowwise" in row["dtype"] else "tensorwise"
+    if row["compile"]:
+        found["compile"] = True
+    keys = next((keys for words, keys in OTHERWISE if re.search(words, row["framework"])), {})
+    attention = keys.get("attention", "flash")
+    if found["runtime"] == "megatron" and "megatron" in MemorySection.__struct_fields__:
+        fused = {"attention_backend": "flash" if attention == "flash" else "local"}
+        found["megatron"] = fused | {"masked_softmax_fusion": attention != "eager"}
+        if "kernel" in row["framework"]:  # Aleph Alpha's layers are of plain torch
+            plain = ("bias_activation_fusion", "gradient_accumulation_fusion")
+            found["megatron"] |= dict.fromkeys(plain, False)
+    elif attention != "flash":
+        found["attention"] = "eager"
+    return found | {key: value for key, value in keys.items() if key != "attention"}
 
 
 def compare(document: Any, where: str) -> dict[str, Any]:
     """Every row that can be predicted, and what the errors of each source are."""
-    try:
-        rows = [dict(zip(document["fields"], row, strict=True)) for row in document["rows"]]
-    except (TypeError, KeyError, ValueError):
-        wanted = "an object with 'fields' and 'rows', lists of as many values"
-        raise InputError(expected(where, wanted, "something else")) from None
     told, left_out = [], Counter[str]()
-    for row in rows:
+    for row in read_rows(document, where):
         why = why_not(row)
         if not why:
             try:
@@ -111,7 +199,7 @@ def compare(document: Any, where: str) -> dict[str, Any]:
 
 def predicted(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row with what is predicted."""
-    time = estimated(parse_job(job_of(row))).time
+    time = timed(parse_job(job_of(row)))
     assert time, "a preset of an accelerator has a clock"
     measured = row["step_time_s"]
     keys = (
@@ -158,9 +246,7 @@ def ordered(rows: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
     """Of pairs of layouts of one job over 5 % apart, how many are predicted in order, and all."""
     jobs = defaultdict(list)
     for row in rows:
-        jobs[row["source"].split(":")[0], row["model"], row["gpus"], row["global_batch"]].append(
-            row
-        )
+        jobs[same_job(row)].append(row)
     right = pairs = 0
     for its in jobs.values():
         for place, one in enumerate(its):

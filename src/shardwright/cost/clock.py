@@ -4,7 +4,7 @@ A product takes its FLOPs at the peak rate of its dtype times an efficiency that
 product: ``e / (1 + h (1/m + 1/n + 1/k))``. Attention has a share of the peak of its own; every
 other operator takes the bytes that it reads and writes at a share of the memory's rate. Kernels
 are launched one after the other beside them: a piece takes whatever is longer, what its kernels
-compute or what their launches take.
+compute or what their launches take, and a share of the other.
 """
 
 # Why so few constants: each says something of the machine that another model on it shares, and is
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from shardwright.core.amount import maximum, named, noted, plain, summed
+from shardwright.core.amount import maximum, minimum, named, noted, plain, summed
 from shardwright.core.recording import Piece
 from shardwright.core.work import AttentionCalls, OperatorShapes, Product, Sent
 from shardwright.cost import dense, network
@@ -54,6 +54,9 @@ def reached(c: Mapping[str, Any]) -> Mapping[str, Any]:
     def reach(name: str, share: str) -> None:
         found[name] = named(f"{name}_reached", c[name] * c[share], "B/s")
 
+    found["replica_rate"] = named(
+        "replica_rate", c["inter_host_rate"] * c["replica_efficiency"], "B/s"
+    )
     reach("memory_rate", "memory_efficiency")
     reach("inter_host_rate", "network_efficiency")
     for collective in network.CROSSINGS:
@@ -70,7 +73,13 @@ def computed_seconds(piece: Piece, c: Mapping[str, Any], dtype: str) -> Any:
         work = piece.work
         return dense.compute_seconds(work.calls, work.flops, work.moved, c, dtype)
     found = piece_seconds(piece, c)
-    return maximum(named("computing", found.computing, "s"), found.launches)
+    return beside_launches(named("computing", found.computing, "s"), found.launches, c)
+
+
+def beside_launches(computing: Any, launches: Any, c: Mapping[str, Any]) -> Any:
+    """Seconds of kernels and of their launches together: some wait for the host and others for the
+    device, so that both take more than the longer of them."""
+    return maximum(computing, launches) + c["interleaves"] * minimum(computing, launches)
 
 
 def piece_seconds(piece: Piece, c: Mapping[str, Any]) -> WorkSeconds:

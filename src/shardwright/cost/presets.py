@@ -141,6 +141,8 @@ _EPYC = DataSheet("AMD EPYC 9654 data sheet", "2022-11")
 
 _A100_40 = DataSheet("NVIDIA A100 40GB SXM data sheet", "2020-05")
 _H100_PCIE = DataSheet("NVIDIA H100 PCIe data sheet", "2023-03")
+_H100_NVL = DataSheet("NVIDIA H100 NVL data sheet", "2024-03")
+_GB200 = DataSheet("NVIDIA GB200 NVL72 data sheet", "2024-10")
 _L40S = DataSheet("NVIDIA L40S data sheet", "2023-08")
 _ADA = DataSheet("NVIDIA Ada GPU architecture, GeForce RTX 4090", "2022-09")
 _BLACKWELL = DataSheet("NVIDIA RTX Blackwell GPU architecture, GeForce RTX 5090", "2025-01")
@@ -151,6 +153,7 @@ _NVLINK = "NVLink per direction, half of {}"
 _DENSE = "{dtype}, dense"
 _SUMMED = "{dtype}, dense, summed in fp32"
 _SPARSE = "dense, half of the {sparse:,.0f} TFLOP/s with sparsity, {dtype}"
+_QUARTER = "dense, a quarter of the {two:,.0f} PFLOP/s of two with sparsity, {dtype}"
 _EIGHTH = "dense, a sixteenth of the {eight:,.0f} PFLOP/s of eight with sparsity, {dtype}"
 
 
@@ -159,7 +162,9 @@ def _products(sheet: DataSheet, words: str, half: float, tf32: float, fp8: float
     rates = {"bf16": half, "fp16": half, "tf32": tf32, "fp8": fp8}
     return {
         dtype: sheet.says(
-            rate, "FLOP/s", words.format(dtype=dtype, sparse=2e-12 * rate, eight=16e-15 * rate)
+            rate,
+            "FLOP/s",
+            words.format(dtype=dtype, sparse=2e-12 * rate, two=4e-15 * rate, eight=16e-15 * rate),
         )
         for dtype, rate in rates.items()
         if rate
@@ -228,6 +233,24 @@ H100_PCIE = _accelerator(
     network=assumed(25e9, "B/s", "one 200 Gb/s port per GPU"),
     bus=_H100_PCIE.says(64e9, "B/s", "PCIe 5 x16 per direction"),
     ddr=assumed(76.8e9, "B/s", "an eighth of two sockets of eight channels of DDR5-4800"),
+)
+H100_NVL = _accelerator(
+    compute=_H100_NVL.says(60e12, "FLOP/s", "fp32"),
+    products=_products(_H100_NVL, _SPARSE, 835.5e12, 417.5e12, 1670.5e12),
+    memory=_H100_NVL.says(3.9e12, "B/s"),
+    link=_H100_NVL.says(64e9, "B/s", "PCIe 5 x16 per direction; bridges join pairs only"),
+    network=assumed(25e9, "B/s", "one 200 Gb/s port per GPU"),
+    bus=_H100_NVL.says(64e9, "B/s", "PCIe 5 x16 per direction"),
+    ddr=assumed(76.8e9, "B/s", "an eighth of two sockets of eight channels of DDR5-4800"),
+)
+GB200 = _accelerator(
+    compute=_GB200.says(80e12, "FLOP/s", "half of the 160 TFLOP/s of two, fp32"),
+    products=_products(_GB200, _QUARTER, 2.5e15, 1.25e15, 5e15),
+    memory=_GB200.says(8e12, "B/s", "half of the 16 TB/s of two"),
+    link=_GB200.says(900e9, "B/s", _NVLINK.format("1.8 TB/s")),
+    network=assumed(50e9, "B/s", "one 400 Gb/s port per GPU"),
+    bus=_GB200.says(225e9, "B/s", "NVLink-C2C per direction, a quarter of 900 GB/s for two"),
+    ddr=_GB200.says(256e9, "B/s", "half of the 512 GB/s of a Grace"),
 )
 L40S = _accelerator(
     compute=_L40S.says(91.6e12, "FLOP/s", "fp32"),
@@ -342,22 +365,24 @@ ADDITIVE = {
 }
 
 # What a step's seconds rest on beside data sheets (:mod:`shardwright.cost.clock`): a unit, and what
-# fits runs on A100 (six sources that others published, dense models in 16 bits, each source one
-# vote), on H100 and H200 (three), and on both, for a machine of which nobody published enough. Each
-# says something of the machine, whatever runs on it.
+# fits steps that others published on A100, on H100 and H200 (dense models in 16 bits), and on both,
+# for a machine of which nobody published enough: `validation/published/fit.py` fits them, and says
+# what they are worth on rows left out. Each says something of the machine, whatever runs on it.
 _FITTED: dict[str, tuple[str, float, float, float]] = {
-    "product_efficiency": ("share", 0.797, 0.721, 0.785),  # of the peak that large products reach
-    "product_half_size": ("elements", 211.0, 417.0, 207.0),  # with a side of that, half of it
-    "attention_efficiency": ("share", 0.454, 0.291, 0.402),  # of the peak, heads of 128
-    "memory_efficiency": ("share", 0.819, 0.840, 0.818),  # of the data sheet's rate
-    "launch_latency": ("s", 21e-6, 6e-6, 20e-6),  # of a kernel, on the host
-    "link_efficiency": ("share", 0.757, 0.874, 0.763),  # of the rate inside a host
-    "network_efficiency": ("share", 0.705, 0.707, 0.707),  # of the rate across hosts
-    "collective_latency": ("s", 15e-6, 15e-6, 15e-6),
+    "product_efficiency": ("share", 0.7, 0.583, 0.681),  # of the peak that large products reach
+    "product_half_size": ("elements", 49.9, 93.0, 33.0),  # with a side of that, half of it
+    "attention_efficiency": ("share", 0.361, 0.184, 0.328),  # of the peak, heads of 128
+    "memory_efficiency": ("share", 0.882, 0.813, 0.903),  # of the data sheet's rate
+    "launch_latency": ("s", 4.03e-05, 4.1e-05, 4e-05),  # of a kernel, on the host
+    "interleaves": ("share", 0.361, 0.421, 0.351),  # of launches or kernels, the shorter
+    "link_efficiency": ("share", 1.0, 1.0, 0.899),  # of the rate inside a host
+    "network_efficiency": ("share", 0.771, 0.857, 0.745),  # of the rate across hosts
+    "replica_efficiency": ("share", 0.104, 0.098, 0.13),  # of it, for gradients of replicas
+    "collective_latency": ("s", 2.6e-05, 3.11e-05, 6.52e-05),
     "hides": ("share", 0.8, 0.8, 0.8),  # of compute, beside which collectives may travel
-    "slows": ("share", 0.15, 0.156, 0.152),  # of hidden collectives' seconds, lost to compute
-    "step_latency": ("s", 0.019, 0.022, 0.021),  # of a step, that nothing else explains
-    "range": ("share", 0.3, 0.35, 0.6),  # by which most runs are faster or slower
+    "slows": ("share", 0.55, 0.32, 1.0),  # of hidden collectives' seconds, lost to compute
+    "step_latency": ("s", 0.00584, 0.00634, 0.0049),  # of a step, that nothing else explains
+    "range": ("share", 0.15, 0.198, 0.408),  # by which most runs are faster or slower
 }
 
 
@@ -368,8 +393,8 @@ def _clock(column: int, source: str) -> dict[str, Constant]:
     }
 
 
-_ON_A100 = _clock(0, "fitted to published runs on A100 of six sources")
-_ON_H100 = _clock(1, "fitted to published runs on H100 and H200 of three sources")
+_ON_A100 = _clock(0, "fitted to 495 published runs on A100, of 4 sources")
+_ON_H100 = _clock(1, "fitted to 46 published runs on H100 and H200, of 3 sources")
 _ANYWHERE_ELSE = _clock(2, "not fitted to this device: what fits A100 and H100")
 
 
@@ -399,6 +424,11 @@ HARDWARE = {
     "a100-40-8": _server((40, 128, 1920), f"{_A100_40.name}; host assumed", A100_40, _ON_A100),
     "h100-pcie-8": _server(
         (80, 128, 1920), f"{_H100_PCIE.name}; host assumed", H100_PCIE, _ON_H100
+    ),
+    "h100-nvl-8": _server((94, 128, 1920), f"{_H100_NVL.name}; host assumed", H100_NVL, _ON_H100),
+    # One host is what NVLink joins.
+    "gb200-72": _server(
+        (186, 223, 1920), f"{_GB200.name}; disks assumed", GB200, _ANYWHERE_ELSE, ranks=72
     ),
     "l40s-8": _server((48, 128, 960), f"{_L40S.name}; host assumed", L40S, _ANYWHERE_ELSE),
     "rtx4090-1": _server(

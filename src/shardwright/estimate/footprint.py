@@ -150,6 +150,7 @@ def settings_of(job: Job, device: str, policy: str = "") -> dict[str, str]:
         return batch
     section, usual = memory_of(job), MemorySection()
     rest = ("zero", "compile", "float8", "offload", "loss", "implementation", "allocator")
+    rest += ("attention", "rms_norm")
     values = {name: getattr(section, name) for name in rest}
     changed = {
         name: str(list(value) if isinstance(value, tuple) else value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from msgspec import UNSET, UnsetType
 
@@ -19,7 +19,13 @@ from shardwright.core.footprint import StepTime
 from shardwright.core.optimizers import Optimizer
 from shardwright.core.recording import Piece, RecordedUnit
 from shardwright.core.tensor import TensorSpec, element_bytes
-from shardwright.cost.clock import has_clock, piece_seconds, ring_seconds, sent_seconds
+from shardwright.cost.clock import (
+    beside_launches,
+    has_clock,
+    piece_seconds,
+    ring_seconds,
+    sent_seconds,
+)
 from shardwright.cost.dense import product_rate
 from shardwright.heap.machine import Sharding
 from shardwright.heap.rank_step import Chunk, states
@@ -122,6 +128,14 @@ class RankClock:
         seconds = ring_seconds(each, ranks, beside, self.host, self.c, times)
         return float(sums.units * seconds)
 
+    def among_replicas(
+        self, sums: UnitSums, nbytes: float, ranks: int, beside: int, times: int = 1
+    ) -> float:
+        """The same among those that have the same parameters: on a network it begins when the last
+        of them has its gradients, and all others wait."""
+        c = {**self.c, "inter_host_rate": self.c["replica_rate"]}
+        return replace(self, c=c).rings(sums, nbytes, ranks, beside, times)
+
     def passed(self, pieces: Sequence[Piece]) -> PassSeconds:
         """A forward or backward, without what units gather and reduce."""
         found = PassSeconds()
@@ -144,7 +158,7 @@ class RankClock:
             one.parts["products"] += spent.products
             one.parts["attention"] += spent.attention
             one.parts["elementwise"] += spent.elementwise
-            one.parts["launches"] += max(spent.launches - busy, 0.0)
+            one.parts["launches"] += beside_launches(busy, spent.launches, self.c) - busy
             found.add(one, times[id(piece)])
         return found
 
@@ -198,8 +212,10 @@ def stage_of(work: StageWork, sharding: Sharding, clock: RankClock, optimizer: O
         # Replicas sum what they have of a gradient, which an all-reduce moves twice. Where they
         # share states each gets a part of the sum, and what they updated is gathered again.
         among = (replicas, tensor * shards)
-        reduced += clock.rings(sums, sums.summed / shards, *among, 1 if states_shared else 2)
-        gathered += clock.rings(sums, sums.computed, *among) if states_shared else 0.0
+        reduced += clock.among_replicas(
+            sums, sums.summed / shards, *among, 1 if states_shared else 2
+        )
+        gathered += clock.among_replicas(sums, sums.computed, *among) if states_shared else 0.0
         among_all = shards * replicas if states_shared else shards
         update += sums.touched / among_all / c["ddr_rate" if on_host else "memory_rate"]
         if away:  # a share goes to the device before a gather, its sum comes back
@@ -218,7 +234,7 @@ def stage_of(work: StageWork, sharding: Sharding, clock: RankClock, optimizer: O
     if each:
         backward.parts[SHARDED] = clock.hidden(reduced + again, backward.seconds)
     once = (0.0 if comes else gathered) + (0.0 if each else reduced)
-    if not states_shared:
+    if not (states_shared or sharding.waits):
         once = clock.hidden(once, forward.seconds + backward.seconds)
     return Stage(forward, backward, once, update)
 

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from msgspec import UNSET, UnsetType
 
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.footprint import Footprint, StepTime
 from shardwright.core.llama import LLAMA_EXPERTS, LlamaShape
 from shardwright.core.optimizers import Optimizer, optimizer_named
@@ -72,6 +72,20 @@ def estimated(
     return _Estimate(job).result(details, rank, spare)
 
 
+def chunks_of(job: Job) -> tuple[list[Sequence[Chunk]], Sharding, Degrees]:
+    """What the ranks of a job's pipeline compute, how data ranks share parameters, and how ranks
+    are divided: what a step's seconds follow from, without its memory."""
+    made = _Estimate(job)
+    chunks = [made.step(each, made.parallel).chunks for each in made.ranks]
+    return chunks, made.sharding, made.degrees
+
+
+def timed(job: Job) -> StepTime | UnsetType:
+    """A step's seconds as :func:`estimated` has them, without its memory, which takes longer."""
+    made = _Estimate(job)
+    return made.time([made.step(each, made.parallel).chunks for each in made.ranks])
+
+
 class _Estimate:
     """A job with everything worked out that all of its ranks share."""
 
@@ -92,16 +106,9 @@ class _Estimate:
         block = optimizer_of(job).block
         self.sharding = sharding(self.section, self.degrees, self.device == "cuda", experts, block)
         self.machine = machine_of(self.section, self.sharding)
-        settings = self.section.megatron_settings
-        self.treatment = Treatment(
-            self.device,
-            self.section.policy,
-            bool(self.section.compile),
-            self.section.compile is True,
-            float8_scaling(self.section) or "",
-            "fused" if settings is None or settings.rms_norm_fusion else "composite",
-        )
+        self.treatment = treatment_of(self.section, self.device, self.degrees)
         self.model = recorded_model(job, self.degrees, self.treatment)
+        self.ranks = pipeline_ranks(self.model.layers, self.degrees, ends_of(self.section))
         self.operators: list[tuple[str, ...]] = []
         self.assumptions = [*optimizer_of(job).assumptions(), *_sharing(job, self.degrees)]
 
@@ -142,22 +149,23 @@ class _Estimate:
             outside=extras,
             assumptions=tuple(dict.fromkeys(self.assumptions)),
             source=f"Estimated without a plan, for none follows {keys}." if keys else "",
-            time=self._time(classes),
+            # Where routing is uneven the last class of a stage is the usual one.
+            time=self.time(
+                list({c.coordinates.get("pipeline", 0): c.step.chunks for c in classes}.values())
+            ),
         )
 
-    def _time(self, classes: Sequence[RankClass]) -> StepTime | UnsetType:
-        """A step's seconds on an accelerator whose clock is known."""
+    def time(self, ranks: Sequence[Sequence[Chunk]]) -> StepTime | UnsetType:
+        """A step's seconds on an accelerator whose clock is known, of ranks of a pipeline."""
         preset = HARDWARE.get(self.job.cluster.preset or "")
         if self.device != "cuda" or preset is None or not preset.clock:
             return UNSET
-        # Where routing is uneven the last class of a stage is the usual one.
-        ranks = {each.coordinates.get("pipeline", 0): each.step.chunks for each in classes}
         c = reached(self.cluster.values)
         host = self.cluster.local_world_size or self.degrees.world_size
         clock = RankClock(self.degrees, host, c, preset.clock["range"].source)
         dtype = self.section.param_dtype or "fp32"
         return step_time(
-            list(ranks.values()),
+            ranks,
             self.sharding,
             clock,
             optimizer_of(self.job),
@@ -172,16 +180,14 @@ class _Estimate:
         count = degrees.world_size // degrees.pipeline
         holders = _expert_holders(self.job, degrees)
         holding = "ranks with experts" if holders else ""
-        settings = self.section.megatron_settings
-        ends = settings.ends if settings else ENDS_WEIGH
-        for rank in pipeline_ranks(self.model.layers, degrees, ends):
+        for rank in self.ranks:
             stage = f"stage {rank.rank}" if degrees.pipeline > 1 else ""
             where = {"pipeline": rank.rank} if degrees.pipeline > 1 else {}
             for title, share, section in self._loads():
                 name = ", ".join(filter(None, (stage, holding, title))) or "all ranks"
                 ranks = count if share is None else max(1, round(count * share))
                 ranks = ranks * holders // degrees.shards if holders else ranks
-                step = self._step(rank, section)
+                step = self.step(rank, section)
                 yield RankClass(name, ranks, where, step, step.ledger(self.machine))
 
     def _loads(self) -> Iterator[tuple[str, float | None, ParallelSection]]:
@@ -196,7 +202,8 @@ class _Estimate:
             section = msgspec.structs.replace(self.parallel, expert_load=quantile)
             yield title, share, section
 
-    def _step(self, rank: PipelineRank, parallel: ParallelSection) -> RankStep:
+    def step(self, rank: PipelineRank, parallel: ParallelSection) -> RankStep:
+        """What a rank of the pipeline does."""
         stages = [self.model.recorded(parallel, stage) for stage in rank.stages]
         for each in stages:
             self.assumptions.extend(each.recording.notes)
@@ -213,6 +220,39 @@ class _Estimate:
             optimizer_of(self.job),
             receives,
         )
+
+
+def treatment_of(section: MemorySection, device: str, degrees: Degrees) -> Treatment:
+    """How a step is recorded for the device that it is of."""
+    return Treatment(
+        device,
+        section.policy,
+        bool(section.compile),
+        section.compile is True,
+        float8_scaling(section) or "",
+        *_kernels(section, device, degrees),
+    )
+
+
+def ends_of(section: MemorySection) -> tuple[int, int]:
+    """What embedding and head weigh, in layers, where layers are dealt out to stages."""
+    settings = section.megatron_settings
+    return settings.ends if settings else ENDS_WEIGH
+
+
+def _kernels(section: MemorySection, device: str, degrees: Degrees) -> tuple[str, str]:
+    """Those of attention and norms that a job names; InputError where there are none to choose."""
+    attention, norm = section.attention or "flash", section.rms_norm or "fused"
+    if settings := section.megatron_settings:
+        norm = "fused" if settings.rms_norm_fusion else "composite"
+    if device == "cpu" and (attention, norm) != ("flash", "fused"):
+        key = "attention" if attention != "flash" else "rms_norm"
+        wanted = "nothing beside lowering = 'cpu', whose kernels are those of this torch"
+        raise InputError(expected(f"memory.{key}", wanted, repr(getattr(section, key))))
+    if degrees.context > 1 and attention != "flash":
+        wanted = "'flash' where parallel.context divides a sequence"
+        raise InputError(expected("memory.attention", wanted, repr(attention)))
+    return attention, norm
 
 
 def _refuse_compiled_experts(job: Job) -> None:
@@ -348,6 +388,7 @@ def sharding(
         zero=section.stage,
         reduces=_reduces(section, degrees),
         shares=_shares(section),
+        waits=section.runtime == "megatron",  # but with --overlap-grad-reduce
         on_gpu=on_gpu,
         offload=section.on_host,
         twice=section.twice,

@@ -45,6 +45,7 @@ class Sharding(Dtypes, frozen=True):
     gradients and states of all units with ``offload``, or of those in ``offloaded``, are in host
     memory. Gradients and states of shards that are cut ``twice`` are cut over ``replicas``, too.
     ``reduce_scatter_inputs`` and ``holds_all_reduced`` are of FSDP2 (``job.memory.Fsdp2Section``).
+    A runtime that ``waits`` sums gradients of whole parameters when all of them are there.
     Large tensors are cut between blocks of ``block`` elements. ``experts`` name units, with ``*``
     for any part.
     """
@@ -60,6 +61,7 @@ class Sharding(Dtypes, frozen=True):
     flat: bool = True
     reduces: Reduces = "each"
     shares: Shares = "all"
+    waits: bool = False
     on_gpu: bool = True
     offload: bool = False
     offloaded: frozenset[str] = frozenset()

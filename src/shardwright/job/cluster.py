@@ -27,8 +27,8 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         preset (by device): ``local``, ``cpu-host``, ``v100-8``, ``a100-8``, ``h100-8``, ``h200-8``,
-            ``b200-8``, ``mi300x-8``, ``a100-40-8``, ``h100-pcie-8``, ``l40s-8``, ``rtx4090-1``,
-            ``rtx5090-1``: constants and capacities
+            ``b200-8``, ``gb200-72``, ``mi300x-8``, ``a100-40-8``, ``h100-pcie-8``, ``h100-nvl-8``,
+            ``l40s-8``, ``rtx4090-1``, ``rtx5090-1``: constants and capacities
         file: instead of a preset a cluster file of ``shardwright calibrate``, found from the
             working directory, else beside the job. What it said stays with the job in the plan, as
             ``measured``
@@ -107,8 +107,10 @@ DEVICES = {
     "A100-40": "a100-40-8",
     "H100": "h100-8",
     "H100-PCIe": "h100-pcie-8",
+    "H100-NVL": "h100-nvl-8",
     "H200": "h200-8",
     "B200": "b200-8",
+    "GB200": "gb200-72",
     "MI300X": "mi300x-8",
     "L40S": "l40s-8",
     "RTX4090": "rtx4090-1",

@@ -24,6 +24,8 @@ ComputeDtype = Literal["bf16", "fp16", "fp32"]
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
 Offload = Literal["none", "states", "all", "auto"]
 Float8 = Literal["tensorwise", "rowwise"]
+AttentionKernel = Literal["flash", "eager"]
+NormKernel = Literal["fused", "composite"]
 
 # What is kept of a block for its backward. "layers:N" computes every Nth block again as a whole,
 # "save:aten.mm,..." all but the results of these operators.
@@ -109,6 +111,10 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         fp32_logits (``false``): of a llama: the model returns a copy of its logits in fp32, and the
             step names it until its backward is over (``logits = model(tokens).float()``), as many
             trainers do; not beside ``"chunked"``, whose logits are never whole
+        attention (``"flash"``): of an accelerator, what scaled dot product attention is: a kernel
+            without a matrix of scores, or operator by operator, as ``transformers``' ``"eager"``
+        rms_norm (``"fused"``): of an accelerator: one kernel, or ``"composite"``: operator by
+            operator in fp32, as before torch 2.9
         fsdp2: how ``runtime = "fsdp2"`` is set, by torch's names
         megatron: of a llama beside ``runtime = "megatron"``: how it is set, by its arguments
     """
@@ -129,6 +135,8 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Keys that are younger than the format of plans: where nobody gives them they are not written,
     # and a plan's fingerprint is what it was.
     fp32_logits: bool | UnsetType = UNSET
+    attention: AttentionKernel | UnsetType = UNSET
+    rms_norm: NormKernel | UnsetType = UNSET
     fsdp2: Fsdp2Section | UnsetType = UNSET
     megatron: MegatronSettings | UnsetType = UNSET
 
@@ -140,7 +148,12 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         settings = UNSET if self.fsdp2_settings == Fsdp2Section() else self.fsdp2
         layers = UNSET if self.megatron == MegatronSettings() else self.megatron
         return msgspec.structs.replace(
-            self, fp32_logits=self.fp32_logits or UNSET, fsdp2=settings, megatron=layers
+            self,
+            fp32_logits=self.fp32_logits or UNSET,
+            attention=UNSET if self.attention == "flash" else self.attention,
+            rms_norm=UNSET if self.rms_norm == "fused" else self.rms_norm,
+            fsdp2=settings,
+            megatron=layers,
         )
 
     @property

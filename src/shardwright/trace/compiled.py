@@ -31,10 +31,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.work import Work
 from shardwright.trace.checkpointing import Policy, policy
 from shardwright.trace.fused import Fused, Held
 from shardwright.trace.lowering.kernels import Kernels
 from shardwright.trace.lowering.lowered import Lowering, alone
+from shardwright.trace.work import tell
 
 GIB = 2**30
 # Llama 3.1 8B, FSDP on 8 H100, local batch 2, sequence 8192, selective checkpointing by operator:
@@ -346,11 +348,13 @@ class _CompiledLoss(torch.autograd.Function):
     def forward(context: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         statistics = logits.new_empty((STATISTICS, targets.numel()), dtype=torch.float32)
         context.save_for_backward(logits, statistics)
+        tell(logits, Work(1, 0, logits.numel() * logits.element_size()))
         return logits.new_empty((), dtype=torch.float32)
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
         logits, _ = context.saved_tensors
+        tell(logits, Work(1, 0, 2 * logits.numel() * logits.element_size()))
         return torch.empty_like(logits), None
 
 

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwright.core.work import Work
 from shardwright.trace.lowering.lowered import take
 from shardwright.trace.lowering.operators import workspace
+from shardwright.trace.work import NO_OPERATORS, NOTHING, Counted, tell, work_of
 from shardwright.tracker.private import OpOverload
 
 Held = Any  # a tensor, or what a graph returns in its place
@@ -48,6 +50,7 @@ class Fused:
                 self._reads[node] = self._read(node)
         self._inner = {n: _inner(n) for n in self._stored} if workspaces else {}
         self._last = self._last_uses()
+        self._work = self._computed()
 
     def run(self, inputs: list[Held]) -> list[Held]:
         """``inputs`` is emptied, so that what nobody else holds is freed after its last use."""
@@ -59,6 +62,7 @@ class Fused:
         inputs.clear()
         tensor = None
         like = next(iter(held.values()))
+        tell(like, *self._work)
         for node in self.nodes:
             if node in self._stored:
                 inner = self._inner.get(node, 0)
@@ -119,6 +123,24 @@ class Fused:
             return frozenset({(source, place)}) if source in self._stored else self._reads[source]
         return frozenset().union(*(self._reads[source] for source in node.all_input_nodes))
 
+    def _computed(self) -> Counted:
+        """Of all kernels: a library's by its operator, a generated one by what it reads and writes,
+        which are the values that are stored."""
+        work, shapes = NOTHING, NO_OPERATORS
+        for node in self.nodes:
+            if node not in self._stored:
+                continue
+            if not _inlined(node) and _kind(node) not in REDUCTIONS:
+                keywords = {key: _valued(value) for key, value in node.kwargs.items()}
+                more, its = work_of(node.target, _valued(node.args), keywords, node.meta["val"])
+                work, shapes = work + more, shapes + its
+                continue
+            read = {cell for source in node.all_input_nodes for cell in self._reads[source]}
+            values = [*_values(node), *(_values(source)[place] for source, place in read)]
+            moved = sum(v.numel() * v.element_size() for v in values if isinstance(v, Tensor))
+            work += Work(1, 0, moved)
+        return work, shapes
+
     def _last_uses(self) -> dict[fx.Node, list[Cell]]:
         last: dict[Cell, fx.Node] = {}
         for node in self.nodes:
@@ -174,9 +196,11 @@ def _inner(node: fx.Node) -> int:
     if not isinstance(node.target, OpOverload):
         return 0
 
-    def value(argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            return argument.meta.get("val")
-        return [value(a) for a in argument] if isinstance(argument, (list, tuple)) else argument
+    return workspace(node.target, _valued(node.args))
 
-    return workspace(node.target, [value(argument) for argument in node.args])
+
+def _valued(argument: Any) -> Any:
+    """What a node was traced with, for the nodes among its arguments."""
+    if isinstance(argument, fx.Node):
+        return argument.meta.get("val")
+    return [_valued(a) for a in argument] if isinstance(argument, (list, tuple)) else argument

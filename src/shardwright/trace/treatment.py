@@ -17,14 +17,15 @@ from shardwright.trace.lowering.kernels import kernels
 
 
 class Treatment(msgspec.Struct, frozen=True):
-    """Names as a job writes them; ``float8`` is a recipe, empty for none, ``rms_norm`` the kernel
-    of an accelerator's norms."""
+    """Names as a job writes them; ``float8`` is a recipe, empty for none. ``attention`` and
+    ``rms_norm`` are kernels of an accelerator."""
 
     device: str = "cuda"
     checkpointing: str = "none"
     compile: bool = False
     compiled_loss: bool = False
     float8: str = ""
+    attention: str = "flash"
     rms_norm: str = "fused"
 
     @contextmanager
@@ -44,8 +45,9 @@ class Treatment(msgspec.Struct, frozen=True):
             if self.compile:
                 from shardwright.trace.compiled import apply_compile  # seconds of imports
 
+                own = kernels(self.device, self.attention, self.rms_norm)
                 for its, name in ((picked, chosen), (others, policy("none"))):
-                    done = stack.enter_context(apply_compile(its, name, kernels(self.device)))
+                    done = stack.enter_context(apply_compile(its, name, own))
                     result.compiled.append(done)
             else:
                 stack.enter_context(apply_checkpointing(picked, chosen))
@@ -64,7 +66,8 @@ class AppliedTreatment:
         """The context of a forward and a backward."""
         if self.treatment.device == "cpu":
             return nullcontext()
-        return lowering(self.treatment.device, rms_norm=self.treatment.rms_norm)
+        own = self.treatment
+        return lowering(own.device, own.attention, own.rms_norm)
 
     @property
     def notes(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils.flop_counter import (
     flop_registry,
@@ -49,7 +50,22 @@ def work_of(function: Any, arguments: Any, keywords: Any, result: Any) -> Counte
     if counted is not None:
         flops = int(counted(*arguments, **keywords, out_val=result))
         return Work(1, flops), OperatorShapes(_product(packet, arguments, flops))
-    return Work(1, 0, sum(_bytes(arguments)) + sum(_bytes(result))), NO_OPERATORS
+    return Work(1, 0, _moved(packet, arguments, result)), NO_OPERATORS
+
+
+# Operators that read a few rows or elements of their first tensor.
+_READ_SOME = frozenset({aten.embedding, aten.gather, aten.nll_loss_forward})
+_IGNORE_SECOND = frozenset({aten.nll_loss_backward})  # which asks it for its shape alone
+
+
+def _moved(packet: Any, arguments: Any, result: Any) -> int:
+    """Bytes that an operator reads and writes: all of what it takes and gives, but of a tensor in
+    which it picks as much as it picks."""
+    first, rest, back = (sum(_bytes(each)) for each in (arguments[:1], arguments[1:], result))
+    if packet in _READ_SOME:
+        return rest + back + min(first, back)
+    ignored = sum(_bytes(arguments[1])) if packet in _IGNORE_SECOND else 0
+    return first + rest + back - ignored
 
 
 # Where the matrices of a product are among an operator's arguments, and a convolution's weight.
@@ -75,7 +91,8 @@ def _product(packet: Any, arguments: Any, flops: int) -> tuple[Product, ...]:
 
 
 def _dtype(tensor: torch.Tensor) -> str:
-    return NAMES.get(tensor.dtype, "fp32")
+    # Both formats of 8 bits go at one rate.
+    return NAMES.get(tensor.dtype, "fp32").removesuffix("_e5m2")
 
 
 def _given(function: Any, arguments: Any, keywords: Any) -> dict[str, Any]:
@@ -105,7 +122,26 @@ def _attended(name: str, given: dict[str, Any], result: Any) -> Counted:
     )
 
 
+@torch.library.custom_op("shardwright::computes", mutates_args=())
+def _computes(like: torch.Tensor, work: str) -> None:
+    """Stands for kernels that a compiler would generate, of which no operator is left."""
+
+
+_computes.register_fake(lambda like, work: None)
+
+
+def tell(like: torch.Tensor, work: Work, shapes: OperatorShapes = NO_OPERATORS) -> None:
+    """Have it recorded that so much is computed here; ``like`` is any tensor that is there."""
+    _computes(like, msgspec.json.encode((work, shapes)).decode())
+
+
+def _told(name: str, given: dict[str, Any], result: Any) -> Counted:
+    found: Counted = msgspec.json.decode(given["work"], type=Counted)
+    return found
+
+
 _OF_OURS = {
+    "computes": _told,
     "all_gather": _sent,
     "reduce_scatter": _sent,
     "all_reduce": _sent,

@@ -39,7 +39,14 @@ from shardwright.estimate.step_time import (
     time_of,
     transfer_seconds,
 )
-from shardwright.estimate.unplanned import machine_of, optimizer_of, recorded_model, sharding
+from shardwright.estimate.unplanned import (
+    ends_of,
+    machine_of,
+    optimizer_of,
+    recorded_model,
+    sharding,
+    treatment_of,
+)
 from shardwright.heap.ledger import Ledger
 from shardwright.heap.machine import Sharding
 from shardwright.heap.rank_step import states
@@ -50,7 +57,6 @@ from shardwright.job.pipelining import stage_of as place_of
 from shardwright.planner.profiles import cluster_of
 from shardwright.planner.variation import changed
 from shardwright.trace.checkpointing import policy
-from shardwright.trace.treatment import Treatment
 
 PAIRS = ((1, 2), (2, 4))  # sizes of microbatches that larger ones are drawn by
 FEW = 2  # layers that are recorded where all are alike
@@ -132,9 +138,10 @@ class Pricing:
         self.c = reached(self.cluster.values)
         self.source = preset.clock["range"].source
         self.host = self.cluster.local_world_size or space.world
-        self.device = memory_of(self.job).lowering or self.cluster.compute_device
+        self.section = memory_of(self.job)
+        self.device = self.section.lowering or self.cluster.compute_device
         self.optimizer = optimizer_of(self.job)
-        self.dtype = memory_of(self.job).param_dtype or "fp32"
+        self.dtype = self.section.param_dtype or "fp32"
         self.experts = experts_of(parallel_of(self.job), self.job.model.traits)
         shape = space.shape
         self.tied = shape is not None and shape.tied_embeddings
@@ -151,7 +158,7 @@ class Pricing:
 
     def sharding(self, layout: Layout) -> Sharding:
         """How a layout's data ranks share what they have."""
-        section = memory_of(self.space.job_of(layout)) if layout.zero else memory_of(self.job)
+        section = memory_of(self.space.job_of(layout)) if layout.zero else self.section
         degrees = self.space.degrees(layout)
         on_gpu = self.device == "cuda"
         return sharding(section, degrees, on_gpu, self.experts, self.optimizer.block)
@@ -182,7 +189,8 @@ class Pricing:
     def ranks(self, layout: Layout) -> list[list[ModelStage]]:
         """Which stages of the model every rank of the pipeline has."""
         layers = len(self.model(layout).layers)
-        return _ranks(layers, layout.pipeline, layout.chunks, layout.schedule)
+        ends = ends_of(self.section)
+        return _ranks(layers, layout.pipeline, layout.chunks, layout.schedule, ends)
 
     def least_seconds(self, layout: Layout) -> float:
         """What a step takes at least: a rank begins when a microbatch has come through the stages
@@ -283,9 +291,7 @@ class Pricing:
             self.recorded += 1
             batch = msgspec.structs.replace(job.batch, size=size)
             job = msgspec.structs.replace(job, batch=batch)
-            section = memory_of(job)
-            compiled = section.compile is True
-            treatment = Treatment(self.device, section.policy, bool(section.compile), compiled, "")
+            treatment = treatment_of(memory_of(job), self.device, degrees)
             model = recorded_model(job, degrees, treatment)
             stage = ModelStage((0, model.layers), True, True)
             self._recordings[key] = model.recorded(parallel_of(job), stage).recording
@@ -303,7 +309,7 @@ class Pricing:
         end."""
         blocks = BlockNames(recording)
         clock = RankClock(degrees, self.host, self.c, self.source)
-        cut = sharding(memory_of(self.job), degrees, self.device == "cuda", self.experts)
+        cut = sharding(self.section, degrees, self.device == "cuda", self.experts)
         parts: dict[object, tuple[list[Piece], list[Piece]]] = {}
         at: object = "begin"
         waiting: list[Piece] = []
@@ -363,7 +369,9 @@ class Pricing:
         base = sum(chunk.resident for chunk in chunks)
         updated = sum(chunk.updated for chunk in chunks)
         received = sum(0 if stage.first else model.stream for stage in of_rank)
-        base += received * self.space.microbatches(layout)
+        # Megatron-LM allocates what it receives, and so has what is in flight alone.
+        if self.section.runtime != "megatron":
+            base += received * self.space.microbatches(layout)
         shared = cut.shares == "all"
         # Whole gradients of all microbatches wait for the end of a pipeline's step, and whole
         # parameters with them; else there are those of this rank's shares.
@@ -420,7 +428,7 @@ class Pricing:
         """Bytes that a rank keeps of a share's units, and those of what it updates."""
         key = (id(share), cut.shards, cut.expert_shards, cut.replicas, cut.zero)
         if key not in self._residents:
-            make = machine_of(memory_of(self.job), cut)
+            make = machine_of(self.section, cut)
             machine = make(Ledger(), share.units, share.frozen)
             kept = sum(machine.resident().values())
             here, own = not cut.on_gpu, machine.updated()
@@ -433,8 +441,10 @@ class Pricing:
 
 
 @lru_cache(maxsize=4096)
-def _ranks(layers: int, pipeline: int, chunks: int, schedule: str) -> list[list[ModelStage]]:
-    dealt = stages(layers, pipeline * chunks)
+def _ranks(
+    layers: int, pipeline: int, chunks: int, schedule: str, ends: tuple[int, int]
+) -> list[list[ModelStage]]:
+    dealt = stages(layers, pipeline * chunks, ends)
     if pipeline == 1:
         return [dealt]
     return [

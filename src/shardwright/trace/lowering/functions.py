@@ -187,6 +187,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """torch's function of this name with the kernel that CUDA would run; the first argument is the
     kernel that is tried first."""
+    if wanted == "eager":
+        return _eager(query, key, value, (attn_mask, is_causal, scale), dropout_p)
     inputs = (query, key, value), attn_mask, is_causal, enable_gqa
     # In torch's order of trying: each kernel keeps other tensors for the backward, and "math" keeps
     # the whole matrix of scores, so a kernel that is taken for another one makes a wrong peak.
@@ -207,6 +209,31 @@ def scaled_dot_product_attention(
             query, key, value, bias, grad, dropout_p, is_causal, False, scale=scale
         )[0]
     return _flash(query, key, value, dropout_p, is_causal, scale)
+
+
+Masked = tuple[Tensor | None, bool, float | None]
+
+
+def _eager(query: Tensor, key: Tensor, value: Tensor, masked: Masked, dropout: float) -> Tensor:
+    """Attention operator by operator, its scores [..., T, T] there as a whole, its softmax in fp32,
+    as ``transformers`` has it (``eager_attention_forward``, 5.24)."""
+    mask, is_causal, scale = masked
+    if key.size(-3) != query.size(-3):  # groups of heads share them
+        repeats = query.size(-3) // key.size(-3)
+        key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
+    scores = torch.matmul(query, key.transpose(-2, -1))
+    scores = scores * (query.size(-1) ** -0.5 if scale is None else scale)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    if mask is not None:
+        bias = mask.dtype != torch.bool
+        scores = scores + mask if bias else scores.masked_fill(~mask, float("-inf"))
+    shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    del scores
+    if dropout:
+        shares = torch.native_dropout(shares, dropout, True)[0]
+    return torch.matmul(shares, value)
 
 
 def _takes(

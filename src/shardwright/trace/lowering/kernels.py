@@ -12,7 +12,7 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.footprint import Certainty
 
 Device = Literal["cpu", "cuda"]
-Attention = Literal["flash", "cudnn", "efficient", "math"]
+Attention = Literal["flash", "cudnn", "efficient", "math", "eager"]
 RMSNorm = Literal["fused", "composite"]
 CrossEntropy = Literal["composite", "fused"]
 
@@ -20,8 +20,8 @@ CrossEntropy = Literal["composite", "fused"]
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """``attention`` is what is tried first: torch takes the next of flash, efficient and math where
-    it cannot be used. ``rms_norm`` is composite before torch 2.9 and where a compiler takes it
-    apart. ``cross_entropy`` is fused where the model's loss is Liger's."""
+    it cannot be used; ``eager`` is none of torch's. ``rms_norm`` is composite before torch 2.9 and
+    where a compiler takes it apart; ``cross_entropy`` is fused where the loss is Liger's."""
 
     device: Device = "cuda"
     attention: Attention = "flash"
@@ -116,6 +116,16 @@ ENTRIES: tuple[KernelEntry, ...] = (
         "mask, products and softmax in fp32 for half types",
         "those of its parts",
         "aten/src/ATen/native/transformers/attention.cpp (traced)",
+    ),
+    KernelEntry(
+        "scaled_dot_product_attention",
+        "attention=eager: operator by operator, softmax in fp32",
+        "query, key, value, softmax in fp32 and in the dtype of values",
+        "result",
+        "those of its parts",
+        "those of its parts",
+        "huggingface/transformers eager_attention_forward (traced)",
+        "assumed",
     ),
     KernelEntry(
         "rms_norm",

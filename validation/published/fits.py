@@ -1,0 +1,109 @@
+"""``PYTHONPATH=validation python -m published.fits [FILE.json] [-o FILE.json]``: layouts that
+others ran, or that ran out of memory, beside what is said of them before the run.
+
+A layout is told right where it ran and is called possible (it ``fits``, or ``perhaps``), or ran out
+and is said not to fit. Wrong ones are counted by kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from published.times import job_of, read_rows
+from shardwright.core.document import FileKind, check_output, write_atomically
+from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
+from shardwright.estimate.unplanned import estimated
+from shardwright.job.job import parse_job
+
+FITS = FileKind("comparison of what fits", re.compile(rb'\{\s*"ran": \{'))
+# What the study's rows do not say because it is the same in all of them.
+SAME = {"glu": True, "experts": 0, "cp": 1, "vpp": 1, "compile": None}
+KINDS = ("model", "kernel", "checkpointing", "seq", "pp")
+
+
+def layout_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a layout as one of a step."""
+    heads, hidden = row["heads"], row["hidden"]
+    own = {"kv_heads": heads, "head_dim": hidden // heads, "framework": f"kernel {row['kernel']}"}
+    return {**SAME, **row, **own}
+
+
+def said(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A layout with what is said of it: the verdict, and the least that it needs of its card."""
+    found = estimated(parse_job(job_of(layout_of(row))))
+    worst = max(found.ranks, key=lambda rank: found.needs(rank)[0])
+    least, most = found.needs(worst)
+    assert found.capacity, "a preset has one"
+    keys = ("model", "gpus", "tp", "pp", "sp", "micro_batch", "seq", "checkpointing", "kernel")
+    return {
+        **{key: row[key] for key in keys},
+        "ran": row["ran"],
+        "verdict": found.verdict,
+        "peak": round(worst.peak_bytes / found.capacity, 3),
+        "least": round(least / found.capacity, 3),
+        "most": round(most / found.capacity, 3),
+    }
+
+
+def compare(document: Any, where: str) -> dict[str, Any]:
+    """What is said of every layout, and how much of it is right."""
+    told, left_out = [], Counter[str]()
+    for row in read_rows(document, where):
+        try:
+            told.append(said(row))
+        except ShardwrightError as error:
+            left_out[re.sub(r"\d+", "N", str(error))] += 1
+    result: dict[str, Any] = {}
+    missed: list[dict[str, Any]] = []
+    for name, ran in (("ran", True), ("ran_out", False)):
+        its = [row for row in told if bool(row["ran"]) is ran]
+        wrong = [row for row in its if (row["verdict"] != "does not fit") is not ran]
+        missed += wrong
+        kinds: dict[str, Counter[str]] = defaultdict(Counter)
+        for row in wrong:
+            for kind in KINDS:
+                kinds[kind][str(row[kind])] += 1
+        result[name] = {
+            "rows": len(its),
+            "right": len(its) - len(wrong),
+            "share": round(1 - len(wrong) / len(its), 4) if its else None,
+            "verdicts": dict(Counter(row["verdict"] for row in its)),
+            "wrong_by": {kind: dict(counts) for kind, counts in kinds.items()},
+        }
+    # The highest peak that is predicted of anything that ran, as a share of its card.
+    result["highest_that_ran"] = max((row["peak"] for row in told if row["ran"]), default=None)
+    return {**result, "left_out": dict(left_out), "wrong": missed}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the process's exit code."""
+    parser = argparse.ArgumentParser(prog="python -m published.fits", description=__doc__)
+    rows = Path(__file__).parent / "fits_rows.json"
+    parser.add_argument("file", type=Path, nargs="?", default=rows, help="JSON with rows")
+    parser.add_argument("-o", "--out", type=Path, help="file for the comparison")
+    options = parser.parse_args(arguments)
+    try:
+        if options.out:
+            check_output(options.out, FITS, (options.file,), "--out")
+        found = compare(json.loads(options.file.read_text(encoding="utf-8")), options.file.name)
+        if options.out:
+            write_atomically(options.out, (json.dumps(found, indent=1) + "\n").encode())
+    except (OSError, ValueError) as error:
+        if not isinstance(error, ShardwrightError):
+            error = InputError(expected(options.file.name, "JSON with fields and rows", str(error)))
+        print(f"shardwright: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    json.dump({k: v for k, v in found.items() if k != "wrong"}, sys.stdout, indent=1)
+    print()
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
