@@ -25,7 +25,7 @@ WIDTHS = {
 EXPERTS = {
     "experts": 8, "experts_per_token": 2, "expert_ffn_dim": 1408, "moe_layers": list(range(8)),
 }  # fmt: skip
-NEAR = 1e-6  # larger microbatches are drawn by smaller ones
+NEAR = 3e-5  # larger microbatches are drawn by smaller ones
 
 
 def job_with(
@@ -235,4 +235,4 @@ def test_a_model_of_tables_is_planned_instead() -> None:
 
 def test_a_model_that_an_engine_lacks_is_refused_with_its_reasons() -> None:
     with pytest.raises(UnsupportedError, match="model"):
-        advise(job_with(), engine="torchtitan")
+        advise(job_with(), engine="torchtitan", fixed={"pipeline": "1", "context": "1"})

@@ -258,7 +258,7 @@ class Pricing:
         return self._divided(made, degrees, self._stream(layout), NEAR if found else 0.0)
 
     def _small(self, job: Job, pipelined: bool) -> Job:
-        """The job with two layers where all are alike, of which the last is like none before it.
+        """The job with two layers where all are alike, of which the first is like none behind it.
         Stages of a pipeline each have a head or an embedding of their own."""
         shape = self.space.shape
         if shape is None:
@@ -317,19 +317,20 @@ class Pricing:
         for piece in recording.pieces:
             where = 1 if piece.point == "backward" else where
             home = blocks.home(piece.unit)
-            # What is left behind a unit prepares what the next one is given: a stage that begins
-            # there does it, too.
+            # What is left behind a unit is the next one's: it prepares what that is given, which a
+            # stage that begins there does, too, or is code of a root that has no unit of its own.
             # (Of a unit inside of a layer the rest of this comes behind it.)
             outer = home is None or piece.unit == home[0].recorded[home[1]]
-            if piece.point == "leave" and outer:
+            if piece.point in ("leave", "leave_backward") and outer:
                 waiting.append(piece)
                 continue
             if home is not None:
                 at = home[0].name, home[1]
-            elif at not in ("begin", "end") and piece.point != "leave_backward":
+            elif at not in ("begin", "end"):
                 at = "begin" if where else "end"
             parts.setdefault(at, ([], []))[where].extend((*waiting, piece))
             waiting.clear()
+        parts["begin"][where].extend(waiting)
         found = {name: _share(*pieces, clock, off) for name, pieces in parts.items()}
         entered = [p.unit for p in recording.pieces if p.point == "enter"]
         first = min(
@@ -353,7 +354,7 @@ class Pricing:
         order = sorted(range(len(every)), key=numbers.__getitem__)
         layers = [every[k] for k in order]
         if self.space.shape is not None:
-            layers = [layers[0]] * (self.space.shape.layers - len(layers)) + layers
+            layers += layers[-1:] * (self.space.shape.layers - len(layers))
         return Model(found["begin"], layers, found.get("end", Share()), stream)
 
     # ---- a bound of memory ---------------------------------------------------------------------

@@ -204,23 +204,24 @@ class _Search:
     def _price(self) -> None:
         """Seconds and bytes of every layout, from below."""
         heard = time.monotonic()
-        for layout in self.space.layouts():
-            seconds = self.pricing.least_seconds(layout)
-            self.least[layout] = seconds, self.pricing.least_bytes(layout)
-            if time.monotonic() - heard > 1:
-                heard = time.monotonic()
-                self.progress(f"{len(self.least):,} layouts priced")
-        if self.wanted.engine and self.least:
-            # Most of what an engine refuses is of the model, whatever the layout.
-            plain = min(self.least, key=lambda each: (each.pipeline, each.tensor, each.context))
-            if why := cannot(self.space.job_of(plain), self.wanted.engine):
-                raise UnsupportedError(" ".join(why))
-        if not self.least:
+        layouts = list(self.space.layouts())
+        if not layouts:
             ways = f"{self.space.global_batch:,} samples on {self.world:,} ranks"
             fixed = "".join(f", {axis} {value}" for axis, value in self.wanted.fixed.items())
             wanted = f"a layout of {ways}{fixed}"
             remedy = "Degrees divide ranks, batch, heads, layers and tokens: see --global-batch."
             raise InputError(expected("advise", wanted, "none", remedy))
+        if self.wanted.engine:
+            # Most of what an engine refuses is of the model, whatever the layout.
+            plain = min(layouts, key=lambda each: (each.pipeline, each.tensor, each.context))
+            if why := cannot(self.space.job_of(plain), self.wanted.engine):
+                raise UnsupportedError(" ".join(why))
+        for layout in layouts:
+            seconds = self.pricing.least_seconds(layout)
+            self.least[layout] = seconds, self.pricing.least_bytes(layout)
+            if time.monotonic() - heard > 1:
+                heard = time.monotonic()
+                self.progress(f"{len(self.least):,} of {len(layouts):,} layouts priced")
 
     def _scale(self) -> None:
         if not self.wanted.measured:
