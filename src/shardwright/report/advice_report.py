@@ -40,7 +40,7 @@ def advice_report(
         if answer
         else prose(_nothing(advice), style="bold red"),
         prose(_proof(advice)) if answer else None,
-        drawn(_rows_sheet(advice, rows)) if answer and len(rows) > 1 else None,
+        drawn(_rows_sheet(advice, rows, full=full)) if answer and len(rows) > 1 else None,
         drawn(_faster_sheet(advice, faster)) if faster else None,
         listed("Axes", tuple(_axes(advice))) if full else None,
         listed("Assumptions", assumed) if full else assumed_line(assumed, 1),
@@ -100,19 +100,23 @@ def _nothing(advice: Advice) -> str:
     return f"{found} Nor does anything on more ranks that divide the batch."
 
 
-def _rows_sheet(advice: Advice, rows: tuple[Advised, ...]) -> Sheet:
+def _rows_sheet(advice: Advice, rows: tuple[Advised, ...], *, full: bool) -> Sheet:
+    """The rows that fit; with ``full`` also rates, and what they wait for."""
     first = rows[0]
     rate = f"{first.time.counted}/s a device"
     cells: list[Cell[Advised]] = [
         text("layout", lambda row: row.layout.words),
         number("a step", lambda row: f"{row.time.seconds:.4g} s"),
-        number(rate, lambda row: two_digits(row.time.tokens_per_second / row.time.devices), 2),
-        number("MFU", lambda row: percent(row.time.mfu), 1),
+        number("MFU", lambda row: percent(row.time.mfu)),
         number("needs", lambda row: format_bytes(row.most_bytes)),
-        number("spare", lambda row: format_bytes(advice.capacity - row.most_bytes), 3),
-        text("waits most for", lambda row: _largest(_exposed(row)), 4),
         text("loses by", lambda row: _largest(_losses(row, first))),
     ]
+    if full:
+        cells += [
+            number(rate, lambda row: two_digits(row.time.tokens_per_second / row.time.devices)),
+            number("spare", lambda row: format_bytes(advice.capacity - row.most_bytes)),
+            text("waits most for", lambda row: _largest(_exposed(row))),
+        ]
     left = len(advice.rows) - len(rows)
     return sheet_of("Fastest that fit", rows, cells, f"{left} more: --full." if left else "")
 

@@ -94,13 +94,20 @@ def fewest_ranks(
     fits and is ``fast_enough``, the global batch held; None where no number is."""
     cluster, here = cluster_of(job)[0], _Search(job, Wanted(**wanted), progress)
     wanted["global_batch"] = here.space.global_batch
-    world = min(cluster.local_world_size or 1, here.world)
-    while world <= MOST_DOUBLED:
-        found = advise(_on(job, world), progress, **wanted)
+    for world in _doubled(min(cluster.local_world_size or 1, here.world)):
+        fewer = _on(job, world)
+        if not any(True for _ in _Search(fewer, Wanted(**wanted), progress).space.layouts()):
+            continue
+        found = advise(fewer, progress, **wanted)
         if found.rows and fast_enough(found):
-            return _on(job, world), found
-        world *= 2
+            return fewer, found
     return None
+
+
+def _doubled(world: int) -> Iterator[int]:
+    while world <= MOST_DOUBLED:
+        yield world
+        world *= 2
 
 
 def _on(job: Job, world: int) -> Job:
@@ -148,9 +155,9 @@ class _Search:
         """What was found, in the order of seconds."""
         rows: list[Advised] = []
         try:
-            self._price()
+            self.price()
             self._scale()
-            for each in self._in_order():
+            for each in self.in_order():
                 self.taken.append(each)
                 if each.verdict == "fits":
                     rows.append(each)
@@ -187,21 +194,17 @@ class _Search:
         """Where nothing fits: what lacks least, and the fewest ranks on which something does."""
         order = sorted(self.least, key=lambda layout: self._bound(layout)[0])
         nearest = min(map(self._exact, order[:3]), key=lambda each: each.most_bytes)
-
         wanted = replace(self.wanted, global_batch=self.space.global_batch)
-        world = 2 * self.world
-        while world <= MOST_DOUBLED:
-            if _Search(_on(self.job, world), wanted, self.progress).fits():
+        for world in _doubled(2 * self.world):
+            search = _Search(_on(self.job, world), wanted, self.progress)
+            if not any(True for _ in search.space.layouts()):
+                break  # the batch is not divided among so many
+            search.price()
+            if any(each.verdict == "fits" for each in search.in_order()):
                 return {"nearest": nearest, "fewest_ranks": world}
-            world *= 2
         return {"nearest": nearest}
 
-    def fits(self) -> bool:
-        """Whether any layout does."""
-        self._price()
-        return any(each.verdict == "fits" for each in self._in_order())
-
-    def _price(self) -> None:
+    def price(self) -> None:
         """Seconds and bytes of every layout, from below."""
         heard = time.monotonic()
         layouts = list(self.space.layouts())
@@ -233,7 +236,7 @@ class _Search:
             )
         self.scale = self.wanted.measured / now.seconds
 
-    def _in_order(self) -> Iterator[Advised]:
+    def in_order(self) -> Iterator[Advised]:
         """Every layout with its memory, fastest first."""
         queue = [(its[0], place, layout) for place, (layout, its) in enumerate(self.least.items())]
         heapq.heapify(queue)

@@ -1,0 +1,131 @@
+"""What ``shardwright advise`` takes and how tight its bound of memory is.
+
+    python benchmarks/advise.py -o validation/advise.json      # four large jobs, a process each
+    python benchmarks/advise.py --bound 2000                   # random layouts against exact memory
+
+Each job is searched in a process of its own, so that nothing is recorded yet; a layout of the bound
+is worked out as ``memory`` does it, without an allocator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from shardwright.estimate.advise import advise
+from shardwright.estimate.advise.pricing import Pricing
+from shardwright.estimate.advise.space import Space, global_batch
+from shardwright.estimate.unplanned import estimated
+from shardwright.job.job import Job, parse_job
+
+LLAMA3 = {"kind": "llama", "kv_heads": 8, "vocab": 128256}
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama 3 8B": LLAMA3 | {"layers": 32, "dim": 4096, "heads": 32, "ffn_dim": 14336},
+    "Llama 3 70B": LLAMA3 | {"layers": 80, "dim": 8192, "heads": 64, "ffn_dim": 28672},
+    "Llama 3 405B": LLAMA3 | {"layers": 126, "dim": 16384, "heads": 128, "ffn_dim": 53248},
+    "Mixtral 8x7B": LLAMA3
+    | {"layers": 32, "dim": 4096, "heads": 32, "vocab": 32000, "experts": 8}
+    | {"experts_per_token": 2, "expert_ffn_dim": 14336, "moe_layers": list(range(32))},
+}
+JOBS = {  # ranks, samples of all in a step, tokens of each
+    "Llama 3 8B": (8, 256, 8192),
+    "Llama 3 70B": (64, 512, 8192),
+    "Llama 3 405B": (1024, 2048, 8192),
+    "Mixtral 8x7B": (64, 1024, 4096),
+}
+
+
+def job_of(name: str) -> Job:
+    world, samples, sequence = JOBS[name]
+    return parse_job(
+        {
+            "model": MODELS[name],
+            "cluster": {"preset": "h100-8", "world_size": world},
+            "batch": {"size": samples // world, "sequence": sequence},
+            "memory": {"runtime": "fsdp2"},
+        }
+    )
+
+
+def searched(name: str) -> dict[str, Any]:
+    """One job, in this process."""
+    begun = time.process_time()
+    found = advise(job_of(name))
+    answer = found.answer
+    assert answer is not None
+    return {
+        "job": name,
+        "ranks": found.world_size,
+        "layouts": found.layouts,
+        "bounded": found.bounded,
+        "exact": found.exact,
+        "proven": found.proven,
+        "answer": answer.layout.words,
+        "step_seconds": round(answer.time.seconds, 2),
+        "mfu": round(answer.time.mfu, 3),
+        "cpu_seconds": round(time.process_time() - begun, 1),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+
+
+def bounded(count: int, seed: int) -> dict[str, Any]:
+    """Bounds of random layouts of all models, as parts of what they take exactly."""
+    draw, parts, seconds = random.Random(seed), [], []
+    for name in MODELS:
+        job, (world, *_) = job_of(name), JOBS[name]
+        space = Space(job, "", (world, 8), global_batch(job, world), {})
+        pricing, layouts = Pricing(space), list(space.layouts())
+        for layout in draw.sample(layouts, min(count // len(MODELS), len(layouts))):
+            bound = pricing.least_bytes(layout)
+            begun = time.process_time()
+            exact = estimated(space.job_of(layout), spare=2**50).worst.peak_bytes
+            seconds.append(time.process_time() - begun)
+            if bound > exact:
+                print(f"above: {name}, {layout.words}: {bound} > {exact}", file=sys.stderr)
+            parts.append(bound / exact)
+    return {
+        "layouts": len(parts),
+        "above": sum(part > 1 for part in parts),
+        "median": round(statistics.median(parts), 4),
+        "least": round(min(parts), 4),
+        "exact_cpu_ms_median": round(1000 * statistics.median(seconds), 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--job", choices=JOBS)
+    parser.add_argument("--bound", type=int, metavar="N")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("-o", "--out", type=Path)
+    options = parser.parse_args()
+    if options.job:
+        print(json.dumps(searched(options.job)))
+        return
+    found: dict[str, Any] = {"jobs": [], "bound": None}
+    if options.out and options.out.exists():
+        found = json.loads(options.out.read_text())
+    if options.bound:
+        found["bound"] = bounded(options.bound, options.seed)
+        print(found["bound"])
+    else:
+        found["jobs"] = []
+        for name in JOBS:
+            command = [sys.executable, __file__, "--job", name]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            found["jobs"].append(json.loads(done.stdout))
+            print(found["jobs"][-1])
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

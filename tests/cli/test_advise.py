@@ -1,0 +1,111 @@
+"""``shardwright advise``: a screen, a picture, a file for an engine, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from commands import Call
+
+JOB = """
+[model]
+kind = "llama"
+layers = 4
+dim = 1024
+heads = 8
+kv_heads = 4
+ffn_dim = 2816
+vocab = 32000
+
+[cluster]
+preset = "h100-8"
+hbm_cap = "6 GiB"
+
+[batch]
+size = 8
+sequence = 4096
+
+[memory]
+runtime = "fsdp2"
+"""
+FEW = ("--fix", "pipeline=1", "--fix", "context=1", "--fix", "tensor=1")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return str(path)
+
+
+def test_the_answer_is_one_screen_with_a_picture(
+    job: str, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    picture = tmp_path / "all.svg"
+    done = call("advise", job, *FEW, "--tokens", "1e9", "--picture", str(picture))
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    said = " ".join(done.out.split())
+    assert "Fastest that fits: shard" in said
+    assert "layouts none that fits is faster within this model" in said
+    assert "1,000,000,000 tokens: about" in said
+    assert "Faster, that lack least" in said
+    drawn = ElementTree.fromstring(picture.read_text())
+    circles = [each for each in drawn.iter() if each.tag.endswith("circle")]
+    assert len(circles) > 10
+
+
+def test_everything_is_told_as_json_and_in_full(job: str, call: Call) -> None:
+    done = call("advise", job, *FEW, "--json")
+    found = json.loads(done.out)
+    assert found["schema"] == "shardwright.advice/1"
+    assert found["layouts"] == len(found["points"])
+    assert found["proven"]
+    full = call("advise", job, *FEW, "--full").out
+    assert "data_replicate: 1, 2, 4, 8" in full
+    for row in found["rows"]:
+        assert f"micro {row['layout']['micro_batch']}" in full
+
+
+def test_the_answer_is_written_for_an_engine(job: str, call: Call, tmp_path: Path) -> None:
+    out = tmp_path / "run.sh"
+    done = call("advise", job, *FEW, "--export", "megatron", "-o", str(out))
+    assert done.code == 0, done.err
+    assert "--micro-batch-size" in out.read_text()
+    assert "for megatron" in done.out
+    again = call("advise", job, *FEW, "--export", "megatron", "-o", str(out))
+    assert again.code == 2
+    assert "expected no file yet" in again.err
+
+
+def test_where_nothing_fits_the_code_is_3(job: str, call: Call) -> None:
+    done = call("advise", job, *FEW, "--set", "cluster.hbm_cap='1 GiB'", "--fix", "micro_batch=1")
+    assert done.code == 3
+    assert "layouts fits. Nearest: shard" in " ".join(done.out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--picture", "x.png"), "--picture: expected a file that ends in .svg"),
+        (("--export", "megatron"), "--export: expected ENGINE and -o FILE beside it"),
+        (("--fix", "tensor"), "--fix: expected AXIS=VALUE"),
+        (("--measured", "0"), "--measured: expected seconds above 0"),
+        (("--deadline", "12 days"), "--deadline: expected --fewest-gpus and --tokens"),
+        (("--tokens", "-1"), "--tokens: expected a number above 0"),
+        (("--headroom", "lots"), "--headroom: expected bytes"),
+        (("--global-batch", "-3"), "--global-batch: expected at least 1"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_a_line(
+    job: str, call: Call, words: tuple[str, ...], said: str
+) -> None:
+    done = call("advise", job, *words)
+    assert done.code == 2
+    assert said in done.err
+    assert len(done.err.splitlines()) == 1
