@@ -150,6 +150,7 @@ COMMANDS = {
         "distributed/test_language_model.py::test_it_learns_under_torchrun"
     ),
     "shardwright memory": "test_tour.py::test_the_first_page_shows_what_commands_print",
+    "shardwright advise": "cli/test_advise.py::test_the_answer_is_one_screen_with_a_picture",
     "shardwright fit": "cli/test_fit.py::test_the_report_answers_in_sentences",
     "shardwright demo": "test_tour.py::test_the_first_page_shows_what_commands_print",
     "shardwright explain": "cli/test_explain.py::test_a_table_is_derived_from_its_rows",

@@ -10,7 +10,7 @@ from shardwright.core.errors import InputError
 from shardwright.job.pipelining import (
     SCHEDULES,
     Pass,
-    _highest,
+    highest,
     chunk_count,
     order,
     representative,
@@ -201,7 +201,7 @@ def test_the_representative_is_the_fewest_microbatches_with_the_same_in_flight(
     pipeline: tuple[str, int, int, int],
 ) -> None:
     name, stages, microbatches, chunks = pipeline
-    wanted = _highest(name, stages, microbatches, chunks)
+    wanted = highest(name, stages, microbatches, chunks)
     found = representative(name, stages, microbatches, chunks)
     assert in_flight(name, stages, found, chunks) == in_flight(name, stages, microbatches, chunks)
     if SCHEDULES[name].growing:
@@ -212,7 +212,7 @@ def test_the_representative_is_the_fewest_microbatches_with_the_same_in_flight(
         for m in range(1, microbatches + 1)
         if _possible(name, stages, m)
         and (not SCHEDULES[name].rounds or _round(stages, m) == _round(stages, microbatches))
-        and _highest(name, stages, m, chunks) == wanted
+        and highest(name, stages, m, chunks) == wanted
     ]
     assert found == min(alike)
 

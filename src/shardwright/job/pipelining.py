@@ -422,35 +422,18 @@ def representative(schedule: str, stages: int, microbatches: int, chunks: int | 
     steady = STEADY_PIPELINES * (1 if found.rounds else stages)
     first = found.fewest_microbatches(stages)
     most = min(microbatches // step, first + steady)
-    wanted = _highest(schedule, stages, most * step, chunks)
+    wanted = highest(schedule, stages, most * step, chunks)
     least, enough = first - 1, most
     while enough - least > 1:
         middle = (least + enough) // 2
-        if _highest(schedule, stages, middle * step, chunks) == wanted:
+        if highest(schedule, stages, middle * step, chunks) == wanted:
             enough = middle
         else:
             least = middle
     return enough * step
 
 
-def alive_before_backwards(
-    schedule: str, stages: int, microbatches: int, chunks: int | None = None
-) -> list[list[tuple[int, State, State]]]:
-    """Rank by rank, before backwards that meet most: the chunk, of how many microbatches each chunk
-    keeps something then, and which have gradients of earlier ones."""
-    chunks = checked(schedule, stages, microbatches, chunks)
-    return [
-        [
-            (chunk, state[:chunks], state[2 * chunks :])
-            for (kind, chunk), states in of_rank.items()
-            if kind in ("backward", "input_backward")
-            for state in states
-        ]
-        for of_rank in _highest(schedule, stages, microbatches, chunks)
-    ]
-
-
-def _highest(
+def highest(
     schedule: str, stages: int, microbatches: int, chunks: int
 ) -> list[dict[tuple[str, int], set[State]]]:
     """Rank by rank and by kind and chunk of a pass: the states before it that no other exceeds."""

@@ -406,13 +406,8 @@ def _of_kinds() -> Iterator[Rule]:
 def _of_steps() -> Iterator[Rule]:
     """Of ``[memory]``: how a step is run."""
     settings: dict[str, Any] = {"fsdp2": Fsdp2Section(), "megatron": MegatronSettings()}
-    anyway = {
-        "fp32_logits": False,
-        "attention": "flash",
-        "rms_norm": "fused",
-        **settings,
-        "checkpointing": PLANNED.policy,
-    }
+    anyway = {"fp32_logits": False, "attention": "flash", "rms_norm": "fused", **settings}
+    anyway["checkpointing"] = PLANNED.policy
     for name in MemorySection.__struct_fields__:
         is_so = PLANNED.policy if name == "checkpointing" else getattr(PLANNED, name)
         wanted = f"{is_so!r}, as steps of kind '{{}}' are planned and run"

@@ -10,11 +10,8 @@ layer: layouts that cut layers alike differ in sums.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import compress
 from typing import Any, NamedTuple
@@ -24,9 +21,10 @@ import msgspec
 from shardwright.core.advice import Layout
 from shardwright.core.footprint import StepTime
 from shardwright.core.recording import BlockNames, Piece, Recording
-from shardwright.core.tensor import TensorSpec, element_bytes
+from shardwright.core.tensor import element_bytes
 from shardwright.cost.clock import reached
 from shardwright.cost.presets import HARDWARE
+from shardwright.estimate.advise.shares import NEAR, Model, Share, near, share_of
 from shardwright.estimate.advise.space import Space
 from shardwright.estimate.fit.variants import UnevenError, drawn
 from shardwright.estimate.stages import ModelStage, stages
@@ -52,7 +50,7 @@ from shardwright.heap.machine import Sharding
 from shardwright.heap.rank_step import states
 from shardwright.job.job import Job, memory_of, parallel_of
 from shardwright.job.parallel import Degrees, experts_of
-from shardwright.job.pipelining import State, alive_before_backwards, representative
+from shardwright.job.pipelining import State, checked, highest, representative
 from shardwright.job.pipelining import stage_of as place_of
 from shardwright.planner.profiles import cluster_of
 from shardwright.planner.variation import changed
@@ -60,59 +58,6 @@ from shardwright.trace.checkpointing import policy
 
 PAIRS = ((1, 2), (2, 4))  # sizes of microbatches that larger ones are drawn by
 FEW = 2  # layers that are recorded where all are alike
-NEAR = 1e-3  # by what part of its bytes what is drawn may be off
-
-
-@dataclass
-class Share:
-    """What a part of the model is to a rank: ``work``; bytes that a forward leaves for the backward
-    (``saved``) and the most that the backward takes beside them (``rise``), or the forward on its
-    way (``forward_rise``); its units."""
-
-    work: StageWork = field(default_factory=StageWork)
-    saved: int = 0
-    rise: int = 0
-    forward_rise: int = 0
-    units: dict[str, tuple[TensorSpec, ...]] = field(default_factory=dict)
-    frozen: frozenset[str] = frozenset()
-    whole: int = 0  # bytes of its units as they compute
-
-    @property
-    def summed(self) -> int:
-        """Bytes of its gradients as they are summed."""
-        return self.work.units.summed + self.work.experts.summed
-
-
-class Model(NamedTuple):
-    """The shares of a model: before its layers, a layer of each number, behind them; layers that a
-    policy picks, ``every`` so many of a stage, are those of ``picked``."""
-
-    begin: Share
-    layers: list[Share]
-    end: Share
-    stream: int  # bytes that a stage sends on
-    every: int = 1
-    picked: list[Share] = []  # noqa: RUF012
-
-    def shares(self, stage: ModelStage) -> list[tuple[Share, int]]:
-        """What a stage has of it, in order, and how often."""
-        first, stop = stage.layers
-        found = self.layers[first:stop]
-        if self.every > 1:
-            picked = slice(self.every - 1, None, self.every)
-            found[picked] = self.picked[first:stop][picked]
-        before, behind = [self.begin] if stage.first else [], [self.end] if stage.last else []
-        every = [*before, *found, *behind]
-        times = Counter(map(id, every))
-        return [(share, times[key]) for key, share in {id(s): s for s in every}.items()]
-
-    def begun(self, stage: ModelStage) -> Share:
-        """The last of a stage's layers, or what it has instead."""
-        first, stop = stage.layers
-        if first == stop:
-            return self.begin if stage.first else self.end
-        is_picked = self.every > 1 and (stop - first) % self.every == 0
-        return (self.picked if is_picked else self.layers)[stop - 1]
 
 
 class _Kept(NamedTuple):
@@ -280,7 +225,7 @@ class Pricing:
                 found = drawn(made, size)
                 if few not in self._on_line:
                     real = self._recording(job, degrees, size)
-                    self._on_line[few] = _near(found, real)
+                    self._on_line[few] = near(found, real)
                 if self._on_line[few]:
                     return found
         return None
@@ -331,7 +276,7 @@ class Pricing:
             parts.setdefault(at, ([], []))[where].extend((*waiting, piece))
             waiting.clear()
         parts["begin"][where].extend(waiting)
-        found = {name: _share(*pieces, clock, off) for name, pieces in parts.items()}
+        found = {name: share_of(*pieces, clock, off) for name, pieces in parts.items()}
         entered = [p.unit for p in recording.pieces if p.point == "enter"]
         first = min(
             (k for k, name in enumerate(entered) if blocks.home(name)), default=len(entered)
@@ -458,43 +403,16 @@ def _ranks(
 def _alive(
     schedule: str, pipeline: int, microbatches: int, chunks: int
 ) -> list[list[tuple[int, State, State]]]:
+    """Rank by rank, before backwards that meet most: the chunk, of how many microbatches each chunk
+    keeps something then, and which have gradients of earlier ones."""
     few = representative(schedule, pipeline, microbatches, chunks)
-    return alive_before_backwards(schedule, pipeline, few, chunks)
-
-
-def _share(
-    forward: Sequence[Piece], backward: Sequence[Piece], clock: RankClock, off: float
-) -> Share:
-    """What pieces of a part of the model come to."""
-    work = StageWork(clock.passed(forward), clock.passed(backward))
-    saved, forward_rise = _change(forward)
-    sizes = (saved, _change(backward)[1], forward_rise)
-    return Share(work, *(math.floor(size - off * abs(size)) for size in sizes))
-
-
-def _near(one: Recording, other: Recording) -> bool:
-    """Whether the same pieces of two recordings differ by less than is left room for."""
-    if [(p.point, p.unit) for p in one.pieces] != [(p.point, p.unit) for p in other.pieces]:
-        return False
-    numbers = (
-        (*_change([piece]), *msgspec.structs.astuple(piece.work))
-        for found in (one, other)
-        for piece in found.pieces
-    )
-    every = [number for its in numbers for number in its]
-    half = len(every) // 2
-    pairs = zip(every[:half], every[half:], strict=True)
-    return all(abs(a - b) <= NEAR / 2 * max(abs(a), abs(b)) for a, b in pairs)
-
-
-def _change(pieces: Sequence[Piece]) -> tuple[int, int]:
-    """What pieces leave, and the most on the way, beside what was there."""
-    now = most = 0
-    for piece in pieces:
-        for touch in piece.touches:
-            if touch.what == "take":
-                now += touch.nbytes
-                most = max(most, now)
-            elif touch.what == "free":
-                now -= touch.nbytes
-    return now, most
+    count = checked(schedule, pipeline, few, chunks)
+    return [
+        [
+            (chunk, state[:count], state[2 * count :])
+            for (kind, chunk), states in of_rank.items()
+            if kind in ("backward", "input_backward")
+            for state in states
+        ]
+        for of_rank in highest(schedule, pipeline, few, count)
+    ]
