@@ -95,6 +95,21 @@ def test_one_rank_gets_a_table_that_says_what_was_not_measured(call: Any, folder
     assert "cluster written to one.toml" in answer.err
 
 
+def test_whoever_rests_on_a_file_of_a_busy_machine_says_so_in_one_line(
+    call: Any, tmp_path: Path
+) -> None:
+    text = (Path(__file__).parent.parent / "golden/earlier/cluster.toml").read_text()
+    (tmp_path / "cluster.toml").write_text(text)  # of a load of 5.4
+    (tmp_path / "job.toml").write_text(JOB)
+    said = "cluster.toml was made on a busy machine (load 5.4 of others on "
+    for words in (("plan", "job.toml", "-o", "plan.json"), ("plan", "job.toml", "--json")):
+        answer = call(*words)
+        assert answer.code == 0, answer.err
+        assert answer.err.count(said) == 1
+    (tmp_path / "cluster.toml").write_text(text.replace('"5.4"', '"0.4"'))
+    assert said not in call("plan", "job.toml").err
+
+
 def test_a_calibration_needs_a_file_to_write(call: Any, tmp_path: Path) -> None:
     call("calibrate").refuses(2, "-o/--output")
     call("calibrate", "-o", tmp_path).refuses(2, "expected a file that can be written")

@@ -51,4 +51,5 @@ def execute(options: argparse.Namespace) -> int:
 
         shared.show(calibration_summary(found))
     print(f"cluster written to {options.output}{changed}", file=sys.stderr)
+    shared.warn_of_busy(found, str(options.output))
     return 0

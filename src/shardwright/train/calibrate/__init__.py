@@ -10,7 +10,6 @@ each constant by a formula over seconds.
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import statistics
 import tempfile
@@ -30,6 +29,7 @@ from shardwright.cost.network import CROSSINGS, Collective
 from shardwright.cost.presets import LOCAL, PRESETS
 from shardwright.launcher.ending import RunOutcome
 from shardwright.launcher.launch import Launch, launch
+from shardwright.launcher.load import OtherLoad
 from shardwright.train.calibrate.cases import (
     BUFFERS,
     FLOAT,
@@ -49,7 +49,6 @@ from shardwright.train.calibrate.cases import (
 )
 
 MOST_RANKS = 256
-BUSY = 0.5  # of the cores: other work that is worth a word
 TIMEOUT, SETUP_TIMEOUT = 60.0, 180.0
 
 
@@ -63,10 +62,6 @@ def calibrate(
     """
     if not 1 <= world_size <= MOST_RANKS:
         raise InputError(expected("-n", f"from 1 to {MOST_RANKS} ranks", f"{world_size}"))
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > BUSY * cores:
-        text = f"the machine is busy (load {load:.1f} on {cores} cores): times will vary more"
-        print(text, file=stream, flush=True)
     folder = Path(tempfile.mkdtemp(prefix="shardwright-calibrate-"))
     request = Launch(
         module=f"{__name__}.worker",
@@ -77,7 +72,7 @@ def calibrate(
         setup_timeout=SETUP_TIMEOUT,
         stop_grace=2.0,
     )
-    kept = False
+    kept, load = False, OtherLoad()
     try:
         outcome = launch(request, stream)
         kept = outcome.code in (EXIT_BUG, EXIT_RUN_FAILED)
@@ -88,7 +83,7 @@ def calibrate(
             for rank in range(world_size)
         ]
         found = calibration(ranks, time.strftime("%Y-%m-%d"))
-        machine = found.machine | {"load_before": f"{load:.1f}"}
+        machine = found.machine | {"load": f"{load.ended():.1f}"}
         return outcome, msgspec.structs.replace(found, machine=machine), None
     finally:
         if not kept:
