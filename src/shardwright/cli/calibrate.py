@@ -23,7 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the constants",
     )
     parser.add_argument(
-        "-n", "--ranks", type=int, default=2, metavar="N", help="ranks to measure with (2)"
+        "job", type=Path, nargs="?", metavar="JOB.toml", help="a job to measure the machine for"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override its keys"
+    )
+    parser.add_argument(
+        "-n", "--ranks", type=int, metavar="N", help="ranks to measure with (2, or the job's)"
     )
     parser.add_argument(
         "--quick", action="store_true", help="a few seconds, and figures that vary more"
@@ -36,7 +42,15 @@ def execute(options: argparse.Namespace) -> int:
     check_output(options.output, CLUSTER)  # before half a minute of work
     from shardwright.train.calibrate import calibrate
 
-    outcome, found, folder = calibrate(options.ranks, sys.stderr, quick=options.quick)
+    if options.job is None:
+        ranks = 2 if options.ranks is None else options.ranks
+        outcome, found, folder = calibrate(ranks, sys.stderr, quick=options.quick)
+    else:
+        from shardwright.train.calibrate.probes import calibrate_for
+
+        options.on = ""
+        job = shared.job_of(options)
+        outcome, found, folder = calibrate_for(job, sys.stderr, quick=options.quick)
     if found is None:
         print(f"shardwright: {outcome.reason}", file=sys.stderr)
         if folder:

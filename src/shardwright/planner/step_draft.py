@@ -24,9 +24,8 @@ from shardwright.core.block import Role
 from shardwright.core.footprint import Alive, RankMemory, needs_of
 from shardwright.core.optimizers import OPTIMIZERS, trained
 from shardwright.core.schedule import Action, Merged, Modes, Prefetch, training_step
-from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase, stretches
+from shardwright.core.timeline import EXACT_KINDS, PEAK, PHASES, Event, Kind, Phase, stretches
 from shardwright.cost import dense
-from shardwright.cost.clock import has_clock
 from shardwright.cost.pipeline import by_phase
 from shardwright.heap.allocator import AllocatorSettings
 from shardwright.heap.classes import MODELLED, RankClass, Setting, rank_memories
@@ -91,7 +90,7 @@ class StepDraft(Draft):
     @cached_property
     def other_seconds(self) -> dict[str, float]:
         """Of these, what no unit takes: the batch, addressing ids, latencies of the tables'
-        exchange, stages without parameters, and what a machine's clock counts once a step."""
+        exchange, stages without parameters, and what a machine's constants count once a step."""
         values = self.problem.values
         totals = {}
         if self.problem.job.model.traits.reads_clicks:  # line by line
@@ -99,10 +98,30 @@ class StepDraft(Draft):
         requests = math.fsum(placed.choice.everywhere for placed in self.tables)
         if requests:
             totals["exchange_ids"] = requests
-        if has_clock(values):
-            totals["step"] = values["step_latency"]
         latencies = (self.problem.context.latencies(each.parts) for each in self.exchanges)
-        return _added([totals, *latencies, self.dense_seconds.get("", {})])
+        fixed, waits = self._fixed, self._waits(totals)
+        return _added([totals, fixed, waits, *latencies, self.dense_seconds.get("", {})])
+
+    @property
+    def _fixed(self) -> dict[str, float]:
+        """What the phases of a step take whatever the batch, where a machine's constants say it."""
+        values, without = self.problem.values, set[str]()
+        if not any(each.routed for each in self.exchanges):
+            without = {"exchange_ids", "exchange_rows"}
+        phases = [p for p in PHASES if f"{p}_latency" in values and p not in without]
+        return {phase: values[f"{phase}_latency"] for phase in phases}
+
+    def _waits(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """What collectives wait for the slowest rank: the first for its batch, sums of gradients
+        for what it computed, which is the same whatever is placed where."""
+        share = self.problem.values.get("slowest_share", 0.0)
+        if not share:
+            return {}
+        pieces = self.problem.unit_space.pieces
+        waits = {"reduce": share * math.fsum((*pieces["forward"], *pieces["backward"]))}
+        if any(each.routed for each in self.exchanges):
+            waits["exchange_ids"] = share * totals.get("load", 0.0)
+        return waits
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:

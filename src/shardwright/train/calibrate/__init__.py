@@ -23,8 +23,9 @@ from typing import TextIO
 import msgspec
 
 from shardwright.core.cluster import SCHEMA, Calibration, Constant, SourcedFigure
-from shardwright.core.document import read_document
+from shardwright.core.document import read_document, write_document
 from shardwright.core.errors import EXIT_BUG, EXIT_RUN_FAILED, InputError, expected
+from shardwright.core.work import Product
 from shardwright.cost.network import CROSSINGS, Collective
 from shardwright.cost.presets import LOCAL, PRESETS
 from shardwright.launcher.ending import RunOutcome
@@ -40,6 +41,7 @@ from shardwright.train.calibrate.cases import (
     Times,
     collective_case,
     overlap_case,
+    products_file,
     row_case,
     samples_file,
     spread,
@@ -53,12 +55,13 @@ TIMEOUT, SETUP_TIMEOUT = 60.0, 180.0
 
 
 def calibrate(
-    world_size: int, stream: TextIO, *, quick: bool = False
+    world_size: int, stream: TextIO, *, quick: bool = False, products: Sequence[Product] = ()
 ) -> tuple[RunOutcome, Calibration | None, Path | None]:
     """Measure with ``world_size`` ranks on this machine; messages and progress go to ``stream``.
 
     Gives how they ended, what they found if they finished, and where their logs are if not. About
-    half a minute with two ranks, ``quick`` a few seconds. InputError: too many ranks or none.
+    half a minute with two ranks, ``quick`` a few seconds. ``products`` are timed in place of layers
+    of usual sizes. InputError: too many ranks or none.
     """
     if not 1 <= world_size <= MOST_RANKS:
         raise InputError(expected("-n", f"from 1 to {MOST_RANKS} ranks", f"{world_size}"))
@@ -73,6 +76,8 @@ def calibrate(
         stop_grace=2.0,
     )
     kept, load = False, OtherLoad()
+    if products:
+        write_document(list(products), products_file(folder))
     try:
         outcome = launch(request, stream)
         kept = outcome.code in (EXIT_BUG, EXIT_RUN_FAILED)
@@ -204,12 +209,13 @@ def _capacity(name: str, samples: Samples, date: str) -> SourcedFigure:
     if name == "hbm_cap":
         share = f"{DEVICE_SHARE * 100:.0f} %"
         source = f"{share} of the {total:,} B of one accelerator; the margin is assumed"
-        return SourcedFigure(int(total * DEVICE_SHARE), "B", source, date, 1)
+        return SourcedFigure(float(int(total * DEVICE_SHARE)), "B", source, date, 1)
     source = (
         f"{HOST_SHARE * 100:.0f} % of the host's {total:,} B, shared by the ranks; "
         "the margin is assumed"
     )
-    return SourcedFigure(int(total * HOST_SHARE / samples.world_size), "B", source, date, 1)
+    size = int(total * HOST_SHARE / samples.world_size)
+    return SourcedFigure(float(size), "B", source, date, 1)
 
 
 def _formulas(first: Samples, times: Times) -> Iterator[tuple[str, Formula]]:
@@ -236,7 +242,7 @@ MEMORY = ("update", "copy")
 def _own(times: Times) -> Iterator[tuple[str, Formula]]:
     """Constants of one rank, all ranks at work."""
     layers = tuple(name for name in times.amounts if name.startswith("layer "))
-    source = "fp32 linear layers of 256 to 1024, forward"
+    source = f"{len(layers)} sizes of fp32 products, {layers[0].removeprefix('layer ')} first"
     yield "compute_rate", Formula(layers, _rate(times, layers), source)
     source = "update and copy of arrays of 64 MiB, bytes of both arrays"
     yield "memory_rate", Formula(MEMORY, _rate(times, MEMORY), source)
