@@ -6,6 +6,11 @@ writes ``validation/<machine>/<case>.json`` for each case, or for those of ``--c
 Memory must come out exactly (weights, gradients, optimizer states, padding) and within ten percent
 (peak); seconds are kept as they are, beside the load of the machine, for the preset's constants are
 not this machine's. ``tests/test_figures.py`` holds the demo's file to the plan of today.
+
+    python benchmarks/predicted_against_measured.py --machine cpu-2-cores --calibrate
+
+calibrates for each case and runs it with the preset's constants and with those, in turns: their
+seconds and the load of others go to ``validation/<machine>/calibrated.json``.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import argparse
 import datetime
 import json
 import os
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +29,7 @@ import msgspec
 
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import Job, parse_job, read_job
+from shardwright.train.calibrate.probes import calibrate_for, calibrated_job
 from shardwright.train.session import Session, run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,17 +135,73 @@ def summary(session: Session) -> dict[str, Any]:
     }
 
 
+TURNS = 3
+
+
+def calibrated(job: Job) -> dict[str, Any]:
+    """Seconds of a step by phase, means over ranks, with a preset's constants and with those that
+    were calibrated for the job: in turns, for a busy machine changes."""
+    outcome, found, _ = calibrate_for(job, sys.stderr)
+    if found is None:
+        raise SystemExit(f"calibration failed: {outcome.reason}")
+    plans = {"preset": plan(job), "calibrated": plan(calibrated_job(job, found))}
+    turns: dict[str, list[Any]] = {name: [] for name in plans}
+    for _ in range(TURNS):
+        for name, made in plans.items():
+            session = run(made, Path(job.train.out), sys.stderr)
+            if session.measurement is None or session.comparison is None:
+                raise SystemExit(f"run failed: {session.outcome.reason}")
+            turns[name].append(session)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "load_of_others": {"calibration": float(found.machine["load"])}
+        | {n: [float(s.measurement.machine["load"]) for s in turns[n]] for n in turns},
+        "phases": {name: _phases(turns[name]) for name in turns},
+    }
+
+
+def _phases(sessions: list[Any]) -> dict[str, Any]:
+    """Milliseconds of each phase and of a step: predicted, the median of the turns, and the first
+    over the second."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for session in sessions:
+        ranks = session.plan.world_size
+        for side in ("predicted", "measured"):
+            totals: dict[str, float] = {}
+            for line in session.comparison.seconds:
+                own = 1e3 * (getattr(line, side) or 0.0) / ranks
+                totals[line.phase] = totals.get(line.phase, 0.0) + own
+            for phase, ms in (totals | {"all": sum(totals.values())}).items():
+                found.setdefault(phase, {}).setdefault(side, []).append(ms)
+    told = {}
+    for phase, its in found.items():
+        predicted, measured = (statistics.median(its[s]) for s in ("predicted", "measured"))
+        ratio = round(predicted / measured, 2) if measured else None
+        told[phase] = {"predicted": round(predicted, 2), "measured": round(measured, 2)}
+        told[phase]["ratio"] = ratio
+    return told
+
+
 def main() -> int:
     """Run every case; 1 if a prediction failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machine", required=True, help="a name for this machine")
     parser.add_argument("--cases", help="some of them, such as demo,transformer")
+    parser.add_argument("--calibrate", action="store_true", help="seconds before and after it")
     options = parser.parse_args()
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
         known = jobs(Path(scratch))
         for case in options.cases.split(",") if options.cases else known:
             job = known[case]
+            if options.calibrate:
+                target = ROOT / "validation" / options.machine / "calibrated.json"
+                kept = json.loads(target.read_text()) if target.exists() else {}
+                kept[case] = calibrated(job)
+                target.write_text(json.dumps(kept, indent=2) + "\n")
+                both = {name: its["all"] for name, its in kept[case]["phases"].items()}
+                print(case, both, kept[case]["load_of_others"], flush=True)
+                continue
             made = plan(job)
             result = summary(run(made, Path(job.train.out), sys.stderr))
             target = ROOT / "validation" / options.machine / f"{case}.json"

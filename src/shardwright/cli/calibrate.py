@@ -1,4 +1,4 @@
-"""``shardwright calibrate -o cluster.toml``."""
+"""``shardwright calibrate [JOB.toml] -o cluster.toml``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from shardwright.cli import options as shared
 from shardwright.core.cluster import write_calibration
 from shardwright.core.document import CLUSTER, check_output
+from shardwright.core.errors import InputError, expected
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the constants",
     )
     parser.add_argument(
-        "job", type=Path, nargs="?", metavar="JOB.toml", help="a job to measure the machine for"
+        "job",
+        type=Path,
+        nargs="?",
+        metavar="JOB.toml",
+        help="measure for this job, which is run at smaller batches",
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override its keys"
@@ -40,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Measure, write, show."""
     check_output(options.output, CLUSTER)  # before half a minute of work
+    if options.set and options.job is None:
+        raise InputError(expected("--set", "a job to override", "none"))
     from shardwright.train.calibrate import calibrate
 
     if options.job is None:

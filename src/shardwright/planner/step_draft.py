@@ -24,9 +24,9 @@ from shardwright.core.block import Role
 from shardwright.core.footprint import Alive, RankMemory, needs_of
 from shardwright.core.optimizers import OPTIMIZERS, trained
 from shardwright.core.schedule import Action, Merged, Modes, Prefetch, training_step
-from shardwright.core.timeline import EXACT_KINDS, PEAK, PHASES, Event, Kind, Phase, stretches
+from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase, stretches
 from shardwright.cost import dense
-from shardwright.cost.pipeline import by_phase
+from shardwright.cost.pipeline import by_phase, fixed_seconds
 from shardwright.heap.allocator import AllocatorSettings
 from shardwright.heap.classes import MODELLED, RankClass, Setting, rank_memories
 from shardwright.heap.flat import FlatUnits
@@ -99,29 +99,10 @@ class StepDraft(Draft):
         if requests:
             totals["exchange_ids"] = requests
         latencies = (self.problem.context.latencies(each.parts) for each in self.exchanges)
-        fixed, waits = self._fixed, self._waits(totals)
-        return _added([totals, fixed, waits, *latencies, self.dense_seconds.get("", {})])
-
-    @property
-    def _fixed(self) -> dict[str, float]:
-        """What the phases of a step take whatever the batch, where a machine's constants say it."""
-        values, without = self.problem.values, set[str]()
-        if not any(each.routed for each in self.exchanges):
-            without = {"exchange_ids", "exchange_rows"}
-        phases = [p for p in PHASES if f"{p}_latency" in values and p not in without]
-        return {phase: values[f"{phase}_latency"] for phase in phases}
-
-    def _waits(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """What collectives wait for the slowest rank: the first for its batch, sums of gradients
-        for what it computed, which is the same whatever is placed where."""
-        share = self.problem.values.get("slowest_share", 0.0)
-        if not share:
-            return {}
-        pieces = self.problem.unit_space.pieces
-        waits = {"reduce": share * math.fsum((*pieces["forward"], *pieces["backward"]))}
-        if any(each.routed for each in self.exchanges):
-            waits["exchange_ids"] = share * totals.get("load", 0.0)
-        return waits
+        computed = self.problem.unit_space.all_computed
+        routed = any(each.routed for each in self.exchanges)
+        fixed = fixed_seconds(totals.get("load", 0.0), computed, values, routed=routed)
+        return _added([totals, fixed, *latencies, self.dense_seconds.get("", {})])
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:

@@ -117,8 +117,11 @@ def smaller(job: Job, part: int, steps: int, out: Path) -> Job:
     """A part of the job's batch for some steps, with nothing saved, told or held out."""
     size, replaced = max(job.batch.size // part, 1), msgspec.structs.replace
     train = replaced(job.train, steps=steps, out=str(out), log=UNSET, metrics_every=UNSET)
-    batch = replaced(job.batch, size=size)
-    return replaced(job, batch=batch, train=train, checkpoint=UNSET)
+    batch, data = replaced(job.batch, size=size), job.data
+    if data.kind == "synthetic":  # no more is made up than is read
+        rows = steps * size * cluster_of(job)[0].world_size
+        data = replaced(data, rows=min(data.rows, rows), test_rows=0)
+    return replaced(job, batch=batch, data=data, train=train, checkpoint=UNSET)
 
 
 def _means(measured: Measurement) -> dict[str, float]:
