@@ -27,6 +27,15 @@ dim = 16
 """
 
 
+SMALL = """
+tables = [{name = "a", rows = 100, dim = 8}]
+model = {bottom = [16, 8], top = [16, 1]}
+batch = {size = 64}
+data = {kind = "synthetic"}
+cluster = {preset = "local", world_size = 2}
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where temporary files go, so that a test sees what is left of them."""
@@ -95,11 +104,47 @@ def test_one_rank_gets_a_table_that_says_what_was_not_measured(call: Any, folder
     assert "cluster written to one.toml" in answer.err
 
 
+def test_whoever_rests_on_a_file_of_a_busy_machine_says_so_in_one_line(
+    call: Any, tmp_path: Path
+) -> None:
+    text = (Path(__file__).parent.parent / "golden/earlier/cluster.toml").read_text()
+    (tmp_path / "cluster.toml").write_text(text)  # of a load of 5.4
+    (tmp_path / "job.toml").write_text(JOB)
+    said = "cluster.toml was made on a busy machine (load 5.4 of others on "
+    for words in (("plan", "job.toml", "-o", "plan.json"), ("plan", "job.toml", "--json")):
+        answer = call(*words)
+        assert answer.code == 0, answer.err
+        assert answer.err.count(said) == 1
+    (tmp_path / "cluster.toml").write_text(text.replace('"5.4"', '"0.4"'))
+    assert said not in call("plan", "job.toml").err
+
+
 def test_a_calibration_needs_a_file_to_write(call: Any, tmp_path: Path) -> None:
     call("calibrate").refuses(2, "-o/--output")
     call("calibrate", "-o", tmp_path).refuses(2, "expected a file that can be written")
     (tmp_path / "x").write_text("")
     call("calibrate", "-o", tmp_path / "x" / "c.toml").refuses(2, "a file that can be written")
+
+
+def test_keys_are_of_a_job_and_tables_alone_are_none_that_runs(call: Any, tmp_path: Path) -> None:
+    call("calibrate", "-o", "c.toml", "--set", "batch.size=4").refuses(2, "--set: expected a job")
+    (tmp_path / "tables.toml").write_text(JOB.replace('file = "cluster.toml"', ""))
+    call("calibrate", "tables.toml", "-o", "c.toml").refuses(2, "tables")
+
+
+@pytest.mark.product  # daily without a run: tests/train/test_probes.py
+def test_a_machine_is_measured_for_a_job(call: Any, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SMALL)
+    answer = call("calibrate", "small.toml", "-o", "cluster.toml", "--quick", "--json")
+    assert answer.code == 0, answer.err
+    found = read_calibration(tmp_path / "cluster.toml")
+    more = {"elementwise_rate", "slowest_share", "load_latency", "reduce_latency"}
+    assert more <= set(found.constants)
+    assert found.constants["reduce_latency"].source.startswith("measured: dlrm in batches of 8 and")
+    assert list(folder.iterdir()) == []
+    planned = call("plan", "small.toml", "--on", "cluster.toml", "-o", "plan.json")
+    assert planned.code == 0, planned.err
+    assert call("explain", "plan.json").code == 0
 
 
 def test_ranks_that_cannot_be_are_refused(call: Any) -> None:

@@ -181,3 +181,18 @@ def test_a_job_with_a_bad_cluster_file_is_refused(section: dict[str, Any], messa
     with pytest.raises(InputError) as caught:
         parse_job({"cluster": section, "tables": [TABLE]})
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"cores": "2", "load": "1.0"}, ""),
+        ({"cores": "2", "load": "1.1"}, "made on a busy machine (load 1.1 of others on 2 cores)"),
+        ({"cores": "2", "load_before": "5.4"}, "made on a busy machine (load 5.4 of others on 2 "),
+        ({"cores": "many", "load": "5"}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_file_made_on_a_busy_machine_says_so(facts: dict[str, str], said: str) -> None:
+    found = msgspec.structs.replace(FOUND, machine=facts).busy
+    assert (found.startswith(said) and bool(found)) == bool(said)

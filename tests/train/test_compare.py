@@ -4,12 +4,14 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
+from shardwright.core.cluster import Calibration
 from shardwright.core.errors import MismatchError
 from shardwright.core.measurement import Curve, Measurement
 from shardwright.core.timeline import PEAK, Event, decode, encode
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import parse_job
 from shardwright.job.plan import Plan
+from shardwright.report.comparison_sheets import time_verdict
 from shardwright.report.table import comparison_summary, text_of
 from shardwright.train.compare import compare
 
@@ -153,3 +155,30 @@ def test_exchanges_beside_compute_are_compared_where_a_job_lets_them_travel(made
     assert "Exchanges while ranks compute" not in text_of(
         comparison_summary(compare(made, measured(made, decode(made.timeline))))
     )
+
+
+@pytest.mark.parametrize(
+    ("calibrated", "ran", "said"),
+    [
+        ("0.4", "0.5", ""),
+        ("1.0", "1.0", ""),
+        ("1.5", "0.0", "Not judged: c.toml was made on a busy machine (load 1.5 of others on 2 co"),
+        ("0.0", "1.5", "Not judged: the machine was busy during the run (load 1.5 of others on 2"),
+        ("0.0", "", "Not judged: what else the machine did during the run is not known."),
+    ],
+)
+def test_seconds_are_judged_where_the_machine_was_quiet_when_calibrated_and_when_it_ran(
+    made: Plan, calibrated: str, ran: str, said: str
+) -> None:
+    facts = {"cores": "2", "load": calibrated}
+    file = Calibration("shardwright.cluster/1", "2026-11", 2, "cpu", "gloo", facts, {}, {})
+    section = msgspec.structs.replace(made.job.cluster, file="c.toml", measured=file)
+    job = msgspec.structs.replace(made.job, cluster=section)
+    slower = [msgspec.structs.replace(e, duration=9 * e.duration) for e in decode(made.timeline)]
+    run = measured(made, slower)
+    run = msgspec.structs.replace(run, machine={"cores": "2"} | ({"load": ran} if ran else {}))
+    found = time_verdict(compare(msgspec.structs.replace(made, job=job), run))
+    assert found is not None
+    assert said in found.sentence
+    assert ("Not judged" in found.sentence) == bool(said)
+    assert found.held == bool(said)  # nine times slower

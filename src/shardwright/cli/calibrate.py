@@ -1,4 +1,4 @@
-"""``shardwright calibrate -o cluster.toml``."""
+"""``shardwright calibrate [JOB.toml] -o cluster.toml``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from shardwright.cli import options as shared
 from shardwright.core.cluster import write_calibration
 from shardwright.core.document import CLUSTER, check_output
+from shardwright.core.errors import InputError, expected
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the constants",
     )
     parser.add_argument(
-        "-n", "--ranks", type=int, default=2, metavar="N", help="ranks to measure with (2)"
+        "job",
+        type=Path,
+        nargs="?",
+        metavar="JOB.toml",
+        help="measure for this job, which is run at smaller batches",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override its keys"
+    )
+    parser.add_argument(
+        "-n", "--ranks", type=int, metavar="N", help="ranks to measure with (2, or the job's)"
     )
     parser.add_argument(
         "--quick", action="store_true", help="a few seconds, and figures that vary more"
@@ -34,9 +45,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Measure, write, show."""
     check_output(options.output, CLUSTER)  # before half a minute of work
+    if options.set and options.job is None:
+        raise InputError(expected("--set", "a job to override", "none"))
     from shardwright.train.calibrate import calibrate
 
-    outcome, found, folder = calibrate(options.ranks, sys.stderr, quick=options.quick)
+    if options.job is None:
+        ranks = 2 if options.ranks is None else options.ranks
+        outcome, found, folder = calibrate(ranks, sys.stderr, quick=options.quick)
+    else:
+        from shardwright.train.calibrate.probes import calibrate_for
+
+        options.on = ""
+        job = shared.job_of(options)
+        outcome, found, folder = calibrate_for(job, sys.stderr, quick=options.quick)
     if found is None:
         print(f"shardwright: {outcome.reason}", file=sys.stderr)
         if folder:
@@ -51,4 +72,5 @@ def execute(options: argparse.Namespace) -> int:
 
         shared.show(calibration_summary(found))
     print(f"cluster written to {options.output}{changed}", file=sys.stderr)
+    shared.warn_of_busy(found, str(options.output))
     return 0

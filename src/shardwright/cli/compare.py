@@ -28,6 +28,7 @@ def execute(options: argparse.Namespace) -> int:
         raise InputError(expected("--tolerance", "a share from 0 to 10", str(options.tolerance)))
     folder = shared.run_folder(options)
     plan = read_plan(plan_file(folder))
+    shared.warn_of_busy(plan.job.cluster.measured, plan.job.cluster.file)
     found = compare(plan, read_measurement(measurement_file(folder)), options.tolerance)
     if options.json:
         shared.print_json(found)

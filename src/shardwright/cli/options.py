@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shardwright.core.cluster import Calibration
 from shardwright.core.document import to_json
 from shardwright.core.errors import InputError, expected
 from shardwright.job.job import Job, read_job
@@ -41,7 +42,16 @@ def job_of(options: argparse.Namespace) -> Job:
     if options.ranks is not None:
         # Last, so that -n wins over --set; and as text, so that it is checked as any other key.
         overrides.append(f"cluster.world_size={options.ranks}")
-    return read_job(options.job, overrides, options.on)
+    job = read_job(options.job, overrides, options.on)
+    warn_of_busy(job.cluster.measured, job.cluster.file)
+    return job
+
+
+def warn_of_busy(measured: Calibration | None, file: str) -> None:
+    """Say of a cluster file that was made on a busy machine that it was."""
+    if measured is not None and measured.busy:
+        text = f"{file} was {measured.busy}: seconds are off; calibrate again when it is quiet"
+        print(text, file=sys.stderr, flush=True)
 
 
 def beside(path: Path) -> str:

@@ -182,6 +182,7 @@ def _plan_of(options: argparse.Namespace) -> Plan:
     # Checked to tile its model, whoever made it: ranks would find out one by one, after they
     # started.
     given = read_plan(options.job, check=True)
+    shared.warn_of_busy(given.job.cluster.measured, given.job.cluster.file)
     if options.ranks not in (None, given.world_size):
         raise MismatchError(
             expected(

@@ -8,6 +8,7 @@ file of a measured one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -126,9 +127,27 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     constants: dict[Text, SourcedFigure]
 
     @property
+    def busy(self) -> str:
+        """How busy the machine was while it was measured; empty where it was quiet."""
+        return "made on a busy machine" + said if (said := busy(self.machine)) else ""
+
+    @property
     def carried_over(self) -> tuple[str, ...]:
         """The constants that were not measured, sorted."""
         return tuple(sorted(n for n, figure in self.constants.items() if not figure.median_of))
+
+
+BUSY = 0.5  # of the cores, that others want: seconds are then of another machine than a quiet one
+
+
+def busy(machine: Mapping[str, str]) -> str:
+    """The load that facts of a machine tell, in brackets, if it is above half of its cores."""
+    load, cores = machine.get("load", machine.get("load_before", "")), machine.get("cores", "")
+    try:
+        above = float(load) > BUSY * int(cores)
+    except ValueError:
+        return ""
+    return f" (load {load} of others on {cores} cores)" if above else ""
 
 
 def read_calibration(path: Path | str) -> Calibration:

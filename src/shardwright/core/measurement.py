@@ -275,8 +275,8 @@ class Comparison(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     ``phase_peaks`` and ``seconds`` (per rank and phase) are shown with their error; seconds are
     gated only on a calibrated cluster. ``exchanges`` are seconds of what tables exchange while
     ranks compute, ``hidden`` and ``exposed``: predicted is what costs a step nothing, measured is
-    how long a rank computed on while an exchange was under way. ``failures`` are the reasons why
-    the comparison failed.
+    how long a rank computed on while an exchange was under way. ``unjudged`` says why seconds say
+    nothing about the prediction. ``failures`` are the reasons why the comparison failed.
     """
 
     schema: Literal["shardwright.comparison/1"]
@@ -288,6 +288,7 @@ class Comparison(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     seconds: tuple[ComparedNumber, ...]
     failures: tuple[str, ...]
     exchanges: tuple[ComparedNumber, ...] | UnsetType = UNSET
+    unjudged: str | UnsetType = UNSET
 
     def __repr__(self) -> str:
         ranks = len({line.rank for line in (*self.exact, *self.peaks)})

@@ -15,7 +15,7 @@ from shardwright.core.cluster import (
 from shardwright.core.document import unknown_key
 from shardwright.core.errors import InputError, expected
 from shardwright.core.quantities import parse_bytes
-from shardwright.cost.presets import HARDWARE, LOCAL, MODELS, PRESETS, Preset
+from shardwright.cost.presets import HARDWARE, LOCAL, MODELS, OF_A_JOB, PRESETS, Preset
 from shardwright.job.cluster import ClusterSection, with_calibration
 from shardwright.job.planner import Profile
 
@@ -241,8 +241,8 @@ UNITS_OF_RATES = ("B/s", "FLOP/s")
 def calibrated(found: Calibration, where: str) -> Preset:
     """The preset that a cluster file describes; InputError names the constant that cannot be."""
     rates = (name for preset in PRESETS.values() for name in preset.constants)
-    known = {name: LOCAL["compute_rate"] for name in rates if name.endswith("_compute_rate")}
-    known |= LOCAL  # and where products in other dtypes are known, their rates
+    known = {name: "FLOP/s" for name in rates if name.endswith("_compute_rate")} | OF_A_JOB
+    known |= {name: constant.unit for name, constant in LOCAL.items()}
     for name in found.constants:
         if name not in known:
             raise unknown_key(where, f"constants.{name}", name, known)
@@ -250,7 +250,7 @@ def calibrated(found: Calibration, where: str) -> Preset:
     if missing:
         raise InputError(expected(f"{where}: constants.{missing}", "a value", "none", AGAIN))
     for name, figure in found.constants.items():
-        _check(f"{where}: constants.{name}", figure, known[name].unit)
+        _check(f"{where}: constants.{name}", figure, known[name])
     for name, figure in found.capacities.items():
         _check_capacity(f"{where}: capacities.{name}", figure)
     sizes = {name: int(figure.value) for name, figure in found.capacities.items()}

@@ -44,7 +44,9 @@ def compute_seconds(calls: Any, flops: Any, moved: Any, c: Any, dtype: str = "fp
     """Seconds of ``calls`` of operators: the FLOPs of products in ``dtype``, bytes ``moved`` by all
     others."""
     products = flops / product_rate(dtype, c)
-    return products + moved / c["memory_rate"] + calls * c["operation_latency"]
+    # What arrays of 64 MiB reach says little of a job whose tensors fit a cache.
+    rate = c["elementwise_rate" if "elementwise_rate" in c else "memory_rate"]
+    return products + moved / rate + calls * c["operation_latency"]
 
 
 def fresh_seconds(nbytes: Any, c: Any, what: str = "buffer") -> Any:

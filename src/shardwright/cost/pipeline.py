@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from shardwright.core.amount import maximum, minimum
 from shardwright.core.recording import Unfolded
 from shardwright.core.schedule import Action, Modes, training_step
-from shardwright.core.timeline import Phase
+from shardwright.core.timeline import PHASES, Phase
 
 Settle = Callable[[str, Any], Any]
 Brought = Literal["gathered", "reduced"]  # by a collective of a unit
@@ -100,6 +100,20 @@ def hidden_seconds(exchanges: Iterable[tuple[Any, Any]], overlap: Any) -> Any:
         share = seconds * overlap
         hidden = minimum(share if hidden is None else hidden + share, window)
     return 0.0 if hidden is None else hidden
+
+
+def fixed_seconds(
+    loading: float, computed: float, c: Mapping[str, float], *, routed: bool
+) -> dict[str, float]:
+    """Seconds of a step by phase that are the same whatever is placed where, as far as constants
+    say it: fixed costs, and what collectives wait for the slowest rank. The first waits for its
+    batch, if ids are ``routed``; sums of gradients for what it computed."""
+    found: dict[str, float] = {p: c[f"{p}_latency"] for p in PHASES if f"{p}_latency" in c}
+    if share := c.get("slowest_share"):
+        for phase, before in (("exchange_ids", loading), ("reduce", computed)):
+            found[phase] = found.get(phase, 0.0) + share * before
+    unless = () if routed else ("exchange_ids", "exchange_rows")
+    return {phase: seconds for phase, seconds in found.items() if phase not in unless}
 
 
 class _Lanes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from shardwright.core.cluster import Constant, Device
+from shardwright.core.timeline import PHASES
 
 GIB = 2**30
 GB = 10**9
@@ -323,6 +324,15 @@ LOCAL = _ANYWHERE | {
     ),
     "adagrad_passes": assumed(14.0, "touches", "row-wise Adagrad, and read and write one state"),
     "adam_passes": assumed(16.0, "touches", "row-wise Adagrad, and read and write two states"),
+}
+
+# What only a calibration for a job tells, with its unit: how fast operators without products move
+# bytes, the share of what ranks compute by which the slowest is later than the others, and seconds
+# of each phase of a step that are the same whatever the batch.
+OF_A_JOB = {
+    "elementwise_rate": "B/s",
+    "slowest_share": "share",
+    **{f"{phase}_latency": "s" for phase in PHASES},
 }
 
 CPU_HOST = _ANYWHERE | {

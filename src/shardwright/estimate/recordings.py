@@ -200,8 +200,12 @@ def recorded(job: Job, routed: tuple[str, ...] | None = ()) -> Recording:
     """A step of ``job``'s model on one rank, with the checkpointing that it is first tried with; of
     a module of the user's own, embeddings that are ``routed`` are tables, or with None all that can
     be."""
-    cluster, _ = cluster_of(job)
-    device = memory_of(job).lowering or cluster.compute_device
+    return _planned(recorded_with_shapes(job, routed), cluster_of(job)[0])
+
+
+def recorded_with_shapes(job: Job, routed: tuple[str, ...] | None = ()) -> Recording:
+    """The same with the shapes of products, whether seconds follow from them or not."""
+    device = memory_of(job).lowering or cluster_of(job)[0].compute_device
     path = _path(job, device)
     found = None if path is None else _kept(path)
     if found is None:
@@ -210,7 +214,7 @@ def recorded(job: Job, routed: tuple[str, ...] | None = ()) -> Recording:
             content = msgspec.json.encode(found)
             with suppress(InputError):  # a folder that cannot be written is none
                 write_atomically(path, _digest(content) + b"\n" + content)
-    return _planned(found, cluster)
+    return found
 
 
 def _planned(recording: Recording, cluster: Cluster) -> Recording:

@@ -26,8 +26,7 @@ from shardwright.core.optimizers import OPTIMIZERS, trained
 from shardwright.core.schedule import Action, Merged, Modes, Prefetch, training_step
 from shardwright.core.timeline import EXACT_KINDS, PEAK, Event, Kind, Phase, stretches
 from shardwright.cost import dense
-from shardwright.cost.clock import has_clock
-from shardwright.cost.pipeline import by_phase
+from shardwright.cost.pipeline import by_phase, fixed_seconds
 from shardwright.heap.allocator import AllocatorSettings
 from shardwright.heap.classes import MODELLED, RankClass, Setting, rank_memories
 from shardwright.heap.flat import FlatUnits
@@ -91,7 +90,7 @@ class StepDraft(Draft):
     @cached_property
     def other_seconds(self) -> dict[str, float]:
         """Of these, what no unit takes: the batch, addressing ids, latencies of the tables'
-        exchange, stages without parameters, and what a machine's clock counts once a step."""
+        exchange, stages without parameters, and what a machine's constants count once a step."""
         values = self.problem.values
         totals = {}
         if self.problem.job.model.traits.reads_clicks:  # line by line
@@ -99,10 +98,11 @@ class StepDraft(Draft):
         requests = math.fsum(placed.choice.everywhere for placed in self.tables)
         if requests:
             totals["exchange_ids"] = requests
-        if has_clock(values):
-            totals["step"] = values["step_latency"]
         latencies = (self.problem.context.latencies(each.parts) for each in self.exchanges)
-        return _added([totals, *latencies, self.dense_seconds.get("", {})])
+        computed = self.problem.unit_space.all_computed
+        routed = any(each.routed for each in self.exchanges)
+        fixed = fixed_seconds(totals.get("load", 0.0), computed, values, routed=routed)
+        return _added([totals, fixed, *latencies, self.dense_seconds.get("", {})])
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:

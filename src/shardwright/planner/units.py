@@ -242,6 +242,11 @@ class UnitSpace:
         return self.pieces[action.direction][action.place]
 
     @cached_property
+    def all_computed(self) -> float:
+        """Seconds that all pieces compute, whatever is placed where."""
+        return math.fsum(chain(*self.pieces.values()))
+
+    @cached_property
     def computed(self) -> dict[str, ComputeSeconds]:
         """Seconds that every unit computes, apart from what it is merged with."""
         names = {member: unit.name for unit in self.model.units for member in unit.members}

@@ -87,7 +87,8 @@ def verdict(comparison: Comparison) -> Judgement:
 def time_verdict(comparison: Comparison) -> Judgement | None:
     """The predicted step of the slowest rank beside its measured one; None where neither is known.
 
-    Seconds are no gate, but a prediction that is off by more than a factor is never called held.
+    Seconds are no gate, but a prediction that is off by more than a factor is never called held,
+    unless the machine was too busy to say so.
     """
     # Phases that one side lacks are left out of both sums: a total with a hole would be compared
     # with one without.
@@ -101,10 +102,13 @@ def time_verdict(comparison: Comparison) -> Judgement | None:
     shared = {line.phase for line in known if line.rank == rank}
     others = [x.phase for x in comparison.seconds if x.rank == rank and x.phase not in shared]
     without = f", without {', '.join(map(printable, others))}" if others else ""
+    why = comparison.unjudged or ""
+    unjudged = f" Not judged: {printable(why, TEXT_LIMIT)}." if why else ""
     return Judgement(
-        1 / TIMES_OFF <= predicted / measured <= TIMES_OFF,
+        bool(why) or 1 / TIMES_OFF <= predicted / measured <= TIMES_OFF,
         f"Step on rank {rank}, the slowest: {format_seconds(measured)} measured, "
-        f"{format_seconds(predicted)} predicted ({error_text(predicted, measured)}){without}.",
+        f"{format_seconds(predicted)} predicted ({error_text(predicted, measured)}){without}."
+        f"{unjudged}",
     )
 
 

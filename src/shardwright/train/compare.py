@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from msgspec import UNSET
 
+from shardwright.core.cluster import busy
 from shardwright.core.errors import MismatchError, check_type, expected
 from shardwright.core.measurement import COMPARISON_SCHEMA, ComparedNumber, Comparison, Measurement
 from shardwright.core.timeline import (
@@ -21,6 +22,7 @@ from shardwright.core.timeline import (
     phase_peaks,
     phase_seconds,
 )
+from shardwright.job.cluster import ClusterSection
 from shardwright.job.plan import Plan
 
 K = TypeVar("K")
@@ -82,7 +84,20 @@ def compare(plan: Plan, measurement: Measurement, tolerance: float = 0.1) -> Com
             *_phase_failures(phase_lines),
         ),
         exchanges=exchanges or UNSET,
+        unjudged=_unjudged(plan.job.cluster, measurement.machine) or UNSET,
     )
+
+
+def _unjudged(cluster: ClusterSection, machine: Mapping[str, str]) -> str:
+    """Why seconds that rest on a cluster file are not judged; empty where the machine was quiet
+    when it was calibrated and when it ran."""
+    if cluster.measured is None:
+        return ""
+    if cluster.measured.busy:
+        return f"{cluster.file} was {cluster.measured.busy}"
+    if "load" not in machine:
+        return "what else the machine did during the run is not known"
+    return f"the machine was busy during the run{said}" if (said := busy(machine)) else ""
 
 
 def _not_measured(plan: Plan, measurement: Measurement, tolerance: float) -> Comparison:

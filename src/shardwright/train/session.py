@@ -7,11 +7,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+import msgspec
 from msgspec import UNSET
 
 from shardwright.core.document import read_document, same_file, write_document
@@ -42,6 +44,7 @@ from shardwright.launcher.folder import (
     store_file,
 )
 from shardwright.launcher.launch import Launch, launch
+from shardwright.launcher.load import OtherLoad
 from shardwright.train.compare import compare
 from shardwright.train.records import merge
 from shardwright.train.sources import source_of
@@ -124,6 +127,7 @@ def run(
     )
     if resume:
         request = with_resume(request)
+    load = OtherLoad()
     outcome = launch(request, stream, begin)
     for again in range(1, section.restarts + 1):
         # Without the plan the folder is no run's any more, and a restart would fail in another way.
@@ -136,7 +140,9 @@ def run(
     # trained is merged and compared although the run did not end well.
     if outcome.code != 0 and not all(record.exists() for record in records):
         return Session(folder, plan, outcome, None, None)
-    measurement, comparison = collect(plan, folder, tolerance, scored=outcome.code == 0)
+    facts = {"load": f"{load.ended():.1f}"}
+    scored = outcome.code == 0
+    measurement, comparison = collect(plan, folder, tolerance, scored=scored, facts=facts)
     return Session(folder, plan, outcome, measurement, comparison)
 
 
@@ -164,12 +170,19 @@ def prepare(plan: Plan, folder: Path, stream: TextIO, given: Path | None = None)
 
 
 def collect(
-    plan: Plan, folder: Path, tolerance: float = 0.1, *, scored: bool = True
+    plan: Plan,
+    folder: Path,
+    tolerance: float = 0.1,
+    *,
+    scored: bool = True,
+    facts: Mapping[str, str] | None = None,
 ) -> tuple[Measurement, Comparison]:
     """Merge what every rank left, compare it with the plan, and write both down; without the scores
-    of held-out rows unless all were ``scored``."""
+    of held-out rows unless all were ``scored``; ``facts`` are more of the machine's."""
     held_out = (_quality(plan, folder, part) if scored else None for part in HELD_OUT)
     measurement = merge(plan, _records(plan, folder), *held_out)
+    machine = {**measurement.machine, **(facts or {})}
+    measurement = msgspec.structs.replace(measurement, machine=machine)
     write_measurement(measurement, measurement_file(folder))
     comparison = compare(plan, measurement, tolerance)
     write_document(comparison, comparison_file(folder))

@@ -54,6 +54,13 @@ AGAIN = "Make the plan again with this version."
 
 def draft_of(plan: Plan) -> Draft:
     """The draft a plan was written from; raises MismatchError if its numbers come out otherwise."""
+    found = priced_again(plan)
+    _check(plan, found)
+    return found
+
+
+def priced_again(plan: Plan) -> Draft:
+    """What a plan chose, at the prices of its job's constants, which may be others than its own."""
     problem = problem_of(plan)
     same("plan: tables", [t.name for t in plan.tables], [t.name for t in problem.model.tables])
     members = [name for unit in plan.units for name in unit.members]
@@ -62,9 +69,7 @@ def draft_of(plan: Plan) -> Draft:
     tables = tuple(_placed(problem, i, chosen) for i, chosen in enumerate(plan.tables))
     units = tuple(choice_of(unit, problem.unit_space) for unit in plan.units)
     draft = StepDraft(problem, tables, units, plan.prefetch)
-    found: Draft = draft if problem.model.is_trained else TablesDraft(problem, tables, units)
-    _check(plan, found)
-    return found
+    return draft if problem.model.is_trained else TablesDraft(problem, tables, units)
 
 
 def unit_of(plan: Plan, name: str) -> UnitPlan | None:

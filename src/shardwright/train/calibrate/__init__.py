@@ -10,7 +10,6 @@ each constant by a formula over seconds.
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import statistics
 import tempfile
@@ -24,12 +23,14 @@ from typing import TextIO
 import msgspec
 
 from shardwright.core.cluster import SCHEMA, Calibration, Constant, SourcedFigure
-from shardwright.core.document import read_document
+from shardwright.core.document import read_document, write_document
 from shardwright.core.errors import EXIT_BUG, EXIT_RUN_FAILED, InputError, expected
+from shardwright.core.work import Product
 from shardwright.cost.network import CROSSINGS, Collective
 from shardwright.cost.presets import LOCAL, PRESETS
 from shardwright.launcher.ending import RunOutcome
 from shardwright.launcher.launch import Launch, launch
+from shardwright.launcher.load import OtherLoad
 from shardwright.train.calibrate.cases import (
     BUFFERS,
     FLOAT,
@@ -40,6 +41,7 @@ from shardwright.train.calibrate.cases import (
     Times,
     collective_case,
     overlap_case,
+    products_file,
     row_case,
     samples_file,
     spread,
@@ -49,24 +51,20 @@ from shardwright.train.calibrate.cases import (
 )
 
 MOST_RANKS = 256
-BUSY = 0.5  # of the cores: other work that is worth a word
 TIMEOUT, SETUP_TIMEOUT = 60.0, 180.0
 
 
 def calibrate(
-    world_size: int, stream: TextIO, *, quick: bool = False
+    world_size: int, stream: TextIO, *, quick: bool = False, products: Sequence[Product] = ()
 ) -> tuple[RunOutcome, Calibration | None, Path | None]:
     """Measure with ``world_size`` ranks on this machine; messages and progress go to ``stream``.
 
     Gives how they ended, what they found if they finished, and where their logs are if not. About
-    half a minute with two ranks, ``quick`` a few seconds. InputError: too many ranks or none.
+    half a minute with two ranks, ``quick`` a few seconds. ``products`` are timed in place of layers
+    of usual sizes. InputError: too many ranks or none.
     """
     if not 1 <= world_size <= MOST_RANKS:
         raise InputError(expected("-n", f"from 1 to {MOST_RANKS} ranks", f"{world_size}"))
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > BUSY * cores:
-        text = f"the machine is busy (load {load:.1f} on {cores} cores): times will vary more"
-        print(text, file=stream, flush=True)
     folder = Path(tempfile.mkdtemp(prefix="shardwright-calibrate-"))
     request = Launch(
         module=f"{__name__}.worker",
@@ -77,7 +75,9 @@ def calibrate(
         setup_timeout=SETUP_TIMEOUT,
         stop_grace=2.0,
     )
-    kept = False
+    kept, load = False, OtherLoad()
+    if products:
+        write_document(list(products), products_file(folder))
     try:
         outcome = launch(request, stream)
         kept = outcome.code in (EXIT_BUG, EXIT_RUN_FAILED)
@@ -88,7 +88,7 @@ def calibrate(
             for rank in range(world_size)
         ]
         found = calibration(ranks, time.strftime("%Y-%m-%d"))
-        machine = found.machine | {"load_before": f"{load:.1f}"}
+        machine = found.machine | {"load": f"{load.ended():.1f}"}
         return outcome, msgspec.structs.replace(found, machine=machine), None
     finally:
         if not kept:
@@ -209,12 +209,13 @@ def _capacity(name: str, samples: Samples, date: str) -> SourcedFigure:
     if name == "hbm_cap":
         share = f"{DEVICE_SHARE * 100:.0f} %"
         source = f"{share} of the {total:,} B of one accelerator; the margin is assumed"
-        return SourcedFigure(int(total * DEVICE_SHARE), "B", source, date, 1)
+        return SourcedFigure(float(int(total * DEVICE_SHARE)), "B", source, date, 1)
     source = (
         f"{HOST_SHARE * 100:.0f} % of the host's {total:,} B, shared by the ranks; "
         "the margin is assumed"
     )
-    return SourcedFigure(int(total * HOST_SHARE / samples.world_size), "B", source, date, 1)
+    size = int(total * HOST_SHARE / samples.world_size)
+    return SourcedFigure(float(size), "B", source, date, 1)
 
 
 def _formulas(first: Samples, times: Times) -> Iterator[tuple[str, Formula]]:
@@ -241,7 +242,7 @@ MEMORY = ("update", "copy")
 def _own(times: Times) -> Iterator[tuple[str, Formula]]:
     """Constants of one rank, all ranks at work."""
     layers = tuple(name for name in times.amounts if name.startswith("layer "))
-    source = "fp32 linear layers of 256 to 1024, forward"
+    source = f"{len(layers)} sizes of fp32 products, {layers[0].removeprefix('layer ')} first"
     yield "compute_rate", Formula(layers, _rate(times, layers), source)
     source = "update and copy of arrays of 64 MiB, bytes of both arrays"
     yield "memory_rate", Formula(MEMORY, _rate(times, MEMORY), source)

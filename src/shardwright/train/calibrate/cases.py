@@ -23,6 +23,7 @@ from torch import nn
 
 from shardwright.core.block import Block, GroupKey
 from shardwright.core.cluster import Device
+from shardwright.core.work import Product
 from shardwright.cost.network import CROSSINGS, Collective
 from shardwright.data.logs import CriteoLog
 from shardwright.data.reading import ClickReader
@@ -244,6 +245,28 @@ def link(device: torch.device) -> dict[str, Timed]:
         "link": Timed(LARGE, lambda: near.copy_(pinned, non_blocking=True)),
         "host": Timed(2 * LARGE, lambda: pinned.copy_(other)),
     }
+
+
+def products_file(folder: Path) -> Path:
+    """The products of a job that ranks are to time."""
+    return folder / "products.json"
+
+
+def products(folder: Path, device: torch.device) -> dict[str, Timed]:
+    """Those of a step of a job, each as often as it is there; an amount is FLOPs."""
+    runs = {}
+    for product in msgspec.json.decode(products_file(folder).read_bytes(), type=list[Product]):
+        left = torch.randn(product.m, product.k, device=device)
+        right = torch.randn(product.k, product.n, device=device)
+
+        def multiply(
+            calls: int = product.calls, left: torch.Tensor = left, right: torch.Tensor = right
+        ) -> None:
+            for _ in range(calls):
+                torch.mm(left, right)
+
+        runs[f"layer {product.m}x{product.k}x{product.n}"] = Timed(product.flops, multiply)
+    return runs
 
 
 def compute(device: torch.device) -> dict[str, Timed]:

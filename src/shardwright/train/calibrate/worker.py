@@ -12,6 +12,7 @@ import platform
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -88,9 +89,12 @@ class Worker:
 
     def _sections(self, link: Comm, bench: Bench) -> list[TimedTogether]:
         device, alone = self.device, self.world_size == 1
+        layers = partial(cases.compute, device)
+        if cases.products_file(self.folder).exists():
+            layers = partial(cases.products, self.folder, device)
         sections = [
             TimedTogether("memory", 3.0, lambda: cases.memory(device)),
-            TimedTogether("layers", 2.5, lambda: cases.compute(device)),
+            TimedTogether("layers", 2.5, layers),
             TimedTogether("small operations", 1.5, lambda: cases.operations(device)),
             TimedTogether("embedding rows", 3.0, lambda: cases.accesses(device, self.world_size)),
             TimedTogether("click-log rows", 1.0, lambda: cases.parsing(self.folder, self.rank)),
