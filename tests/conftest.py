@@ -19,6 +19,7 @@ from typing import Any
 
 import budgets
 import pytest
+import warm
 from combinations import choose, is_dear
 from commands import Call, called, forget_modules
 from hypothesis import settings
@@ -135,6 +136,12 @@ def public_functions() -> Callable[[ModuleType], set[str]]:
 def _searches_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long they take on a busy machine."""
     monkeypatch.setattr("shardwright.cli.planning.FIRST", math.inf)
+
+
+@pytest.fixture
+def warm_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that a test's own process launches import nothing."""
+    monkeypatch.setattr("shardwright.launcher.launch.subprocess", warm.LAUNCHER)
 
 
 @pytest.fixture

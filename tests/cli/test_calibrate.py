@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import Popen
 
 from shardwright.core.cluster import SCHEMA, read_calibration
 from shardwright.cost.presets import LOCAL
@@ -68,6 +69,7 @@ def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_runs")
 def test_a_machine_is_measured_and_planned_with(call: Any, folder: Path, tmp_path: Path) -> None:
     answer = call("calibrate", "-o", "cluster.toml", "--quick", "--json")
     assert answer.code == 0, answer.err
@@ -170,9 +172,7 @@ def test_ranks_that_cannot_start_leave_no_file_and_their_logs(
 @pytest.mark.slow
 def test_ctrl_c_ends_every_rank_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "shardwright", "calibrate", "-o", str(tmp_path / "c.toml")]
-    process = subprocess.Popen(
-        words, env=os.environ | {"TMPDIR": str(folder)}, stderr=subprocess.PIPE, text=True
-    )
+    process = Popen(words, env=os.environ | {"TMPDIR": str(folder)}, stderr=subprocess.PIPE)
     _wait_for(lambda: any(folder.glob("*/progress.jsonl")), 60.0)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)

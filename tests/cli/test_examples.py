@@ -17,6 +17,7 @@ OF_OTHER_RUNTIMES = ("llama8b", "llama405b")  # which no plan follows
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_runs")
 @pytest.mark.parametrize(
     ("name", "peak"),
     [

@@ -155,6 +155,7 @@ def test_a_step_too_large_for_this_machine_is_not_run(call: Any, llama: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_runs")
 @pytest.mark.parametrize(
     "runtime", ["shardwright", pytest.param("fsdp2", marks=pytest.mark.product)]
 )
@@ -202,6 +203,7 @@ def test_a_module_of_one_s_own_is_measured_on_ranks_too(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_runs")
 def test_the_log_of_a_rank_that_failed_is_where_the_error_says(
     call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from warm import run
 
 import shardwright as sw
 
@@ -25,14 +25,7 @@ def under_torchrun(path: Path, *arguments: str) -> str:
     """What an example says on two ranks that torchrun starts."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(path), *arguments]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = run(command, 110, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 

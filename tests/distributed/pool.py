@@ -7,7 +7,6 @@ mesh that was made at the start. Every wait has a timeout, and a pool that misse
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import tempfile
 import threading
 import traceback
@@ -16,6 +15,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from warm import server
 
 WORLD_SIZE = 4
 TASK_SECONDS = 400.0
@@ -26,8 +27,7 @@ class Pool:
     """Runs module-level functions ``task(mesh, **arguments)`` on the first ranks."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # what takes seconds is imported once
-        context.set_forkserver_preload(["torch._dynamo", "shardwright.runtime.fully_shard"])
+        context = server()  # what takes seconds is imported once
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name) / "store")
         self.links: list[Connection] = []

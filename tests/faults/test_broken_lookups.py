@@ -13,6 +13,7 @@ from commands import Call
 from test_training_faults import outcome
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.usefixtures("warm_runs")
 TIMEOUT = 6.0
 OWN = """
 from recommenders import collections, collections_batches

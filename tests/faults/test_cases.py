@@ -22,6 +22,7 @@ from shardwright.job.train import TrainSection
 from shardwright.launcher.ending import decode_outcome
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("warm_runs")
 SECONDS = 300.0
 TIMEOUT = 6.0
 OWN = """

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from combinations import rare
 from test_training_faults import HANGS, TIMEOUT, alive, outcome, wait_for_step
+from warm import Popen
 
 TABLES = "".join(f'[[tables]]\nname = "t{i}"\nrows = {20 + i}\ndim = 4\n' for i in range(5))
 JOB = """
@@ -48,17 +49,14 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     assert not alive(tmp_path), "a worker outlived its run"
 
 
-def started(
-    folder: Path, *words: str, steps: int = 1_000_000, saves: str = ""
-) -> subprocess.Popen[str]:
+def started(folder: Path, *words: str, steps: int = 1_000_000, saves: str = "") -> Popen:
     text = JOB.format(steps=steps, timeout=TIMEOUT, saves=saves, tables=TABLES)
     (folder / "job.toml").write_text(text)
     line = [sys.executable, "-m", "shardwright", "train", str(folder / "job.toml"), *words]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(line, cwd=folder, stdout=pipe, stderr=pipe, text=True)
+    return Popen(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+def ended(process: Popen) -> tuple[int, str]:
     """The code and what was said to people."""
     try:
         _, errors = process.communicate(timeout=HANGS)

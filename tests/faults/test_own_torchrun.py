@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from commands import LITTLE_TEXT, Call
 
 from shardwright.estimate.recordings import plan
@@ -48,7 +49,8 @@ Done = tuple[Path, subprocess.CompletedProcess[str]]
 def elsewhere(small: Path) -> Done:
     """The folder of a run that is not the plan's own, and what it said."""
     run = small.parent / "elsewhere"
-    ended = shardwright("shardwright", "train", small, "--out", run, COLUMNS="80")
+    command = [sys.executable, "-m", "shardwright", "train", str(small), "--out", str(run)]
+    ended = warm.run(command, 180, env={**os.environ, "COLUMNS": "80"})
     assert ended.returncode == 0, ended.stderr
     return run, ended
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from combinations import rare, slow
 from commands import LITTLE_TEXT, Call
+from warm import Popen, run
 
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import read_job
@@ -57,13 +58,12 @@ def written(folder: Path) -> None:
     (folder / "text").write_bytes(LITTLE_TEXT)
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+def start(folder: Path, *words: str) -> Popen:
     line = [sys.executable, "-m", "shardwright", "train", "job.toml", *words]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(line, cwd=folder, stdout=pipe, stderr=pipe, text=True)
+    return Popen(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
+def ended(process: Popen) -> tuple[str, str]:
     """What it printed, as one line however wide the terminal is, and its errors."""
     out, errors = process.communicate(timeout=HANGS)
     return " ".join(out.split()), errors
@@ -75,7 +75,7 @@ def train(folder: Path, *words: str) -> tuple[int, str, str]:
     return process.returncode, out, errors
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> int:
+def wait_for_step(folder: Path, step: int, process: Popen) -> int:
     """The pid of rank 1 once it is there."""
     limit = time.monotonic() + HANGS
     while time.monotonic() < limit and process.poll() is None:
@@ -211,11 +211,9 @@ def test_a_killed_rank_is_started_again_after_a_disk_was_full_for_a_while(
 @pytest.mark.product
 def test_torchrun_starts_a_killed_rank_again_from_the_newest_checkpoint(folder: Path) -> None:
     write_plan(plan(read_job(folder / "job.toml")), folder / "plan.json")
-    run = ["-m", "shardwright", "run", "plan.json", "--out", "run"]
+    own = ["-m", "shardwright", "run", "plan.json", "--out", "run"]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    process = subprocess.Popen(
-        [sys.executable, *torchrun, *run], cwd=folder, stderr=subprocess.PIPE, text=True
-    )
+    process = Popen([sys.executable, *torchrun, *own], cwd=folder, stderr=subprocess.PIPE)
     os.kill(wait_for_step(folder, 50, process), signal.SIGKILL)
     _, errors = process.communicate(timeout=HANGS)
     assert process.returncode == 0, errors
@@ -230,7 +228,7 @@ def test_a_training_that_is_killed_again_and_again_loses_no_checkpoint(
 ) -> None:
     script = Path(__file__).parent / "killed_runs.py"
     line = [sys.executable, str(script), str(tmp_path), "--kills", str(kills)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=HANGS, check=False)
+    done = run(line, HANGS)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["kills"], found["differ"], found["codes"]) == (kills, 0, [0, 0])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import run
 
 STORM = Path(__file__).with_name("savers.py")
 END_SECONDS = 200.0
@@ -21,7 +22,7 @@ TAKEN = (
 def storm(folder: Path, *words: object) -> dict[str, Any]:
     """What two jobs came to; see savers.py."""
     command = [sys.executable, str(STORM), str(folder), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=END_SECONDS, check=False)
+    done = run(command, END_SECONDS)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

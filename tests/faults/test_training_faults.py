@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from commands import Answer, Call
+from warm import Popen
 
 from shardwright.job.train import TrainSection
 from shardwright.launcher.ending import RunOutcome, decode_outcome
@@ -21,6 +22,7 @@ from shardwright.launcher.heartbeat import Beat, read_heartbeat
 
 TIMEOUT = 4.0  # of runs that are to hang
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("warm_runs")
 HANGS = 300.0  # seconds after which nothing will come
 HEADER = ",".join(["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))])
 
@@ -79,7 +81,7 @@ def hurt(
 ) -> tuple[int, str]:
     """Start an endless run, send ``rank`` a signal in the middle; code and stderr."""
     line = command(folder, 10_000_000, timeout=timeout)
-    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         reading = wait_for_step(folder, rank, process)
         os.kill(reading.pid, number)
@@ -90,7 +92,7 @@ def hurt(
     return process.returncode, errors
 
 
-def wait_for_step(folder: Path, rank: int, process: subprocess.Popen[str]) -> Beat:
+def wait_for_step(folder: Path, rank: int, process: Popen) -> Beat:
     limit = time.monotonic() + HANGS
     while time.monotonic() < limit and process.poll() is None:
         path = folder / "run" / f"rank-{rank}.pulse"

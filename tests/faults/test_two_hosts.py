@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from commands import LITTLE_TEXT, Call
 from test_cases import OWN
+from warm import Popen
 
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import parse_job
@@ -39,7 +40,7 @@ class Agents:
 
     def __init__(self, tmp_path: Path) -> None:
         self.folders = [tmp_path / "alpha", tmp_path / "beta"]
-        self.started: list[subprocess.Popen[bytes]] = []
+        self.started: list[Popen] = []
         for folder in self.folders:
             folder.mkdir()
             (folder / "text").write_bytes(LITTLE_TEXT)
@@ -56,7 +57,7 @@ class Agents:
             ]
             env = {k: v for k, v in os.environ.items() if k != "SHARDWRIGHT_RUN"}
             with (folder / "said").open("wb") as said:
-                agent = subprocess.Popen(
+                agent = Popen(
                     line,
                     cwd=folder,
                     env=env | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},

@@ -21,7 +21,7 @@ import pytest
 
 BUDGETS: dict[str, float] = {
     "distributed": 7_000,
-    "faults": 3_600,
+    "faults": 1_250,
     "planner": 2_600,
     "estimate": 1_600,
     "train": 800,
