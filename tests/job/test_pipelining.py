@@ -10,8 +10,8 @@ from shardwright.core.errors import InputError
 from shardwright.job.pipelining import (
     SCHEDULES,
     Pass,
-    highest,
     chunk_count,
+    highest,
     order,
     representative,
     stage_of,
