@@ -2,6 +2,7 @@
 
     python benchmarks/advise.py -o validation/advise.json      # four large jobs, a process each
     python benchmarks/advise.py --bound 2000                   # random layouts against exact memory
+    python benchmarks/advise.py --exhaustive 50                # random jobs, every layout worked out
 
 Each job is searched in a process of its own, so that nothing is recorded yet; a layout of the bound
 is worked out as ``memory`` does it, without an allocator.
@@ -100,10 +101,59 @@ def bounded(count: int, seed: int) -> dict[str, Any]:
     }
 
 
+def exhaustive(count: int, seed: int) -> dict[str, Any]:
+    """Answers of random jobs beside the fastest of all their layouts, each worked out by itself:
+    the first job has hundreds, the others tens, for some of their axes are fixed."""
+    draw, layouts, beaten, nothing = random.Random(seed), [], 0, 0
+    for number in range(count):
+        width = 256 * draw.choice([4, 6, 8])
+        model = {"kind": "llama", "layers": draw.choice([4, 6, 8]), "dim": width, "vocab": 32000}
+        model |= {"heads": width // 128, "kv_heads": width // 256, "ffn_dim": 3 * width}
+        if draw.random() < 0.3:
+            experts = {"experts": 8, "experts_per_token": 2, "expert_ffn_dim": width}
+            model |= experts | {"moe_layers": list(range(model["layers"]))}
+        job = parse_job(
+            {
+                "model": model,
+                "cluster": {"preset": "h100-8", "hbm_cap": f"{draw.choice([4, 6, 8, 12])} GiB"},
+                "batch": {"size": draw.choice([4, 8]), "sequence": 4096},
+                "memory": {"runtime": draw.choice(["fsdp2", "megatron"])},
+            }
+        )
+        axes = {"context": "1", "chunks": "1"}
+        if number:
+            axes |= {"micro_batch": draw.choice("12"), "data_replicate": "1"}
+            axes |= {"checkpointing": draw.choice(["none", "full"])}
+        found = advise(job, fixed=axes)
+        space = Space(job, "", (8, 8), global_batch(job, 8), axes)
+        fits = []
+        for layout in space.layouts():
+            footprint = estimated(space.job_of(layout))
+            assert footprint.time
+            if footprint.verdict == "fits":
+                fits.append((footprint.time.seconds, layout.words))
+        layouts.append(found.layouts)
+        best, told = min(fits, default=None), found.answer
+        nothing += best is None
+        if (best is None) != (told is None) or (
+            best and told and best[0] < told.time.seconds * (1 - 3e-5)
+        ):
+            beaten += 1
+            print(f"beaten: job {number}, {best}, told {told}", file=sys.stderr)
+    return {
+        "jobs": count,
+        "layouts": sum(layouts),
+        "largest": max(layouts),
+        "nothing_fits": nothing,
+        "beaten": beaten,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--job", choices=JOBS)
     parser.add_argument("--bound", type=int, metavar="N")
+    parser.add_argument("--exhaustive", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("-o", "--out", type=Path)
     options = parser.parse_args()
@@ -113,7 +163,10 @@ def main() -> None:
     found: dict[str, Any] = {"jobs": [], "bound": None}
     if options.out and options.out.exists():
         found = json.loads(options.out.read_text())
-    if options.bound:
+    if options.exhaustive:
+        found["exhaustive"] = exhaustive(options.exhaustive, options.seed)
+        print(found["exhaustive"])
+    elif options.bound:
         found["bound"] = bounded(options.bound, options.seed)
         print(found["bound"])
     else:
