@@ -2,7 +2,7 @@
 
     python benchmarks/advise.py -o validation/advise.json      # four large jobs, a process each
     python benchmarks/advise.py --bound 2000                   # random layouts against exact memory
-    python benchmarks/advise.py --exhaustive 50                # random jobs, every layout worked out
+    python benchmarks/advise.py --exhaustive 50                # random jobs, every layout taken
 
 Each job is searched in a process of its own, so that nothing is recorded yet; a layout of the bound
 is worked out as ``memory`` does it, without an allocator.
