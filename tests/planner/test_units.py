@@ -268,8 +268,8 @@ def test_arrangements_come_by_their_seconds_and_few_of_them_are_walked_for_the_f
 
 def test_what_is_chosen_is_the_first_that_fits_of_all_by_their_seconds() -> None:
     """However few of them are looked at."""
-    sections: dict[str, Any] = {"model": {**LLAMA, "vocab": 4096, "dim": 128}, "cluster": ON_GPU}
-    job = make_layers(batch={"size": 8, "sequence": 512}, **sections)
+    sections: dict[str, Any] = {"model": {**LLAMA, "vocab": 32000, "dim": 1024}, "cluster": ON_GPU}
+    job = make_layers(batch={"size": 8, "sequence": 2048}, **sections)
     model = described(job)
     problem = make_problem(job, model)
     order = sorted(problem.unit_space.arrangements, key=lambda a: a.seconds)

@@ -26,7 +26,7 @@ from shardwright.cost.clock import reached
 from shardwright.cost.presets import HARDWARE
 from shardwright.estimate.advise.shares import NEAR, Model, Share, near, share_of
 from shardwright.estimate.advise.space import Space
-from shardwright.estimate.fit.variants import UnevenError, drawn
+from shardwright.estimate.fit.variants import UnevenError, drawn_between
 from shardwright.estimate.stages import ModelStage, stages
 from shardwright.estimate.step_time import (
     RankClock,
@@ -222,7 +222,7 @@ class Pricing:
                 continue
             made = {n: self._recording(job, degrees, n) for n in few}
             with suppress(UnevenError):
-                found = drawn(made, size)
+                found = drawn_between(made, size)
                 if few not in self._on_line:
                     real = self._recording(job, degrees, size)
                     self._on_line[few] = near(found, real)

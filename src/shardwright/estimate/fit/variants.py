@@ -184,7 +184,7 @@ class Scaled:
         # long to trace.
         if job.model.traits.is_function and size not in made and len(made) > 1:
             try:
-                found = drawn(made, size)
+                found = drawn_between(made, size)
                 drawn[size] = job, found
                 return found
             except UnevenError:
@@ -203,7 +203,7 @@ class Scaled:
         )
 
 
-def drawn(made: Mapping[int, Recording], size: int) -> Recording:
+def drawn_between(made: Mapping[int, Recording], size: int) -> Recording:
     """What lies on the line through the smallest and the largest batch that were recorded;
     UnevenError where there is none."""
     near, far = min(made), max(made)
