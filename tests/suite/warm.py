@@ -4,7 +4,7 @@ A rank imports for three processor seconds and torchrun for one and a half, so t
 ranks would spend eight of its nine seconds on what no test is about. A process that is started here
 has what one of its own interpreter has and what is looked at: a parent that waits for it, a
 session, working directory, streams, command and environment, in /proc, too. Tests of starting
-itself start interpreters (tests/launcher, test_launcher_faults.py, test_own_torchrun.py, the tour).
+itself start interpreters (tests/launcher, test_launcher_faults.py, test_own_torchrun.py, README).
 """
 
 from __future__ import annotations
