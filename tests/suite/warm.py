@@ -4,7 +4,7 @@ A rank imports for three processor seconds and torchrun for one and a half, so t
 ranks would spend eight of its nine seconds on what no test is about. A process that is started here
 has what one of its own interpreter has and what is looked at: a parent that waits for it, a
 session, working directory, streams, command and environment, in /proc, too. Tests of starting
-itself start interpreters (tests/launcher, test_launcher_faults.py, test_own_torchrun.py, the tour).
+itself start interpreters (tests/launcher, test_launcher_faults.py, test_own_torchrun.py, README).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
+from unittest.mock import patch
 
 from shardwright.launcher import launch
 
@@ -37,6 +38,7 @@ PRELOADED = [
     "shardwright.train.training",
     "shardwright.cli.main",
 ]
+TEMPORARY = tempfile.gettempdir()
 ROOM = "-" * 16_000  # where a child writes its own command and environment
 
 
@@ -44,10 +46,12 @@ def server() -> Any:
     """Of contexts of multiprocessing the one whose server has imported what takes seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, ROOM])  # no module, which it passes over
-    os.environ["ROOM"] = ROOM
-    with contextlib.chdir(Path(__file__).parents[2]):  # it works in no test's folder
+    with (  # not in a test's folders
+        patch.dict(os.environ, ROOM=ROOM, TMPDIR=TEMPORARY),
+        patch.object(tempfile, "tempdir", TEMPORARY),
+        contextlib.chdir(Path(__file__).parents[2]),
+    ):
         forkserver.ensure_running()
-    del os.environ["ROOM"]
     return context
 
 
