@@ -8,6 +8,7 @@ import random
 import resource
 import shutil
 import tomllib
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -266,7 +267,9 @@ FILES: dict[str, Callable[[], File]] = {
     "torchtitan": lambda: File(
         (TITAN,),
         as_toml,
-        lambda path: _converted(Path("job.toml"), "torchtitan", str(path), 2),
+        lambda path: _converted(
+            Path("job.toml"), "torchtitan", str(path), Namespace(job=None, ranks=2)
+        ),
         400,
     ),
     "progress": lambda: File(

@@ -107,6 +107,7 @@ VALUES: dict[str, Any] = {
     "parallel.pipeline": 2,
     "parallel.context": 2,
     "parallel.expert": 2,
+    "parallel.expert_tensor": 2,
     "parallel.schedule": "gpipe",
     "parallel.microbatches": 2,
     "parallel.chunks": 2,
@@ -132,6 +133,7 @@ VALUES: dict[str, Any] = {
     "memory.attention": "eager",
     "memory.rms_norm": "composite",
     "memory.fsdp2": {"reduce_scatter_max_input_buffers": 2},
+    "memory.megatron": {"attention_backend": "flash"},
     "checkpoint.every": "20 steps",
     "checkpoint.keep": 3,
     "checkpoint.folder": "saved",
@@ -271,6 +273,12 @@ WRITTEN = BASES | {
         **BASES["llama"],
         "model": {"kind": "llama", **SMALL, "experts": 2},
         "parallel": {"expert": 2, "routing": "capacity"},
+    },
+    "megatron": {
+        **BASES["llama"],
+        "model": {"kind": "llama", **SMALL, "experts": 3},
+        "parallel": {"tensor": 2, "expert": 3},
+        "memory": {"runtime": "megatron"},
     },
 }
 

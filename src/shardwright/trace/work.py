@@ -13,6 +13,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+from shardwright.core.document import decode_json
 from shardwright.core.work import AttentionCalls, OperatorShapes, Product, Sent, Work
 from shardwright.tracker.private import key_of, schema_of
 from shardwright.tracker.tensors import NAMES
@@ -136,8 +137,7 @@ def tell(like: torch.Tensor, work: Work, shapes: OperatorShapes = NO_OPERATORS) 
 
 
 def _told(name: str, given: dict[str, Any], result: Any) -> Counted:
-    found: Counted = msgspec.json.decode(given["work"], type=Counted)
-    return found
+    return decode_json(given["work"], Counted)
 
 
 _OF_OURS = {

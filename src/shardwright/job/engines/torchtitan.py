@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from shardwright.core.document import encode_toml
+from shardwright.core.document import encode_toml, to_kind
 from shardwright.core.errors import expected
 from shardwright.core.llama import LlamaShape
 from shardwright.job.engines.layout import (
@@ -49,9 +49,10 @@ _BOTH: dict[str, tuple[Any, ...]] = {
 def _flavors() -> dict[LlamaShape, tuple[str, str]]:
     """Family and flavor by their widths."""
     return {
-        _plain(
-            completed(msgspec.convert({"kind": "llama"} | sizes, ModelSection), "", None).shape
-        ): (family, flavor)
+        _plain(completed(to_kind({"kind": "llama"} | sizes, ModelSection), "", None).shape): (
+            family,
+            flavor,
+        )
         for family, flavors in FLAVORS.items()
         for flavor, sizes in flavors.items()
     }

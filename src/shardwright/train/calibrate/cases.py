@@ -23,6 +23,7 @@ from torch import nn
 
 from shardwright.core.block import Block, GroupKey
 from shardwright.core.cluster import Device
+from shardwright.core.document import decode_json
 from shardwright.core.work import Product
 from shardwright.cost.network import CROSSINGS, Collective
 from shardwright.data.logs import CriteoLog
@@ -255,7 +256,7 @@ def products_file(folder: Path) -> Path:
 def products(folder: Path, device: torch.device) -> dict[str, Timed]:
     """Those of a step of a job, each as often as it is there; an amount is FLOPs."""
     runs = {}
-    for product in msgspec.json.decode(products_file(folder).read_bytes(), type=list[Product]):
+    for product in decode_json(products_file(folder).read_bytes(), list[Product]):
         left = torch.randn(product.m, product.k, device=device)
         right = torch.randn(product.k, product.n, device=device)
 
