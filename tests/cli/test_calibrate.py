@@ -143,7 +143,7 @@ def test_a_machine_is_measured_for_a_job(call: Any, folder: Path, tmp_path: Path
     more = {"elementwise_rate", "slowest_share", "load_latency", "reduce_latency"}
     assert more <= set(found.constants)
     assert found.constants["reduce_latency"].source.startswith("measured: dlrm in batches of 8 and")
-    assert list(folder.iterdir()) == []
+    assert list(folder.glob("shardwright*")) == []  # torch leaves a folder of its own
     planned = call("plan", "small.toml", "--on", "cluster.toml", "-o", "plan.json")
     assert planned.code == 0, planned.err
     assert call("explain", "plan.json").code == 0
