@@ -328,7 +328,7 @@ class Pricing:
             own, stage = chunks[chunk], of_rank[chunk]
             held = sum(n * each.saved for n, each in zip(alive, chunks, strict=True))
             # Parameters stay whole, and gradients with them, until a chunk's last backward.
-            whole = own.begun.whole if shared else 0
+            whole, begun = 0, own.begun.whole if shared and not stays else 0
             before = updated if shared and any(again) and layout.pipeline == 1 else 0
             if stays:
                 whole = sum(each.whole for each in compress(chunks, alive))
@@ -338,7 +338,7 @@ class Pricing:
             # A backward begins behind the layers and gets to the last of them with all that is
             # saved before it; a forward ends there, too, with what microbatches left.
             behind = model.end.saved if stage.last else 0
-            most = [held, held - behind + own.begun.rise]
+            most = [held, held - behind + own.begun.rise + begun]
             if stage.last:
                 most.append(held + model.end.rise)
                 before_end = own.saved * alive[chunk] - behind + model.end.forward_rise
