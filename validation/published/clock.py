@@ -29,7 +29,7 @@ from shardwright.estimate.step_time import (
     SHARDED,
     RankClock,
     Stage,
-    _makespan,
+    makespan,
     stage_of,
     transfer_seconds,
     work_of_chunk,
@@ -189,7 +189,7 @@ def path(order: Sequence[Any], ranks: Sequence[Sequence[int]], seconds: Array) -
         for rank in ranks
     ]
     degrees = Degrees(1, 1, 1, False, pipeline, 1, 1, schedule, microbatches, chunks)
-    ends: Any = _makespan(stages, degrees, spans[-1])  # type: ignore[arg-type]
+    ends: Any = makespan(stages, degrees, spans[-1])  # type: ignore[arg-type]
     return np.asarray(ends.spans)
 
 

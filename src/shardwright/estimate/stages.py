@@ -88,29 +88,34 @@ def stages(layers: int, count: int, ends: tuple[int, int] = ENDS_WEIGH) -> list[
     return found
 
 
+def stages_of_ranks(
+    layers: int, degrees: Degrees, ends: tuple[int, int] = ENDS_WEIGH
+) -> list[tuple[ModelStage, ...]]:
+    """The stages of every rank of the pipeline, chunk by chunk."""
+    dealt = stages(layers, degrees.pipeline * degrees.chunks, ends)
+    return [
+        tuple(
+            dealt[stage_of(degrees.schedule, degrees.pipeline, rank, chunk)]
+            for chunk in range(degrees.chunks)
+        )
+        for rank in range(degrees.pipeline)
+    ]
+
+
 def pipeline_ranks(
     layers: int, degrees: Degrees, ends: tuple[int, int] = ENDS_WEIGH
 ) -> list[PipelineRank]:
     """Every rank of the pipeline; without one a single rank that accumulates microbatches."""
-    count = degrees.pipeline * degrees.chunks
-    dealt = stages(layers, count, ends)
+    held = stages_of_ranks(layers, degrees, ends)
     if degrees.pipeline == 1:
         # what accumulates does so from the second on
         runs = (PassRun(ONE_PASS.passes, min(degrees.microbatches, 2)),)
-        return [PipelineRank(0, tuple(dealt), runs, degrees.microbatches)]
+        return [PipelineRank(0, held[0], runs, degrees.microbatches)]
     few = representative(degrees.schedule, degrees.pipeline, degrees.microbatches, degrees.chunks)
     runs_of = order_in_runs(degrees.schedule, degrees.pipeline, few, degrees.chunks)
     return [
-        PipelineRank(
-            rank,
-            tuple(
-                dealt[stage_of(degrees.schedule, degrees.pipeline, rank, chunk)]
-                for chunk in range(degrees.chunks)
-            ),
-            runs_of[rank],
-            degrees.microbatches,
-        )
-        for rank in range(degrees.pipeline)
+        PipelineRank(rank, its, runs_of[rank], degrees.microbatches)
+        for rank, its in enumerate(held)
     ]
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from msgspec import UNSET, UnsetType
 
+from shardwright.core.cluster import Cluster
 from shardwright.core.footprint import StepTime
 from shardwright.core.optimizers import Optimizer
 from shardwright.core.recording import Piece, RecordedUnit
@@ -23,6 +24,7 @@ from shardwright.cost.clock import (
     beside_launches,
     has_clock,
     piece_seconds,
+    reached,
     ring_seconds,
     sent_seconds,
 )
@@ -119,6 +121,12 @@ class RankClock:
     host: int
     c: Mapping[str, float]
     source: str
+
+    @classmethod
+    def of(cls, degrees: Degrees, cluster: Cluster) -> RankClock:
+        """On a machine with a clock."""
+        host = cluster.local_world_size or degrees.world_size
+        return cls(degrees, host, reached(cluster.values), cluster.constants["range"].source)
 
     def rings(
         self, sums: UnitSums, nbytes: float, ranks: int, beside: int, times: int = 1
@@ -300,7 +308,7 @@ def time_of(
         parts[SHARDED if sharding.shares == "all" else "gradients"] += each.once
         parts["optimizer"] += each.update
     if degrees.pipeline > 1:
-        ends = _makespan(stages, degrees, transfer_seconds(sent, clock))
+        ends = makespan(stages, degrees, transfer_seconds(sent, clock))
         # A rank that never waits has none, and its sum in another order may end a bit earlier.
         parts["pipeline bubble"] = max(ends - max(busy), 0.0)
     parts["fixed"] = c["step_latency"]
@@ -330,12 +338,11 @@ def _told(
 
 def planned_time(draft: StepDraft) -> StepTime | UnsetType:
     """A step's seconds as a plan has them, of its slowest rank; none without a clock."""
-    problem, c = draft.problem, draft.problem.values
-    if not has_clock(c):
+    problem = draft.problem
+    if not has_clock(problem.values):
         return UNSET
-    step, cluster, job = problem.model.step, problem.cluster, problem.job
-    degrees, source = degrees_of(job, draft.ranks), cluster.constants["range"].source
-    clock = RankClock(degrees, cluster.local_world_size, c, source)
+    step, job = problem.model.step, problem.job
+    clock = RankClock.of(degrees_of(job, draft.ranks), problem.cluster)
     forward, backward = (
         clock.passed([m.piece for m in its]) for its in (step.forward, step.backward)
     )
@@ -344,7 +351,7 @@ def planned_time(draft: StepDraft) -> StepTime | UnsetType:
     update = sum(choice.spent.update for choice in draft.units)
     shown = max(dense - sum(parts.values()) - update, 0.0)
     parts[SHARDED if any(u.comes for u in draft.units) else "gradients"] = shown
-    parts["optimizer"], parts["fixed"] = update, c["step_latency"]
+    parts["optimizer"], parts["fixed"] = update, clock.c["step_latency"]
     seconds = max(draft.seconds, key=lambda phases: sum(phases.values()))
     parts["loading"] = seconds.get("load", 0.0)
     parts["tables"] = sum(seconds.values()) - sum(parts.values()) if draft.tables else 0.0
@@ -360,7 +367,7 @@ def transfer_seconds(nbytes: int, clock: RankClock) -> float:
     return float(nbytes / rate + clock.c["collective_latency"])
 
 
-def _makespan(stages: Sequence[Sequence[Stage]], degrees: Degrees, transfer: float) -> float:
+def makespan(stages: Sequence[Sequence[Stage]], degrees: Degrees, transfer: float) -> float:
     """When the last pass of a pipeline ends, each begun when its rank is free and what it waits for
     has come."""
     count = degrees.pipeline * degrees.chunks

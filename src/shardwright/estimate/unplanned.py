@@ -24,8 +24,7 @@ from shardwright.core.llama import LLAMA_EXPERTS, LlamaShape
 from shardwright.core.optimizers import Optimizer, optimizer_named
 from shardwright.core.tensor import TensorSpec
 from shardwright.cost import constants
-from shardwright.cost.clock import reached
-from shardwright.cost.presets import HARDWARE
+from shardwright.cost.clock import has_clock
 from shardwright.estimate.footprint import assumptions_on_gpu, settings_of
 from shardwright.estimate.llama import LlamaModel
 from shardwright.estimate.stages import (
@@ -157,12 +156,9 @@ class _Estimate:
 
     def time(self, ranks: Sequence[Sequence[Chunk]]) -> StepTime | UnsetType:
         """A step's seconds on an accelerator whose clock is known, of ranks of a pipeline."""
-        preset = HARDWARE.get(self.job.cluster.preset or "")
-        if self.device != "cuda" or preset is None or not preset.clock:
+        if self.device != "cuda" or not has_clock(self.cluster.constants):
             return UNSET
-        c = reached(self.cluster.values)
-        host = self.cluster.local_world_size or self.degrees.world_size
-        clock = RankClock(self.degrees, host, c, preset.clock["range"].source)
+        clock = RankClock.of(self.degrees, self.cluster)
         dtype = self.section.param_dtype or "fp32"
         return step_time(
             ranks,
