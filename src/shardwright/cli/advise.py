@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from shardwright.cli import options as shared
+from shardwright.cli.planning import EstimateProgress
 from shardwright.core.advice import Advice
 from shardwright.core.document import PICTURE, check_output, write_atomically
 from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, NoPlanError, expected
 from shardwright.core.quantities import parse_bytes
 from shardwright.job.job import Job, named_files
 
-EVERY = 2.0  # seconds between lines of progress
 DAYS = re.compile(r"(\d+(?:\.\d+)?)\s*(d|days?|h|hours?|weeks?)")
 DAYS_OF = {"d": 1.0, "h": 1 / 24, "w": 7.0}
 
@@ -88,19 +87,25 @@ def execute(options: argparse.Namespace) -> int:
     }
     from shardwright.estimate.advise import advise, fewest_ranks
 
-    progress = _Progress()
-    if options.fewest_gpus:
+    progress = EstimateProgress()
 
-        def fast_enough(found: Advice) -> bool:
-            return deadline is None or found.days(options.tokens) <= deadline
+    def hear(text: str) -> None:
+        progress(f"{text} (Ctrl-C ends it)")
 
-        fewest = fewest_ranks(job, fast_enough, progress, **wanted)
-        if fewest is None:
-            within = f" within {options.deadline}" if options.deadline else ""
-            raise NoPlanError(f"No number of GPUs is enough{within}.")
-        job, found = fewest
-    else:
-        found = advise(job, progress, **wanted)
+    def fast_enough(found: Advice) -> bool:
+        return deadline is None or found.days(options.tokens) <= deadline
+
+    try:
+        if options.fewest_gpus:
+            fewest = fewest_ranks(job, fast_enough, hear, **wanted)
+            if fewest is None:
+                within = f" within {options.deadline}" if options.deadline else ""
+                raise NoPlanError(f"No number of GPUs is enough{within}.")
+            job, found = fewest
+        else:
+            found = advise(job, hear, **wanted)
+    finally:
+        progress.end()
     _write(job, found, wanted, options)
     if options.json:
         shared.print_json(found)
@@ -145,15 +150,3 @@ def _deadline(options: argparse.Namespace) -> float | None:
     if not found:
         raise InputError(expected("--deadline", "such as '12 days'", f"'{options.deadline}'"))
     return float(found[1]) * DAYS_OF[found[2][0]]
-
-
-class _Progress:
-    """What is being worked out, on stderr now and then."""
-
-    def __init__(self) -> None:
-        self._heard = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        if time.monotonic() - self._heard >= EVERY:
-            self._heard = time.monotonic()
-            print(f"{text} (Ctrl-C ends it)", file=sys.stderr, flush=True)

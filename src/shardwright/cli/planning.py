@@ -21,6 +21,9 @@ from shardwright.job.plan import Plan
 from shardwright.planner.search.watch import Watch
 
 FIRST, LONGER = 2.0, 1.5  # seconds until the first line; by how much each waits longer
+# Of estimates: seconds before the first line, between two where nobody watches, and where somebody
+# does.
+QUIET, EVERY, WATCHED = 2.0, 5.0, 0.2
 LONG = 10.0  # seconds after which a limit is worth a hint
 
 
@@ -123,3 +126,42 @@ def progress_line(watch: Watch) -> str:
     unlimited = watch.seconds == float("inf") and watch.elapsed > LONG
     limit = "; planner.time_limit limits the search" if unlimited else ""
     return f"{found} (Ctrl-C keeps it{limit})"
+
+
+class EstimateProgress:
+    """The last estimate on stderr: one line that is written over, or a line now and then."""
+
+    def __init__(self) -> None:
+        self._begun = self._last = time.monotonic()
+        self._over = sys.stderr.isatty()
+        self._shown = False
+        self._estimated = ""
+        self._patience = SearchPatience(
+            lambda seconds: self._show(f"first estimate; preparing for {seconds:.0f} s")
+        )
+
+    def hear(self, watch: Watch) -> None:
+        """Every round of a search."""
+        self._patience.end()
+        since = f" for {watch.elapsed:.0f} s" if watch.elapsed >= 1 else ""
+        self._show(f"{self._estimated or 'first estimate'}; planning{since}")
+
+    def __call__(self, text: str) -> None:
+        self._patience.end()
+        self._estimated = text
+        self._show(text)
+
+    def _show(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._begun < QUIET or now - self._last < (WATCHED if self._over else EVERY):
+            return
+        self._last, self._shown = now, True
+        print(f"\r\x1b[K{text}" if self._over else text, end="", file=sys.stderr, flush=True)
+        if not self._over:
+            print(file=sys.stderr)
+
+    def end(self) -> None:
+        """Wipe the line."""
+        self._patience.end()
+        if self._shown and self._over:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

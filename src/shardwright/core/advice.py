@@ -9,7 +9,6 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.core.document import Shown
 from shardwright.core.footprint import StepTime, Verdict
-from shardwright.core.placement import Zero
 
 SCHEMA = "shardwright.advice/1"
 
@@ -26,7 +25,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunks: int = 1
     context: int = 1
     expert: int = 1
-    zero: Zero | int = 0
+    zero: int = 0
     micro_batch: int = 1
     checkpointing: str = "none"
     compile: bool = False
@@ -54,14 +53,13 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Advised(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A layout and what it comes to: its step, and the least and the most bytes that its fullest
-    rank needs. Of one that a bound alone refused, ``bound``, both are that bound."""
+    rank needs."""
 
     layout: Layout
     time: StepTime
     least_bytes: int
     most_bytes: int
     verdict: Verdict
-    bound: bool = False
 
 
 class Priced(msgspec.Struct, frozen=True, array_like=True):
@@ -79,8 +77,8 @@ class Advice(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``space`` has the values of every axis, ``layouts`` is how many of their combinations there are;
     all were priced. ``bounded`` were refused by a bound of their memory, ``exact`` had theirs
-    worked out, ``unable`` is the engine of some. ``proven``: every layout that is faster than the
-    answer was refused. Samples of all ranks are the ``global_batch``.
+    worked out, and ``unable`` are what the engine does not run. ``proven``: every layout that is
+    faster than the answer was refused. Samples of all ranks are the ``global_batch``.
     """
 
     model: str

@@ -267,7 +267,8 @@ class Schedule(msgspec.Struct, frozen=True):
     ``c * ranks + r`` of the model; in a ``v`` chunk 1 comes back the other way.
 
     With ``rounds`` the microbatches go through the chunks in rounds of equal size; with ``growing``
-    every microbatch is in flight at once.
+    every microbatch is in flight at once. With ``split`` backwards gradients of weights may come
+    later than those of inputs.
     """
 
     name: str
@@ -277,6 +278,7 @@ class Schedule(msgspec.Struct, frozen=True):
     shape: Shape = "loop"
     rounds: bool = False
     growing: bool = False
+    split: bool = False
 
     @property
     def usual_chunks(self) -> int:
@@ -293,17 +295,18 @@ _ALL = (
     Schedule("1f1b", "1F1B", one_f_one_b),
     Schedule("interleaved_1f1b", "Interleaved1F1B", interleaved, chunks="several", rounds=True),
     Schedule("looped_bfs", "LoopedBFS", breadth_first, chunks="several", growing=True),
-    Schedule("zbh1", "ZB-H1", zero_bubble_h1),
-    Schedule("zbh2", "ZB-H2", zero_bubble_h2),
+    Schedule("zbh1", "ZB-H1", zero_bubble_h1, split=True),
+    Schedule("zbh2", "ZB-H2", zero_bubble_h2, split=True),
     Schedule(
         "interleaved_zero_bubble",
         "InterleavedZeroBubble",
         interleaved_zero_bubble,
         chunks="several",
         rounds=True,
+        split=True,
     ),
-    Schedule("zbv", "ZBVZeroBubble", zero_bubble_v, chunks="two", shape="v"),
-    Schedule("dualpipev", "DualPipeV", dual_pipe_v, chunks="two", shape="v"),
+    Schedule("zbv", "ZBVZeroBubble", zero_bubble_v, chunks="two", shape="v", split=True),
+    Schedule("dualpipev", "DualPipeV", dual_pipe_v, chunks="two", shape="v", split=True),
 )
 SCHEDULES: dict[str, Schedule] = {each.name: each for each in _ALL}
 _BY_ANY_NAME = {

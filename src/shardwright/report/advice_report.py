@@ -78,11 +78,12 @@ def _proof(advice: Advice) -> str:
     answer = advice.answer
     assert answer is not None
     whole = "" if advice.proven else " The search was ended early."
+    unable = f", {advice.unable:,} not of {advice.engine}" if advice.unable else ""
     alike = sum(each.time.seconds <= answer.time.high for each in advice.rows)
     text_of = (
         f"Of {advice.layouts:,} layouts none that fits is faster within this model "
         f"({advice.bounded:,} refused by a bound of memory, {advice.exact:,} worked out in "
-        f"{format_seconds(advice.seconds)}).{whole}"
+        f"{format_seconds(advice.seconds)}{unable}).{whole}"
     )
     if alike > 1:
         more = " or more" if alike == len(advice.rows) else ""

@@ -29,13 +29,17 @@ NEAR = 3e-5  # larger microbatches are drawn by smaller ones
 
 
 def job_with(
-    memory: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **cluster: Any
+    memory: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    parallel: dict[str, Any] | None = None,
+    **cluster: Any,
 ) -> Job:
     return parse_job(
         {
             "model": WIDTHS | (model or {}),
-            "cluster": {"preset": "h100-8", **cluster},
+            "cluster": {"preset": "h100-8", "world_size": 8, **cluster},
             "batch": {"size": 8, "sequence": 4096},
+            "parallel": parallel or {},
             "memory": {"runtime": "fsdp2", **(memory or {})},
         }
     )
@@ -45,20 +49,27 @@ def space_of(job: Job, world: int = 8, **fixed: str) -> Space:
     return Space(job, "", (world, 8), global_batch(job, world), fixed)
 
 
-MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "fsdp2": ({}, {}),
-    "megatron": ({"runtime": "megatron", "zero": 1}, {}),
-    "ddp": ({"runtime": "ddp"}, {}),
-    "experts": ({}, EXPERTS),
-    "tied": ({}, {"tied_embeddings": True}),
-    "some experts": ({}, EXPERTS | {"moe_layers": [2, 3, 4, 5, 6, 7]}),
-    "offloaded": ({"offload": "all"}, {}),
+# Of [memory], [model], [parallel] and the axes that are fixed.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, str]]] = {
+    "fsdp2": ({}, {}, {}, {}),
+    "megatron": ({"runtime": "megatron", "zero": 1}, {}, {}, {}),
+    "ddp": ({"runtime": "ddp"}, {}, {}, {}),
+    "experts": ({}, EXPERTS, {}, {}),
+    "tied": ({}, {"tied_embeddings": True}, {}, {}),
+    "some experts": ({}, EXPERTS | {"moe_layers": [2, 3, 4, 5, 6, 7]}, {}, {}),
+    "offloaded": ({"offload": "all"}, {}, {}, {}),
+    "tokens undivided": ({}, {}, {"tensor": 2, "sequence": False}, {"pipeline": "1"}),
+    "attention by operators": ({"attention": "eager"}, {}, {}, {"pipeline": "1"}),
+    "skewed": ({}, EXPERTS, {"expert": 8, "routing": "skewed"}, {"pipeline": "1"}),
+    "a pipeline's job": ({}, {}, {"pipeline": 2, "schedule": "gpipe"}, {"tensor": "1"}),
+    "zbh1": ({}, {}, {}, {"schedule": "zbh1", "chunks": "1", "pipeline": "4"}),
+    "zbv": ({}, {}, {}, {"schedule": "zbv", "chunks": "2", "pipeline": "4"}),
 }
 
 
 def hold_against_memory(name: str, count: int, seed: int) -> None:
-    memory, model = MODELS[name]
-    space = space_of(job_with(memory, model))
+    memory, model, parallel, fixed = CASES[name]
+    space = space_of(job_with(memory, model, parallel), **fixed)
     pricing, draw = Pricing(space), random.Random(seed)
     layouts = list(space.layouts())
     for layout in draw.sample(layouts, min(count, len(layouts))):
@@ -72,13 +83,13 @@ def hold_against_memory(name: str, count: int, seed: int) -> None:
         assert time.model_flops == found.time.model_flops
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CASES)
 def test_layouts_are_priced_as_memory_says_and_bounded_below_it(name: str) -> None:
     hold_against_memory(name, 6, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CASES)
 def test_many_layouts_are_priced_as_memory_says(name: str) -> None:
     hold_against_memory(name, 14, 2)
 

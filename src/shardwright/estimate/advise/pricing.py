@@ -22,12 +22,10 @@ from shardwright.core.advice import Layout
 from shardwright.core.footprint import StepTime
 from shardwright.core.recording import BlockNames, Piece, Recording
 from shardwright.core.tensor import element_bytes
-from shardwright.cost.clock import reached
-from shardwright.cost.presets import HARDWARE
 from shardwright.estimate.advise.shares import NEAR, Model, Share, near, share_of
 from shardwright.estimate.advise.space import Space
 from shardwright.estimate.fit.variants import UnevenError, drawn_between
-from shardwright.estimate.stages import ModelStage, stages
+from shardwright.estimate.stages import ModelStage, stages_of_ranks
 from shardwright.estimate.step_time import (
     RankClock,
     Stage,
@@ -50,8 +48,7 @@ from shardwright.heap.machine import Sharding
 from shardwright.heap.rank_step import states
 from shardwright.job.job import Job, memory_of, parallel_of
 from shardwright.job.parallel import Degrees, experts_of
-from shardwright.job.pipelining import State, checked, highest, representative
-from shardwright.job.pipelining import stage_of as place_of
+from shardwright.job.pipelining import State, checked, highest, named, representative
 from shardwright.planner.profiles import cluster_of
 from shardwright.planner.variation import changed
 from shardwright.trace.checkpointing import policy
@@ -79,12 +76,8 @@ class Pricing:
     def __init__(self, space: Space) -> None:
         self.space, self.job = space, space.job
         self.cluster, _ = cluster_of(changed(self.job, {"cluster.world_size": space.world}))
-        preset = HARDWARE[self.job.cluster.preset]
-        self.c = reached(self.cluster.values)
-        self.source = preset.clock["range"].source
-        self.host = self.cluster.local_world_size or space.world
         self.section = memory_of(self.job)
-        self.device = self.section.lowering or self.cluster.compute_device
+        self.device = space.device
         self.optimizer = optimizer_of(self.job)
         self.dtype = self.section.param_dtype or "fp32"
         self.experts = experts_of(parallel_of(self.job), self.job.model.traits)
@@ -95,9 +88,9 @@ class Pricing:
         self._residents: dict[tuple[object, ...], tuple[int, int]] = {}
         self._sums: dict[tuple[object, ...], _Kept] = {}
         self._recordings: dict[tuple[object, ...], Recording] = {}
-        # by two sizes, whether what was drawn by them is what was recorded
-        self._on_line: dict[tuple[int, int], bool] = {}
-        self.recorded = 0
+        # Whether what was drawn is what was recorded, by sizes and what divides a layer: under
+        # another policy the same pieces run again.
+        self._on_line: dict[tuple[object, ...], bool] = {}
 
     # ---- seconds -------------------------------------------------------------------------------
 
@@ -110,7 +103,7 @@ class Pricing:
 
     def clock(self, layout: Layout) -> RankClock:
         """Where a layout's ranks are, with the constants."""
-        return RankClock(self.space.degrees(layout), self.host, self.c, self.source)
+        return RankClock.of(self.space.degrees(layout), self.cluster)
 
     def stages(self, layout: Layout) -> list[list[Stage]]:
         """Of every rank of its pipeline, chunk by chunk."""
@@ -131,28 +124,29 @@ class Pricing:
             found.append(of_rank)
         return found
 
-    def ranks(self, layout: Layout) -> list[list[ModelStage]]:
+    def ranks(self, layout: Layout) -> list[tuple[ModelStage, ...]]:
         """Which stages of the model every rank of the pipeline has."""
         layers = len(self.model(layout).layers)
-        ends = ends_of(self.section)
-        return _ranks(layers, layout.pipeline, layout.chunks, layout.schedule, ends)
+        return stages_of_ranks(layers, self.space.degrees(layout), ends_of(self.section))
 
     def least_seconds(self, layout: Layout) -> float:
         """What a step takes at least: a rank begins when a microbatch has come through the stages
-        before its first, and what its last backward leaves goes back through them."""
-        found, degrees = self.stages(layout), self.space.degrees(layout)
-        busy = busy_seconds(found, degrees)
+        before its first, and what its last backward leaves goes back through them. Where gradients
+        of weights come later than those of inputs they may be all that is left then."""
+        found, clock = self.stages(layout), self.clock(layout)
+        busy = busy_seconds(found, clock.degrees)
         slowest = found[max(range(len(busy)), key=busy.__getitem__)]
-        extra = sum(each.once + each.update for each in slowest) + self.c["step_latency"]
+        extra = sum(each.once + each.update for each in slowest) + clock.c["step_latency"]
         if layout.pipeline == 1:
             return busy[0] + extra
-        sent = transfer_seconds(self.model(layout).stream, self.clock(layout))
-        # Of ranks in a loop the first chunks are the first stages.
-        ends, before = 0.0, 0.0
+        sent = transfer_seconds(self.model(layout).stream, clock)
+        # The first chunks of all ranks are the first stages, in a loop as in a V.
+        ends, before, back = 0.0, 0.0, not named(layout.schedule).split
         for seconds, of_rank in zip(busy, found, strict=True):
             ends = max(ends, before + seconds)
             first = of_rank[0]
-            before += first.forward.seconds + first.backward.seconds + 2 * sent
+            before += first.forward.seconds + sent
+            before += (first.backward.seconds + sent) * back
         return ends + extra
 
     def time(self, layout: Layout) -> StepTime:
@@ -196,7 +190,8 @@ class Pricing:
     def _recorded(self, layout: Layout) -> Model:
         # One data rank that runs one microbatch: what is shared among more is the machine's.
         alone = msgspec.structs.replace(layout, pipeline=1, schedule="", chunks=1, data_replicate=1)
-        degrees = msgspec.structs.replace(self.space.degrees(alone), microbatches=1)
+        one = {"data_replicate": 1, "pipeline": 1, "chunks": 1, "microbatches": 1}
+        degrees = msgspec.structs.replace(self.space.degrees(layout), **one)
         job = self._small(self.space.job_of(alone), layout.pipeline > 1)
         found = self._between(job, degrees, layout.micro_batch)
         made = found or self._recording(job, degrees, layout.micro_batch)
@@ -216,44 +211,47 @@ class Pricing:
 
     def _between(self, job: Job, degrees: Degrees, size: int) -> Recording | None:
         """The step of a microbatch of a llama on the line through two smaller ones, if there is
-        one: of one sample some copies are views."""
+        one: of one sample some copies are views, and what a lookup moves is at most its table."""
         for few in PAIRS if self.space.shape is not None else ():
-            if size <= few[-1] or self._on_line.get(few) is False:
+            divided = (few, size, degrees.tensor, degrees.context, degrees.expert)
+            if size <= few[-1] or self._on_line.get(divided) is False:
                 continue
             made = {n: self._recording(job, degrees, n) for n in few}
             with suppress(UnevenError):
                 found = drawn_between(made, size)
-                if few not in self._on_line:
+                if divided not in self._on_line:
                     real = self._recording(job, degrees, size)
-                    self._on_line[few] = near(found, real)
-                if self._on_line[few]:
+                    self._on_line[divided] = near(found, real)
+                if self._on_line[divided]:
                     return found
         return None
 
     def _recording(self, job: Job, degrees: Degrees, size: int) -> Recording:
         key = (size, degrees, job.memory, job.model.shape)
         if key not in self._recordings:
-            self.recorded += 1
             batch = msgspec.structs.replace(job.batch, size=size)
             job = msgspec.structs.replace(job, batch=batch)
             treatment = treatment_of(memory_of(job), self.device, degrees)
             model = recorded_model(job, degrees, treatment)
             stage = ModelStage((0, model.layers), True, True)
-            self._recordings[key] = model.recorded(parallel_of(job), stage).recording
+            # Where routing is uneven a step is that of the usual rank, and the fullest takes more.
+            section = msgspec.structs.replace(parallel_of(job), expert_load="p50")
+            self._recordings[key] = model.recorded(section, stage).recording
         return self._recordings[key]
 
     def _stream(self, layout: Layout) -> int:
         shape = self.space.shape
         if shape is None:
             return 0
-        tokens = self.job.batch.sequence // layout.context // layout.tensor
+        parts = layout.tensor if self.space.degrees(layout).sequence else 1
+        tokens = self.job.batch.sequence // layout.context // parts
         return layout.micro_batch * tokens * shape.dim * element_bytes(self.dtype)
 
     def _divided(self, recording: Recording, degrees: Degrees, stream: int, off: float) -> Model:
         """A recording, whose bytes may be ``off`` by such a part, cut where its layers begin and
         end."""
         blocks = BlockNames(recording)
-        clock = RankClock(degrees, self.host, self.c, self.source)
+        clock = RankClock.of(degrees, self.cluster)
         cut = sharding(self.section, degrees, self.device == "cuda", self.experts)
         parts: dict[object, tuple[list[Piece], list[Piece]]] = {}
         at: object = "begin"
@@ -319,10 +317,10 @@ class Pricing:
         if self.section.runtime != "megatron":
             base += received * self.space.microbatches(layout)
         shared = cut.shares == "all"
-        # Whole gradients of all microbatches wait for the end of a pipeline's step, and whole
-        # parameters with them; else there are those of this rank's shares.
+        # Whole gradients of all microbatches wait for the last backward of their chunk in a
+        # pipeline, and whole parameters with them; else there are those of this rank's shares.
         waits, stays = cut.reduces == "end", shared and not cut.reshard_after_forward
-        ends = sum(chunk.summed for chunk in chunks) if waits else updated
+        ends = max(chunk.summed for chunk in chunks) if waits else updated
         found = base + ends if shared else base
         for chunk, alive, again in self._alive(layout)[rank]:
             own, stage = chunks[chunk], of_rank[chunk]
@@ -384,19 +382,6 @@ class Pricing:
             gradients = 0 if cut.offload else sum(tensor.nbytes for tensor in own)
             self._residents[key] = kept, gradients
         return self._residents[key]
-
-
-@lru_cache(maxsize=4096)
-def _ranks(
-    layers: int, pipeline: int, chunks: int, schedule: str, ends: tuple[int, int]
-) -> list[list[ModelStage]]:
-    dealt = stages(layers, pipeline * chunks, ends)
-    if pipeline == 1:
-        return [dealt]
-    return [
-        [dealt[place_of(schedule, pipeline, rank, chunk)] for chunk in range(chunks)]
-        for rank in range(pipeline)
-    ]
 
 
 @lru_cache(maxsize=4096)

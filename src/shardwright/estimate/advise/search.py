@@ -27,7 +27,7 @@ from shardwright.core.errors import (
     expected,
 )
 from shardwright.core.footprint import Footprint, StepTime, Verdict, verdict_of
-from shardwright.cost.presets import HARDWARE
+from shardwright.cost.clock import has_clock
 from shardwright.estimate.advise.pricing import Pricing
 from shardwright.estimate.advise.space import Space, global_batch
 from shardwright.estimate.footprint import footprint
@@ -123,8 +123,8 @@ def _on(job: Job, world: int) -> Job:
 
 class _Search:
     def __init__(self, job: Job, wanted: Wanted, progress: Callable[[str], None]) -> None:
-        preset = HARDWARE.get(job.cluster.preset)
-        if preset is None or not preset.clock:
+        cluster, _ = cluster_of(job)
+        if not has_clock(cluster.constants):
             where = "job: cluster.preset"
             accelerators = "an accelerator whose seconds are known"
             found = f"'{job.cluster.preset}'" if job.cluster.preset else "none"
@@ -134,7 +134,6 @@ class _Search:
             what = "a llama, or a module of your own"
             raise UnsupportedError(expected("job: model.kind", what, job.model.kind, remedy))
         self.job, self.wanted, self.progress = job, wanted, progress
-        cluster, _ = cluster_of(job)
         self.world = job.cluster.world_size or cluster.world_size
         host = cluster.local_world_size or self.world
         self.unable = 0
@@ -255,7 +254,7 @@ class _Search:
             if self.wanted.engine and cannot(self.space.job_of(layout), self.wanted.engine):
                 self.unable += 1
                 continue
-            yield self._judged(layout, exact[place], self._estimated(layout))
+            yield self._judged(layout, exact[place])
 
     def _verdict(self, least: int, most: int) -> Verdict:
         return verdict_of(least + self.wanted.headroom, most + self.wanted.headroom, self.capacity)
@@ -267,23 +266,24 @@ class _Search:
         extras = outside(self.space.degrees(layout), self.pricing.device == "cuda")
         return nbytes + sum(e.low for e in extras), nbytes + sum(e.high for e in extras)
 
-    def _estimated(self, layout: Layout, spare: int | None = 0) -> Footprint | None:
-        """The layout's footprint, or None where there is none for it."""
+    def _estimated(self, layout: Layout, *, full: bool) -> Footprint | None:
+        """The layout's footprint, or None where there is none for it; but for ``full`` ones what an
+        allocator holds is followed as far as it tells whether it fits."""
         self.exact += 1
         self.progress(
             f"{len(self.least):,} layouts priced, {len(self.refused):,} refused by a bound, "
             f"{self.exact:,} estimated"
         )
         job = self.space.job_of(layout)
-        room = None if spare is None else spare + self.wanted.headroom
         try:
             if is_planned(job):
                 return footprint(job, ways=False)
-            return estimated(job, spare=room)
+            return estimated(job, spare=None if full else self.wanted.headroom)
         except NoPlanError:
             return None
 
-    def _judged(self, layout: Layout, seconds: StepTime, found: Footprint | None) -> Advised:
+    def _judged(self, layout: Layout, seconds: StepTime, *, full: bool = False) -> Advised:
+        found = self._estimated(layout, full=full)
         if found is None:
             low, high = self._bound(layout)
             return Advised(layout, self._scaled(seconds), low, high, "does not fit")
@@ -293,14 +293,16 @@ class _Search:
         return Advised(layout, self._scaled(seconds), least, most, self._verdict(least, most))
 
     def _exact(self, layout: Layout) -> Advised:
-        return self._judged(layout, self.pricing.time(layout), self._estimated(layout, None))
+        return self._judged(layout, self.pricing.time(layout), full=True)
 
     def _scaled(self, found: StepTime) -> StepTime:
         if self.scale == 1:
             return found
-        parts = {name: seconds * self.scale for name, seconds in found.parts.items()}
-        changed_ = {name: getattr(found, name) * self.scale for name in ("seconds", "low", "high")}
-        return msgspec.structs.replace(found, parts=parts, **changed_)
+        keys: dict[str, Any] = {
+            name: getattr(found, name) * self.scale for name in ("seconds", "low", "high")
+        }
+        keys["parts"] = {name: seconds * self.scale for name, seconds in found.parts.items()}
+        return msgspec.structs.replace(found, **keys)
 
     def _faster(self, answer: Advised) -> list[Advised]:
         """Of the layouts in front of the answer those that lack least, with exact figures."""

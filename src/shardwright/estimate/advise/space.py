@@ -15,11 +15,13 @@ import msgspec
 from shardwright.core.advice import Layout
 from shardwright.core.errors import InputError, expected, nearest
 from shardwright.core.llama import LlamaShape
+from shardwright.estimate.unplanned import treatment_of
+from shardwright.job.cluster import device_of
 from shardwright.job.engines.layout import Limits, is_allowed
 from shardwright.job.exported import ENGINES
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import check_policy
-from shardwright.job.parallel import Degrees, degrees
+from shardwright.job.parallel import Degrees, ParallelSection, degrees
 from shardwright.job.pipelining import checked, named
 from shardwright.planner.variation import changed
 
@@ -38,15 +40,25 @@ ZEROS: dict[str, tuple[int, ...]] = {"megatron": (1,), "shardwright": (3, 2, 1)}
 DATA_ALONE = ("shardwright", "ddp")
 SCHEDULES = ("1f1b", "interleaved_1f1b")
 DIVIDING = ("tensor", "pipeline", "context", "expert")
+# Keys that speak of a degree, and are not read where it is 1.
+SPEAK_OF = {
+    "tensor": ("sequence",),
+    "pipeline": ("schedule", "chunks"),
+    "expert": ("routing", "capacity_factor", "skew", "expert_load", "expert_tensor"),
+}
 AXES = (
     "tensor", "pipeline", "schedule", "chunks", "context", "expert", "data_replicate", "zero",
     "micro_batch", "checkpointing", "compile",
 )  # fmt: skip
+# Fields of a layout that its degrees follow from; beside them it says how a rank runs.
+RUN_BY = ("zero", "checkpointing", "compile")
+OF_DEGREES = tuple(name for name in Layout.__struct_fields__ if name not in RUN_BY)
+assert set(Layout.__struct_fields__) == {*AXES, "data_shard"}
 
 
 def for_engine(job: Job, engine: str) -> Job:
     """The job as an ``engine`` runs it: keys of its memory that must have another value there have
-    the first one that it takes. UnsupportedError for a model that it does not run."""
+    the first one that it takes."""
     if not engine:
         return job
     if engine not in ENGINES:
@@ -75,8 +87,10 @@ class Space:
         self.engine = engine
         self.world, host = ranks
         self.job = for_engine(job, engine)
+        self.device = memory_of(self.job).lowering or device_of(job.cluster)
         self.global_batch = batch
         self.shape = job.model.shape if isinstance(job.model.shape, LlamaShape) else None
+        self._degrees: dict[tuple[object, ...], Degrees] = {}
         self.axes: dict[str, Sequence[Any]] = self._axes(host)
         for axis, text in fixed.items():
             self.axes[axis] = (self._fixed(axis, text),)
@@ -114,7 +128,7 @@ class Space:
         if not self.engine:
             return values
         limits = ENGINES[self.engine].limits
-        where = "memory" if axis in ("checkpointing", "zero", "compile") else "parallel"
+        where = "memory" if axis in RUN_BY else "parallel"
         if axis in ("micro_batch", "zero", "compile") or where in limits:
             return values
         first = values[:1] if axis != "checkpointing" else ()
@@ -183,24 +197,19 @@ class Space:
         return self.global_batch // data // layout.micro_batch
 
     def degrees(self, layout: Layout) -> Degrees:
-        """Its degrees, known to divide what they do."""
-        return Degrees(
-            data_replicate=layout.data_replicate,
-            data_shard=layout.data_shard,
-            tensor=layout.tensor,
-            sequence=layout.tensor > 1,
-            pipeline=layout.pipeline,
-            context=layout.context,
-            expert=layout.expert,
-            schedule=layout.schedule or "1f1b",
-            microbatches=self.microbatches(layout),
-            chunks=layout.chunks,
-        )
+        """Its degrees; InputError where they do not divide what they are to."""
+        key = tuple(getattr(layout, name) for name in OF_DEGREES)
+        if key not in self._degrees:
+            self._degrees[key] = degrees_of(self.job_of(layout), self.world)
+        return self._degrees[key]
 
     def job_of(self, layout: Layout) -> Job:
         """The job that asks for a layout."""
         names = ("data_replicate", "data_shard", "tensor", "pipeline", "context", "expert")
         keys: dict[str, Any] = {f"parallel.{name}": getattr(layout, name) for name in names}
+        for name, others in SPEAK_OF.items():
+            if getattr(layout, name) == 1:
+                keys |= {f"parallel.{key}": getattr(ParallelSection(), key) for key in others}
         if layout.pipeline > 1:
             keys["parallel.schedule"] = layout.schedule
             keys["parallel.chunks"] = layout.chunks if layout.chunks > 1 else None
@@ -223,7 +232,7 @@ class Space:
                 chunks = None if layout.chunks == 1 else layout.chunks
                 if checked(layout.schedule, layout.pipeline, times, chunks) != layout.chunks:
                     return False
-            degrees_of(self.job_of(layout), self.world)
+            treatment_of(memory_of(self.job), self.device, self.degrees(layout))
         except InputError:
             return False
         return True
@@ -242,6 +251,3 @@ def _divisors(number: int) -> list[int]:
 
 def _powers(most: int) -> list[int]:
     return [2**n for n in range(max(most, 1).bit_length())]
-
-
-assert set(Layout.__struct_fields__) == {*AXES, "data_shard"}
