@@ -144,6 +144,12 @@ def test_settings_that_mean_nothing_beside_others_are_refused() -> None:
     _checked(MemorySection(fp32_logits=True))
     with pytest.raises(InputError, match=r"memory\.fp32_logits: expected false or nothing beside"):
         _checked(MemorySection(fp32_logits=True, loss="chunked"))
+    kernels: dict[str, Any] = {"attention": "eager", "rms_norm": "composite"}
+    for key, value in kernels.items():
+        _checked(MemorySection(runtime="fsdp2", **{key: value}))
+        said = rf"memory\.{key}: expected nothing beside runtime = 'megatron'.*memory\.megatron\."
+        with pytest.raises(InputError, match=said):
+            _checked(MemorySection(runtime="megatron", **{key: value}))
 
 
 def test_what_is_so_anyway_is_as_if_nobody_had_said_it() -> None:

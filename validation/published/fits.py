@@ -8,7 +8,6 @@ and is said not to fit. Wrong ones are counted by kind.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections import Counter, defaultdict
@@ -16,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from published.times import job_of, read_rows
-from shardwright.core.document import FileKind, check_output, write_atomically
-from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
+from published.times import command, job_of, read_rows
+from shardwright.core.document import FileKind
+from shardwright.core.errors import ShardwrightError
 from shardwright.estimate.unplanned import estimated
 from shardwright.job.job import parse_job
 
@@ -87,22 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m published.fits", description=__doc__)
     rows = Path(__file__).parent / "fits_rows.json"
     parser.add_argument("file", type=Path, nargs="?", default=rows, help="JSON with rows")
-    parser.add_argument("-o", "--out", type=Path, help="file for the comparison")
-    options = parser.parse_args(arguments)
-    try:
-        if options.out:
-            check_output(options.out, FITS, (options.file,), "--out")
-        found = compare(json.loads(options.file.read_text(encoding="utf-8")), options.file.name)
-        if options.out:
-            write_atomically(options.out, (json.dumps(found, indent=1) + "\n").encode())
-    except (OSError, ValueError) as error:
-        if not isinstance(error, ShardwrightError):
-            error = InputError(expected(options.file.name, "JSON with fields and rows", str(error)))
-        print(f"shardwright: {' '.join(str(error).split())}", file=sys.stderr)
-        return error.exit_code
-    json.dump({k: v for k, v in found.items() if k != "wrong"}, sys.stdout, indent=1)
-    print()
-    return EXIT_OK
+    return command(compare, parser, FITS, arguments, "wrong")
 
 
 if __name__ == "__main__":

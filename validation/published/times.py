@@ -1,10 +1,9 @@
 """``PYTHONPATH=validation python -m published.times FILE.json [-o FILE.json]``: seconds of steps
 that others published, beside those that are predicted for them.
 
-A row is predicted where a llama of ours says the same as it does, or nearly: a feed-forward
-without a gate is one with a gate of as many parameters, a layer norm one of means of squares alone,
-and what a framework does otherwise is said by keys of [memory]. The others are counted, with why
-they are left out.
+A row is predicted where a job says what it does: a feed-forward without a gate is a GPT's, and what
+a framework does otherwise is said by keys of [memory]. The others are counted, with why they are
+left out.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import re
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from shardwright.core.document import FileKind, check_output, write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
 from shardwright.estimate.unplanned import timed
 from shardwright.job.job import parse_job
-from shardwright.job.memory import MemorySection
-from shardwright.job.model import ModelSection
 
 TIMES = FileKind("comparison of step times", re.compile(rb'\{\s*"sources": \{'))
 PRESETS = {
@@ -51,7 +48,6 @@ OTHERWISE: tuple[tuple[str, dict[str, str]], ...] = (
 CHANGED = {"H100-96-500W": {"memory_rate": 2.4e12}}
 # What rows of one job have in common, whatever their layouts.
 JOB = ("gpu", "model", "gpus", "global_batch", "seq", "dtype", "framework")
-GATED = 16  # a multiple of the width that stands for one without a gate
 # Rows of these sources are among those that the constants of their device were fitted to.
 FITTED = ("Aleph-Alpha", "KempnerInstitute", "pytorch/torchtitan", "arXiv 2205.05198")
 
@@ -136,9 +132,6 @@ def _model(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gpt(row: Mapping[str, Any]) -> dict[str, Any]:
     """What a GPT has otherwise than a llama; Megatron-LM's has biases and dropout by default."""
-    if "mlp" not in ModelSection.__struct_fields__:
-        # A llama whose gated feed-forward has as many parameters comes nearest.
-        return {"tied_embeddings": True, "ffn_dim": round(row["ffn"] * 2 / 3 / GATED) * GATED}
     found = {"mlp": "gelu", "norm": "layernorm", "positions": row["seq"], "tied_embeddings": True}
     if "Megatron" in row["framework"] and "CI" not in row["framework"]:
         found |= {"bias": True, "dropout": 0.1, "attention_dropout": 0.1}
@@ -163,16 +156,21 @@ def _memory(row: Mapping[str, Any]) -> dict[str, Any]:
     if row["compile"]:
         found["compile"] = True
     keys = next((keys for words, keys in OTHERWISE if re.search(words, row["framework"])), {})
-    attention = keys.get("attention", "flash")
-    if found["runtime"] == "megatron" and "megatron" in MemorySection.__struct_fields__:
-        fused = {"attention_backend": "flash" if attention == "flash" else "local"}
-        found["megatron"] = fused | {"masked_softmax_fusion": attention != "eager"}
+    attention, norm = keys.get("attention", "flash"), keys.get("rms_norm", "fused")
+    if found["runtime"] == "megatron":
+        found["megatron"] = {
+            "attention_backend": "flash" if attention == "flash" else "local",
+            "masked_softmax_fusion": attention != "eager",
+            "rms_norm_fusion": norm == "fused",
+        }
         if "kernel" in row["framework"]:  # Aleph Alpha's layers are of plain torch
             plain = ("bias_activation_fusion", "gradient_accumulation_fusion")
             found["megatron"] |= dict.fromkeys(plain, False)
-    elif attention != "flash":
-        found["attention"] = "eager"
-    return found | {key: value for key, value in keys.items() if key != "attention"}
+    else:
+        found |= {"attention": "eager"} if attention != "flash" else {}
+        found |= {"rms_norm": norm} if norm != "fused" else {}
+    others = ("attention", "rms_norm")
+    return found | {key: value for key, value in keys.items() if key not in others}
 
 
 def compare(document: Any, where: str) -> dict[str, Any]:
@@ -261,24 +259,38 @@ def ordered(rows: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
     return right, pairs
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the process's exit code."""
-    parser = argparse.ArgumentParser(prog="python -m published.times", description=__doc__)
-    parser.add_argument("file", type=Path, help="JSON with fields and rows")
+def command(
+    told: Callable[[Any, str], dict[str, Any]],
+    parser: argparse.ArgumentParser,
+    kind: FileKind,
+    arguments: Sequence[str] | None,
+    hidden: str,
+) -> int:
+    """Compare the rows of a file and print what that gave but for its ``hidden`` part, all of which
+    goes to ``--out``; the process's exit code."""
     parser.add_argument("-o", "--out", type=Path, help="file for the comparison")
     options = parser.parse_args(arguments)
     try:
         if options.out:
-            check_output(options.out, TIMES, (options.file,), "--out")
-        found = compare(json.loads(options.file.read_text(encoding="utf-8")), options.file.name)
+            check_output(options.out, kind, (options.file,), "--out")
+        found = told(json.loads(options.file.read_text(encoding="utf-8")), options.file.name)
         if options.out:
             write_atomically(options.out, (json.dumps(found, indent=1) + "\n").encode())
-    except ShardwrightError as error:
+    except (OSError, ValueError) as error:
+        if not isinstance(error, ShardwrightError):
+            error = InputError(expected(options.file.name, "JSON with fields and rows", str(error)))
         print(f"shardwright: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
-    json.dump({key: found[key] for key in ("sources", "all", "left_out")}, sys.stdout, indent=1)
+    json.dump({name: its for name, its in found.items() if name != hidden}, sys.stdout, indent=1)
     print()
     return EXIT_OK
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the process's exit code."""
+    parser = argparse.ArgumentParser(prog="python -m published.times", description=__doc__)
+    parser.add_argument("file", type=Path, help="JSON with fields and rows")
+    return command(compare, parser, TIMES, arguments, "rows")
 
 
 if __name__ == "__main__":

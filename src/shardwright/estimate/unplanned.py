@@ -238,9 +238,9 @@ def ends_of(section: MemorySection) -> tuple[int, int]:
 
 def _kernels(section: MemorySection, device: str, degrees: Degrees) -> tuple[str, str]:
     """Those of attention and norms that a job names; InputError where there are none to choose."""
-    attention, norm = section.attention or "flash", section.rms_norm or "fused"
-    if settings := section.megatron_settings:
-        norm = "fused" if settings.rms_norm_fusion else "composite"
+    settings = section.megatron_settings
+    usual = "composite" if settings and not settings.rms_norm_fusion else "fused"
+    attention, norm = section.attention or "flash", section.rms_norm or usual
     if device == "cpu" and (attention, norm) != ("flash", "fused"):
         key = "attention" if attention != "flash" else "rms_norm"
         wanted = "nothing beside lowering = 'cpu', whose kernels are those of this torch"

@@ -112,7 +112,8 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             step names it until its backward is over (``logits = model(tokens).float()``), as many
             trainers do; not beside ``"chunked"``, whose logits are never whole
         attention (``"flash"``): of an accelerator, what scaled dot product attention is: a kernel
-            without a matrix of scores, or operator by operator, as ``transformers``' ``"eager"``
+            without a matrix of scores, or operator by operator, as ``transformers``' ``"eager"``;
+            of a llama under Megatron-LM ``memory.megatron`` says it, and the next
         rms_norm (``"fused"``): of an accelerator: one kernel, or ``"composite"``: operator by
             operator in fp32, as before torch 2.9
         fsdp2: how ``runtime = "fsdp2"`` is set, by torch's names

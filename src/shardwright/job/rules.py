@@ -263,11 +263,7 @@ def _of_model() -> Iterator[Rule]:
 
 def _of_run() -> Iterator[Rule]:
     """Of ``[train]``, ``[data]`` and ``[checkpoint]``, and of costs that no step has."""
-    yield Rule(
-        ("data.python",),
-        _other("data.kind", "python"),
-        "none beside data.kind '{}'",
-    )
+    yield Rule(("data.python",), _other("data.kind", "python"), "none beside data.kind '{}'")
     beside = "none beside train.optimizer '{}' without train.table_optimizer, " + UNREAD
     of_tables = (*_of("train", "table_learning_rate overlap"), "planner.dedup")
     yield Rule(of_tables, _no_tables, BESIDE_KIND)
@@ -407,16 +403,13 @@ def _of_steps() -> Iterator[Rule]:
     """Of ``[memory]``: how a step is run."""
     settings: dict[str, Any] = {"fsdp2": Fsdp2Section(), "megatron": MegatronSettings()}
     anyway = {"fp32_logits": False, "attention": "flash", "rms_norm": "fused", **settings}
-    anyway["checkpointing"] = PLANNED.policy
     for name in MemorySection.__struct_fields__:
         is_so = PLANNED.policy if name == "checkpointing" else getattr(PLANNED, name)
         wanted = f"{is_so!r}, as steps of kind '{{}}' are planned and run"
         allowed = anyway.get(name, is_so)
         yield Rule(_of("memory", name), _as_planned, wanted, found=repr, allowed=allowed)
     yield Rule(
-        ("memory.zero",),
-        _pair_without_replicas,
-        "one stage, or a pair beside {} of 2 or more",
+        ("memory.zero",), _pair_without_replicas, "one stage, or a pair beside {} of 2 or more"
     )
     yield Rule(
         ("memory.reshard_after_forward",),
@@ -425,6 +418,7 @@ def _of_steps() -> Iterator[Rule]:
         found="true",
         allowed=False,
     )
+    of_megatron = _where("memory.runtime", "megatron", "megatron")
     for runtime, usual in settings.items():
         yield Rule(
             (f"memory.{runtime}",),
@@ -442,10 +436,17 @@ def _of_steps() -> Iterator[Rule]:
     )
     yield Rule(
         ("memory.float8",),
-        _where("memory.runtime", "megatron", "megatron"),
+        of_megatron,
         "false or nothing beside runtime = '{}'",
         "Its products in 8 bits are memory.megatron.fp8_format.",
     )
+    for key, its in (("attention", "attention_backend"), ("rms_norm", "rms_norm_fusion")):
+        yield Rule(
+            (f"memory.{key}",),
+            lambda job, name: "" if job.model.traits.is_function else of_megatron(job, name),
+            "nothing beside runtime = '{}'",
+            f"Of Megatron-LM's own layers it is memory.megatron.{its}.",
+        )
     named = "Its logits are never there as a whole; those of a chunk are in fp32 anyway."
     copied = "Its loss copies logits to fp32 anyway, and lets go of them."
     for key, value, why in (("loss", "chunked", named), ("runtime", "megatron", copied)):
