@@ -226,24 +226,26 @@ A100_40 = _accelerator(
     bus=_A100_40.says(32e9, "B/s", "PCIe 4 x16 per direction"),
     ddr=assumed(51.2e9, "B/s", "an eighth of two sockets of eight channels of DDR4-3200"),
 )
-H100_PCIE = _accelerator(
-    compute=_H100_PCIE.says(51e12, "FLOP/s", "fp32"),
-    products=_products(_H100_PCIE, _SPARSE, 756.5e12, 378e12, 1513e12),
-    memory=_H100_PCIE.says(2e12, "B/s"),
-    link=_H100_PCIE.says(64e9, "B/s", "PCIe 5 x16 per direction; bridges join pairs only"),
-    network=assumed(25e9, "B/s", "one 200 Gb/s port per GPU"),
-    bus=_H100_PCIE.says(64e9, "B/s", "PCIe 5 x16 per direction"),
-    ddr=assumed(76.8e9, "B/s", "an eighth of two sockets of eight channels of DDR5-4800"),
-)
-H100_NVL = _accelerator(
-    compute=_H100_NVL.says(60e12, "FLOP/s", "fp32"),
-    products=_products(_H100_NVL, _SPARSE, 835.5e12, 417.5e12, 1670.5e12),
-    memory=_H100_NVL.says(3.9e12, "B/s"),
-    link=_H100_NVL.says(64e9, "B/s", "PCIe 5 x16 per direction; bridges join pairs only"),
-    network=assumed(25e9, "B/s", "one 200 Gb/s port per GPU"),
-    bus=_H100_NVL.says(64e9, "B/s", "PCIe 5 x16 per direction"),
-    ddr=assumed(76.8e9, "B/s", "an eighth of two sockets of eight channels of DDR5-4800"),
-)
+
+
+def _h100_by_pcie(
+    sheet: DataSheet, fp32: float, products: tuple[float, float, float], memory: float
+) -> dict[str, Constant]:
+    """Cards of one host that meet over PCIe."""
+    pcie = "PCIe 5 x16 per direction"
+    return _accelerator(
+        compute=sheet.says(fp32, "FLOP/s", "fp32"),
+        products=_products(sheet, _SPARSE, *products),
+        memory=sheet.says(memory, "B/s"),
+        link=sheet.says(64e9, "B/s", f"{pcie}; bridges join pairs only"),
+        network=assumed(25e9, "B/s", "one 200 Gb/s port per GPU"),
+        bus=sheet.says(64e9, "B/s", pcie),
+        ddr=assumed(76.8e9, "B/s", "an eighth of two sockets of eight channels of DDR5-4800"),
+    )
+
+
+H100_PCIE = _h100_by_pcie(_H100_PCIE, 51e12, (756.5e12, 378e12, 1513e12), 2e12)
+H100_NVL = _h100_by_pcie(_H100_NVL, 60e12, (835.5e12, 417.5e12, 1670.5e12), 3.9e12)
 GB200 = _accelerator(
     compute=_GB200.says(80e12, "FLOP/s", "half of the 160 TFLOP/s of two, fp32"),
     products=_products(_GB200, _QUARTER, 2.5e15, 1.25e15, 5e15),
