@@ -156,7 +156,9 @@ class _Estimate:
 
     def time(self, ranks: Sequence[Sequence[Chunk]]) -> StepTime | UnsetType:
         """A step's seconds on an accelerator whose clock is known, of ranks of a pipeline."""
-        if self.device != "cuda" or not has_clock(self.cluster.constants):
+        # Without a preset constants are those of some accelerator, and it is not known of which.
+        named = self.job.cluster.preset and has_clock(self.cluster.constants)
+        if self.device != "cuda" or not named:
             return UNSET
         clock = RankClock.of(self.degrees, self.cluster)
         dtype = self.section.param_dtype or "fp32"

@@ -124,7 +124,7 @@ def _on(job: Job, world: int) -> Job:
 class _Search:
     def __init__(self, job: Job, wanted: Wanted, progress: Callable[[str], None]) -> None:
         cluster, _ = cluster_of(job)
-        if not has_clock(cluster.constants):
+        if not (job.cluster.preset and has_clock(cluster.constants)):
             where = "job: cluster.preset"
             accelerators = "an accelerator whose seconds are known"
             found = f"'{job.cluster.preset}'" if job.cluster.preset else "none"

@@ -147,12 +147,33 @@ def _joined(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.cat((key.flatten(), value.flatten()))
 
 
+class CoreAttention(nn.Module):
+    """Queries, keys, values [B, heads, T, head_dim] -> [B, heads, T, head_dim] (of a value's), over
+    the tokens of all context ranks. A module of its own, so that a policy can compute it again."""
+
+    def __init__(self, shape: LlamaShape, local: LocalShape) -> None:
+        super().__init__()
+        self.context, self.cap = local.context, shape.attention_cap or 0.0
+        self.dropout = shape.attention_dropout or 0.0
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Causal attention; the kernel forms no [T, T] matrix, but caps no scores either."""
+        dropout = self.dropout if self.training else 0.0
+        if self.cap:
+            return capped_attention(query, key, value, self.cap)
+        if self.context > 1:
+            return ring_attention(query, key, value, self.context)
+        return scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+
+
 class Attention(nn.Module):
     """[B, T, D] -> [B, T, D]; keys and values are repeated for the heads that share them, as
     TorchTitan does, so the kernel sees as many heads of keys as of queries.
 
     A sliding window is not applied: it changes values where T is longer, never bytes.
     """
+
+    core: type[nn.Module] = CoreAttention
 
     def __init__(
         self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
@@ -167,7 +188,7 @@ class Attention(nn.Module):
         self.wk = Linear(shape.dim, keys, bias, device=device, dtype=dtype)
         self.wv = Linear(shape.dim, keys, bias, device=device, dtype=dtype)
         self.wo = Linear(queries, shape.dim, shape.output_bias, device=device, dtype=dtype)
-        self.inner_attention = CoreAttention(shape, local)
+        self.inner_attention = self.core(shape, local)
         self.q_norm = self.k_norm = None
         if shape.qk_norm:
             self.q_norm = norm(shape, shape.head_dim, device, dtype)
@@ -195,6 +216,8 @@ class LatentAttention(nn.Module):
     TorchTitan's ``deepseek_v3`` does it. Under tensor parallelism what makes those few is whole on
     every rank, and so is what comes of it."""
 
+    core: type[nn.Module] = CoreAttention
+
     def __init__(
         self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
     ) -> None:
@@ -213,7 +236,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = norm(shape, shared, device, dtype)
         self.wkv_b = linear(shared, self.heads * (self.unturned + shape.value_dim))
         self.wo = linear(self.heads * shape.value_dim, dim, bias=shape.output_bias)
-        self.inner_attention = CoreAttention(shape, local)
+        self.inner_attention = self.core(shape, local)
 
     def forward(self, x: torch.Tensor, cos: Rotation, sin: Rotation) -> torch.Tensor:
         """``x`` is this rank's part of the stream; so is what comes back."""
@@ -244,25 +267,6 @@ class LatentAttention(nn.Module):
         if not self.shape.q_lora_rank:
             return self.wq(copy_to_ranks(x, degree))
         return self.wq_b(copy_to_ranks(self.q_norm(self.wq_a(x)), degree))
-
-
-class CoreAttention(nn.Module):
-    """Queries, keys, values [B, heads, T, head_dim] -> [B, heads, T, head_dim] (of a value's), over
-    the tokens of all context ranks. A module of its own, so that a policy can compute it again."""
-
-    def __init__(self, shape: LlamaShape, local: LocalShape) -> None:
-        super().__init__()
-        self.context, self.cap = local.context, shape.attention_cap or 0.0
-        self.dropout = shape.attention_dropout or 0.0
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Causal attention; the kernel forms no [T, T] matrix, but caps no scores either."""
-        dropout = self.dropout if self.training else 0.0
-        if self.cap:
-            return capped_attention(query, key, value, self.cap)
-        if self.context > 1:
-            return ring_attention(query, key, value, self.context)
-        return scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
 
 
 def capped_attention(

@@ -34,7 +34,6 @@ from shardwright.models.llama.layers import (
     MLP,
     TOKENS,
     Context,
-    Device,
     FeedForward,
     Moves,
     all_gather,
@@ -179,58 +178,6 @@ def _of_weight(
 # ---- attention -----------------------------------------------------------------------------------
 
 
-class MegatronAttention(Attention):
-    """[B, T, D] -> [B, T, D]; queries, keys and values come of one product."""
-
-    def __init__(
-        self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
-    ) -> None:
-        super().__init__(shape, local, device, dtype)
-        self.inner_attention = MegatronCore(shape, local)
-
-    def forward(self, x: torch.Tensor, cos: Rotation, sin: Rotation) -> torch.Tensor:
-        """``x`` is this rank's part of the stream; so is what comes back."""
-        query, key, value = (
-            found.unflatten(-1, (-1, self.head_dim))
-            for found in columns(x, (self.wq, self.wk, self.wv), self.local)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        return rows(self.inner_attention(query, key, value), self.wo, self.local)
-
-
-class MegatronLatent(LatentAttention):
-    """[B, T, D] -> [B, T, D]; the few numbers are made of this rank's tokens, and gathered."""
-
-    def __init__(
-        self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
-    ) -> None:
-        super().__init__(shape, local, device, dtype)
-        self.inner_attention = MegatronCore(shape, local)
-
-    def forward(self, x: torch.Tensor, cos: Rotation, sin: Rotation) -> torch.Tensor:
-        """``x`` is this rank's part of the stream; so is what comes back."""
-        shape, local = self.shape, self.local
-        if shape.q_lora_rank:
-            (query,) = columns(self.q_norm(self.wq_a(x)), (self.wq_b,), local)
-        else:
-            (query,) = columns(x, (self.wq,), local)
-        query = query.unflatten(-1, (self.heads, shape.head_dim))
-        fixed, turned = query.split((self.unturned, shape.qk_rope_head_dim), dim=-1)
-        query = torch.cat((fixed, rotate(turned, cos, sin)), dim=-1)
-        few, turned = self.wkv_a(x).split((shape.kv_lora_rank, shape.qk_rope_head_dim), dim=-1)
-        turned = all_gather(turned, TOKENS, local.stream_degree)
-        turned = rotate(turned[:, :, None], cos, sin).expand(-1, -1, self.heads, -1)
-        (pair,) = columns(self.kv_norm(few), (self.wkv_b,), local)
-        pair = pair.unflatten(-1, (self.heads, -1))
-        fixed, value = pair.split((self.unturned, shape.value_dim), dim=-1)
-        # A copy, so that what it is a part of can go.
-        key, value = torch.cat((fixed, turned), dim=-1), value.contiguous()
-        del pair, fixed
-        return rows(self.inner_attention(query, key, value), self.wo, local)
-
-
 class MegatronCore(nn.Module):
     """Queries, keys, values [B, T, heads, head_dim] -> [B, T, heads x head_dim] (of a value's)."""
 
@@ -275,6 +222,50 @@ class MegatronCore(nn.Module):
             shares = dropout(shares, self.dropout, self.training)
         found = torch.bmm(shares[..., :length], value)
         return found.unflatten(0, (size, heads)).transpose(1, 2).flatten(2)
+
+
+class MegatronAttention(Attention):
+    """[B, T, D] -> [B, T, D]; queries, keys and values come of one product."""
+
+    core = MegatronCore
+
+    def forward(self, x: torch.Tensor, cos: Rotation, sin: Rotation) -> torch.Tensor:
+        """``x`` is this rank's part of the stream; so is what comes back."""
+        query, key, value = (
+            found.unflatten(-1, (-1, self.head_dim))
+            for found in columns(x, (self.wq, self.wk, self.wv), self.local)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        return rows(self.inner_attention(query, key, value), self.wo, self.local)
+
+
+class MegatronLatent(LatentAttention):
+    """[B, T, D] -> [B, T, D]; the few numbers are made of this rank's tokens, and gathered."""
+
+    core = MegatronCore
+
+    def forward(self, x: torch.Tensor, cos: Rotation, sin: Rotation) -> torch.Tensor:
+        """``x`` is this rank's part of the stream; so is what comes back."""
+        shape, local = self.shape, self.local
+        if shape.q_lora_rank:
+            (query,) = columns(self.q_norm(self.wq_a(x)), (self.wq_b,), local)
+        else:
+            (query,) = columns(x, (self.wq,), local)
+        query = query.unflatten(-1, (self.heads, shape.head_dim))
+        fixed, turned = query.split((self.unturned, shape.qk_rope_head_dim), dim=-1)
+        query = torch.cat((fixed, rotate(turned, cos, sin)), dim=-1)
+        few, turned = self.wkv_a(x).split((shape.kv_lora_rank, shape.qk_rope_head_dim), dim=-1)
+        turned = all_gather(turned, TOKENS, local.stream_degree)
+        turned = rotate(turned[:, :, None], cos, sin).expand(-1, -1, self.heads, -1)
+        (pair,) = columns(self.kv_norm(few), (self.wkv_b,), local)
+        pair = pair.unflatten(-1, (self.heads, -1))
+        fixed, value = pair.split((self.unturned, shape.value_dim), dim=-1)
+        # A copy, so that what it is a part of can go.
+        key, value = torch.cat((fixed, turned), dim=-1), value.contiguous()
+        del pair, fixed
+        return rows(self.inner_attention(query, key, value), self.wo, local)
 
 
 class _Kernel(torch.autograd.Function):

@@ -181,8 +181,8 @@ def _fit(
 
 
 def least(rows: Floats, targets: Floats) -> Floats:
-    """Numbers that are not negative, of nearly the least sum of squares: whichever is furthest below
-    0 is left at 0, until none is."""
+    """Numbers that are not negative, of nearly the least sum of squares: whichever is furthest
+    below 0 is left at 0, until none is."""
     kept = list(range(rows.shape[1]))
     while True:
         values = np.zeros(rows.shape[1])
