@@ -1,4 +1,4 @@
-"""Runs four jobs of different shape and keeps what was predicted beside what was measured.
+"""Runs six jobs of different shape and keeps what was predicted beside what was measured.
 
     python benchmarks/predicted_against_measured.py --machine cpu-2-cores
 
@@ -9,8 +9,8 @@ not this machine's. ``tests/test_figures.py`` holds the demo's file to the plan 
 
     python benchmarks/predicted_against_measured.py --machine cpu-2-cores --calibrate
 
-calibrates for each case and runs it with the preset's constants and with those, in turns: their
-seconds and the load of others go to ``validation/<machine>/calibrated.json``.
+calibrates for each case and runs it with the preset's constants, with those, and at three quarters
+of its batch with those, in turns: their seconds and the load of others go to ``validation/<machine>/calibrated.json``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from shardwright.train.calibrate.probes import calibrate_for, calibrated_job, sm
 from shardwright.train.session import Session, run
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO = ROOT / "examples" / "demo.toml"
-TRANSFORMER = ROOT / "examples" / "transformer.toml"
+EXAMPLES = ROOT / "examples"
 
 
 def uniform_job(
@@ -64,9 +63,10 @@ def uniform_job(
 
 
 def jobs(folder: Path) -> dict[str, Job]:
-    """The demo, a job whose activations dominate, one whose tables dominate, and a small GPT."""
+    """The demo, a job whose activations dominate, one whose tables dominate, a small GPT, and
+    models of one's own with and without tables."""
     return {
-        "demo": read_job(DEMO, [f"train.out={folder / 'demo'}"]),
+        "demo": read_job(EXAMPLES / "demo.toml", [f"train.out={folder / 'demo'}"]),
         "large_batch": uniform_job(
             str(folder / "large_batch"),
             rows=2_000,
@@ -84,7 +84,11 @@ def jobs(folder: Path) -> dict[str, Job]:
             optimizer="sgd",
         ),
         "transformer": read_job(
-            TRANSFORMER, [f"train.out={folder / 'transformer'}", "train.steps=40"]
+            EXAMPLES / "transformer.toml", [f"train.out={folder / 'transformer'}", "train.steps=40"]
+        ),
+        "own_model": read_job(EXAMPLES / "own_model.toml", [f"train.out={folder / 'own_model'}"]),
+        "recommender": read_job(
+            EXAMPLES / "recommender.toml", [f"train.out={folder / 'recommender'}"]
         ),
     }
 
@@ -176,6 +180,9 @@ def calibrated(job: Job) -> dict[str, Any]:
     found = quietest("calibration", calibration)
     job = smaller(job, 1, STEPS, Path(job.train.out))
     plans = {"preset": plan(job), "calibrated": plan(calibrated_job(job, found))}
+    size = max(job.batch.size * 3 // 4, 1)  # a batch that calibration has not run
+    unseen = msgspec.structs.replace(job, batch=msgspec.structs.replace(job.batch, size=size))
+    plans["unseen batch"] = plan(calibrated_job(unseen, found))
     turns: dict[str, list[Session]] = {name: [] for name in plans}
     for _ in range(TURNS):
         for name, made in plans.items():

@@ -42,8 +42,21 @@ def test_an_example_is_trained_with_the_memory_of_its_plan(
     _is_one_screen(done.out)
     said = " ".join(done.out.split())
     assert "exact bytes equal on 2 of 2 ranks, peak " + peak in said
+    if name == "transformer":
+        _check_shares(call("compare", str(tmp_path / "run"), "--json").json)
     if name in ("own_model", "vision", "recommender"):
         assert "no samples were held out to be scored: model.python may return an sw.Task" in said
+
+
+def _check_shares(compared: Any) -> None:
+    """What a forward takes of a rank's forward and backward, whatever else the machine does."""
+    for rank in range(2):
+        its = {row["phase"]: row for row in compared["seconds"] if row["rank"] == rank}
+        shares = [
+            its["forward"][side] / (its["forward"][side] + its["backward"][side])
+            for side in ("predicted", "measured")
+        ]
+        assert shares[0] == pytest.approx(shares[1], abs=0.2)
 
 
 @pytest.mark.parametrize("name", ["own_model", "recommender", "vision"])
