@@ -10,7 +10,8 @@ not this machine's. ``tests/test_figures.py`` holds the demo's file to the plan 
     python benchmarks/predicted_against_measured.py --machine cpu-2-cores --calibrate
 
 calibrates for each case and runs it with the preset's constants, with those, and at three quarters
-of its batch with those, in turns: their seconds and the load of others go to ``validation/<machine>/calibrated.json``.
+of its batch with those, in turns: their seconds and the load of others go to
+``validation/<machine>/calibrated.json``.
 """
 
 from __future__ import annotations
