@@ -17,6 +17,7 @@ from shardwright.cli.main import COMMANDS
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "shardwright"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+COMMANDS_PAGE = ROOT / "docs" / "commands.md"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
@@ -49,8 +50,8 @@ def test_the_first_line_of_every_source_file_says_what_it_is() -> None:
     assert silent == []
 
 
-def test_every_command_is_in_the_readme() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_every_command_is_on_the_page_of_commands() -> None:
+    text = COMMANDS_PAGE.read_text()
     assert [name for name in COMMANDS if not re.search(rf"shardwright {name}\b", text)] == []
 
 
@@ -117,13 +118,13 @@ def test_the_architecture_names_the_exit_codes_of_the_errors() -> None:
     assert {int(row) for row in rows} == codes
 
 
-def test_the_python_example_of_the_readme_runs(
+def test_the_python_example_of_the_commands_page_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    found = re.search(r"```python\n(.*?)```", COMMANDS_PAGE.read_text(), re.DOTALL)
     assert found
     monkeypatch.chdir(ROOT)
-    exec(compile(found.group(1), "README.md", "exec"), {})
+    exec(compile(found.group(1), "commands.md", "exec"), {})
     peak, seconds, gap = capsys.readouterr().out.split()
     assert int(peak) > 0
     assert float(seconds) > 0

@@ -1,7 +1,7 @@
-"""Everything that README.md advertises has a test that .ci/run runs; this is the list.
+"""What README.md and docs/ promise has a test that .ci/run runs; this is the list.
 
 A test that is renamed, or moved to what no daily run has, is missed here; so is a command of README
-that stands in no row. ``.ci/run`` itself is the test of what make does.
+or docs/commands.md that stands in no row. ``.ci/run`` itself is the test of what make and pip do.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-README = " ".join((ROOT / "README.md").read_text().split())
+README = (ROOT / "README.md").read_text()
+PAGES = [README, *(page.read_text() for page in (ROOT / "docs").glob("*.md"))]
+SAID = " ".join(" ".join(PAGES).split())
+MOST_WORDS = 900  # of README, beside its pictures, commands and what they print
 CI = (ROOT / ".ci" / "run").read_text()
 
-# What README says, in its words, and who holds it.
+# What is said, in its words, and who holds it.
 CLAIMS = {
     "Memory was predicted to the byte": (
         "distributed/test_demo.py::"
@@ -32,14 +35,14 @@ CLAIMS = {
         "data/test_quality.py::test_no_score_beats_the_true_probability"
     ),
     "Any `nn.Module`": "distributed/test_own_models.py::test_trains_as_on_one_process",
-    "Embeddings in your module are found": (
+    "embeddings in a module of your own are found": (
         "distributed/test_recommenders.py::"
         "test_sgd_trains_as_on_one_process_and_takes_bytes_as_planned"
     ),
     "around a loop of your own, measured and compared with its plan": (
         "distributed/test_own_loop.py::test_a_loop_of_one_s_own_learns_and_takes_what_was_predicted"
     ),
-    "on a laptop, without PyTorch": (
+    "on two hosts of eight GPUs, without PyTorch": (
         "cli/test_streams.py::test_planning_explaining_and_reporting_import_no_torch"
     ),
     "seven sharding types, every compute kernel": (
@@ -53,7 +56,7 @@ CLAIMS = {
         "torchrec/adapter/test_training.py::"
         "test_trained_by_torchrec_a_plan_gives_the_unsharded_weights"
     ),
-    "measures this machine first": (
+    "measure this machine, or for one job": (
         "cli/test_calibrate.py::test_a_machine_is_measured_and_planned_with"
     ),
     "where FSDP2's `fully_shard` stands": (
@@ -87,7 +90,7 @@ CLAIMS = {
     "`FSDPMemTracker` on 120 random configurations": (
         "estimate/test_estimate.py::test_fsdp2_takes_what_was_estimated_as_torchs_tracker_sees_it"
     ),
-    "Beside memory that others measured and published": (
+    "memory that others measured on GPUs": (
         "published/test_megatron_estimate.py::test_peaks_that_were_measured_are_met_to_one_percent"
     ),
     "is measured in the same categories": (
@@ -129,7 +132,7 @@ CLAIMS = {
     ),
 }
 
-# What a reader of README may type, and who does; make's targets are .ci/run's.
+# What a reader may type, and who does; make's targets are .ci/run's.
 COMMANDS = {
     "shardwright init python": "cli/test_init.py::test_a_job_is_written_and_can_be_read",
     "shardwright plan examples/dlrm_v2.toml": (
@@ -170,12 +173,18 @@ COMMANDS = {
         "faults/test_own_torchrun.py::test_what_it_leaves_can_be_compared_and_reported"
     ),
 }
-TYPED = re.compile(r"(?m)^    ((?:shardwright|torchrun|make) .*)$|`(shardwright [^`]+)`")
+TYPED = re.compile(r"(?m)^    ((?:shardwright|torchrun|make|pip) .*)$|`(shardwright [^`]+)`")
 
 
 @pytest.mark.parametrize("words", CLAIMS)
-def test_readme_says_what_is_listed_as_its_claim(words: str) -> None:
-    assert words in README
+def test_what_is_listed_as_a_claim_is_said(words: str) -> None:
+    assert words in SAID
+
+
+def test_the_first_page_is_short() -> None:
+    lines = re.sub(r"(?s)<!--.*?-->", "", README).splitlines()
+    prose = [line for line in lines if not line.startswith(("    ", "!["))]
+    assert len(" ".join(prose).split()) <= MOST_WORDS
 
 
 @pytest.mark.parametrize("test", sorted({*CLAIMS.values(), *COMMANDS.values()}))
@@ -188,11 +197,14 @@ def test_a_claim_of_readme_has_a_test_that_runs_daily(test: str) -> None:
     assert "adapter" not in path or "make test-torchrec" in CI
 
 
-def test_every_command_of_readme_has_its_test() -> None:
-    typed = [a or b for a, b in TYPED.findall((ROOT / "README.md").read_text())]
+def test_every_command_of_the_first_pages_has_its_test() -> None:
+    text = README + (ROOT / "docs" / "commands.md").read_text()
+    typed = [a or b for a, b in TYPED.findall(text)]
     assert len(typed) > 20
     for line in typed:
-        if line.startswith("make "):
+        if line.startswith("pip "):  # of a wheel there, which a folder is made into first
+            assert "-m pip wheel" in CI
+        elif line.startswith("make "):
             assert line.split(" #")[0].split(" PYTHON_ENV")[0].strip() in CI, line
         else:
             assert any(line.startswith(command) for command in COMMANDS), line
