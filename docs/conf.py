@@ -11,6 +11,11 @@ copyright = "Shardwright's authors"  # noqa: A001 - Sphinx's name
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"Shardwright {release}"
+html_theme_options = {
+    name: {"code-font-size": "80%"} for name in ("light_css_variables", "dark_css_variables")
+}
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 
 myst_heading_anchors = 4  # the anchors that pages link to are those of their headings
 autodoc_member_order = "bysource"
