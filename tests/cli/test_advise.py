@@ -9,6 +9,8 @@ from xml.etree import ElementTree
 import pytest
 from commands import Call
 
+from shardwright.core.document import PICTURE, check_output
+
 JOB = """
 [model]
 kind = "llama"
@@ -56,6 +58,7 @@ def test_the_answer_is_one_screen_with_a_picture(
     assert "1,000,000,000 tokens: about" in said
     assert "Faster, that lack least" in said
     drawn = ElementTree.fromstring(picture.read_text())
+    check_output(picture, PICTURE)  # the next answer may take its place
     circles = [each for each in drawn.iter() if each.tag.endswith("circle")]
     assert len(circles) > 10
 

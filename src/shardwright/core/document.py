@@ -405,7 +405,9 @@ REPORT = FileKind(
     re.compile(rb"\s*<!DOCTYPE html>.*Shardwright report</title>", re.DOTALL),
     (".html", ".htm"),
 )
-PICTURE = FileKind("timeline", re.compile(rb'<svg [^>]*aria-label="Live memory of a step: '))
+PICTURE = FileKind(
+    "picture", re.compile(rb'<svg [^>]*aria-label="(Live memory of a step: |Layouts\. )')
+)
 TRACE = FileKind("timeline", re.compile(rb'\{"traceEvents":'))
 
 

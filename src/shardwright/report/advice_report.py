@@ -216,7 +216,11 @@ def picture(advice: Advice) -> str:
         place = x(answer.time.seconds), y(answer.least_bytes)
         ring: dict[str, str | float] = {"cx": place[0], "cy": place[1], "r": 7, "fill": "none"}
         parts.append(element("circle", {**ring, "stroke": "currentColor", "stroke-width": 2}))
-        parts.append(label(place[0] + 10, place[1] + LINE, answer.layout.words, bold=True))
+        # Its words stand above the plot, where no layout lies under them.
+        parts.append(line(place[0], _TOP - 4, place[0], place[1] - 7, dashes="1 3"))
+        right = place[0] > (_LEFT + WIDTH) / 2
+        anchor, at = ("end", place[0] - 6) if right else ("start", place[0] + 6)
+        parts.append(label(at, _TOP + 4, answer.layout.words, anchor, bold=True))
     parts.append(swatches)
     said = _proof(advice) if answer else _nothing(advice)
     total = bottom + 40 + height
