@@ -12,7 +12,7 @@ import pytest
 
 from shardwright.core.errors import InputError
 from shardwright.data.cache import CachedRows
-from shardwright.data.logs import PARTS
+from shardwright.data.days import PARTS
 from shardwright.data.synthetic import ClickModel
 from shardwright.data.tokens import write_text
 from shardwright.job.job import Job, parse_job
