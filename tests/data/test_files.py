@@ -120,6 +120,7 @@ SAME: dict[str, bytes] = {
     "Parquet of ids with a point": parquet(table(user=[float(user) for user in USERS])),
     "Parquet of bags as text": parquet(table(viewed=[" ".join(map(str, v)) for v in VIEWED])),
     "Parquet of bags that are none": parquet(table(viewed=[v or None for v in VIEWED])),
+    "Parquet of dates beside them": parquet(table(other=pa.array(range(ROWS), pa.timestamp("s")))),
     "Parquet of ids of 32 bits": parquet(table(user=pa.array(USERS, pa.uint32()))),
     "Parquet of decimals": parquet(table(price=pa.array(PRICES).cast(pa.decimal128(12, 4)))),
     "Parquet of columns elsewhere": parquet(table().select([5, 0, 4, 3, 2, 1])),
@@ -265,6 +266,21 @@ def test_a_folder_of_days_of_any_form_is_cut_as_that_of_plain_ones(
         logs = [Days(parts[part], drop=0.3, seed=1) for part in PARTS]
         found.append([(log.count(), values(next(ClickReader(log, 5)))[1:]) for log in logs])
     assert found[0] == found[1]
+
+
+def test_a_folder_of_parquet_is_one_log_of_all_its_files(tmp_path: Path) -> None:
+    for number, start in enumerate((0, 4, 5)):
+        part = table().slice(start, (4, 1, ROWS)[number])
+        written(tmp_path, parquet(part), f"part-0000{number}.snappy.parquet")
+    written(tmp_path, b"", "_SUCCESS")
+    log = columns(tmp_path)
+    assert dealt(log) == dealt(columns(written(tmp_path, PLAIN)))
+    assert log.count() == ROWS
+    days = slices_of(tmp_path, 3, lambda path: columns(Path(path)))
+    assert Days(days["train"]).count() == 7
+    written(tmp_path, parquet(table().rename_columns(list("abcdef"))), "part-00003.parquet")
+    with pytest.raises(InputError, match=r"expected columns as in part-00000.*, got 'a', 'b'"):
+        columns(tmp_path)
 
 
 def test_a_day_in_two_files_is_refused(tmp_path: Path) -> None:
@@ -441,11 +457,19 @@ DIRTY: dict[str, tuple[bytes, list[Any] | str]] = {
         parquet(table().drop_columns(["user"])),
         "expected one column 'user', got 'other', 'click'",
     ),
+    "Parquet of large ids with a point": (
+        parquet(table(viewed=[12345678901.0] * ROWS)),
+        [[[20.0, -2.0]], [1.0], [[[0], [0, 1]], [[901], [0, 1]]]],
+    ),
     "Parquet of NaN": (parquet(table(age=[np.nan] * ROWS)), '(data.missing = ["nan"] takes it'),
     "Parquet of null in bags": (parquet(table(user=[[1, None]] * ROWS)), "got 'null'"),
     "Parquet of structures": (
         parquet(table(age=[{"years": 3}] * ROWS)),
         "column 'age': expected numbers, text or lists of them, got struct<years",
+    ),
+    "Parquet of bags of bags": (
+        parquet(table(user=[[[1]]] * ROWS)),
+        "column 'user': expected numbers, text or lists of them, got list<element: list",
     ),
     "a page of HTML": (b"<!DOCTYPE html><p>404, not found", "got a page of HTML. Check data.path."),
     "lines of JSON": (b'{"click": 1, "age": 34}\n', "got JSON. Write it as Parquet or CSV."),
@@ -497,4 +521,4 @@ def test_a_header_that_is_taken_for_a_row_of_criteo_s_is_named(tmp_path: Path) -
     assert "expected a row of a Criteo log, got a header that names 'click', 'age'" in str(
         caught.value
     )
-    assert 'Set data.kind = "columns"' in str(caught.value)
+    assert 'A log of your own has data.kind = "columns".' in str(caught.value)

@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, expected, nearest
 from shardwright.data.lines import BROKEN, CHECK, Row, RowFile, arrow_of, broken
 
 LABEL = "label"  # the column that an array of labels is
 ARRAYS = ("y", "X_int", "X_cat")  # of dlrm: labels, dense, sparse
 
 _BLOCK = 1024  # rows that become text together
+_EXACT = 2**53  # up to which a float64 tells whole numbers apart
 _WANTED = "labels [rows], dense [rows, D] and sparse [rows, F]"
 
 
@@ -61,40 +62,47 @@ class _Block:
 
 
 class Parquet(RowFile):
-    """Columns of Parquet: numbers, text, and lists of them."""
+    """Columns of Parquet, in a file or in several, one after another: numbers, text, and lists of
+    them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, files: Sequence[Path]) -> None:
         super().__init__(path)
-        self._arrow = arrow_of(path, "Parquet")
-        with self._file() as file:
-            self.names, self._rows = tuple(file.schema_arrow.names), file.metadata.num_rows
+        self._arrow, self._files, self._rows = arrow_of(path, "Parquet"), files, 0
+        for each in files:
+            with self._open(each) as file:
+                names = tuple(file.schema_arrow.names)
+                self._rows += file.metadata.num_rows
+            self.names = self.names or names
+            if names != self.names:
+                wanted, found = f"columns as in {files[0].name}", nearest("", names)
+                raise InputError(expected(str(each), wanted, found))
         if not self._rows:
             raise InputError(expected(str(path), "data rows", "a file without one", CHECK))
 
-    def _file(self) -> Any:
+    def _open(self, file: Path) -> Any:
         try:
-            return self._arrow.parquet.ParquetFile(self.path)
+            return self._arrow.parquet.ParquetFile(file)
         except (OSError, ValueError) as error:
-            raise broken(self.path, error) from error
+            raise broken(file, error) from error
 
     def count(self) -> int | None:
-        """Its footer says so."""
-        return int(self._rows)
+        """Footers say so."""
+        return self._rows
 
     def rows(self, names: Sequence[str], hexadecimal: Sequence[str] = ()) -> Iterator[Row]:
         """Fields of these columns."""
-        number = 0
-        with self._file() as file:
-            wanted = dict.fromkeys(names)
-            batches = file.iter_batches(_BLOCK, columns=list(wanted), use_threads=False)
-            try:
-                for batch in batches:
-                    block = _Block(partial(self._texts, batch, names, hexadecimal))
-                    for at in range(len(batch)):
-                        number += 1
-                        yield self.path, number, Cells(block, at)
-            except (OSError, self._arrow.ArrowException) as error:
-                raise broken(self.path, error) from error
+        wanted = list(dict.fromkeys(names))
+        for path in self._files:
+            number = 0
+            with self._open(path) as file:
+                try:
+                    for batch in file.iter_batches(_BLOCK, columns=wanted, use_threads=False):
+                        block = _Block(partial(self._texts, batch, names, hexadecimal))
+                        for at in range(len(batch)):
+                            number += 1
+                            yield path, number, Cells(block, at)
+                except (OSError, self._arrow.ArrowException) as error:
+                    raise broken(path, error) from error
 
     def _texts(
         self, batch: Any, names: Sequence[str], hexadecimal: Sequence[str]
@@ -104,7 +112,7 @@ class Parquet(RowFile):
     def _text(self, column: Any, name: str, in_hex: bool) -> list[bytes]:
         arrow, kind = self._arrow, column.type
         types = arrow.types
-        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        if self._is_list(kind):
             return self._bags(column, name)
         if types.is_dictionary(kind):
             return self._text(column.dictionary_decode(), name, in_hex)
@@ -114,21 +122,38 @@ class Parquet(RowFile):
             if kind == arrow.int32():  # hashes of 32 bits
                 column = column.view(arrow.uint32())
             return [b"" if value is None else b"%x" % value for value in column.to_pylist()]
+        if types.is_floating(kind):
+            return [b"" if value is None else _number(value) for value in column.to_pylist()]
         if not types.is_binary(kind):
             try:
                 column = column.cast(arrow.string()).cast(arrow.binary())
             except (arrow.ArrowNotImplementedError, arrow.ArrowInvalid):
-                wanted = "numbers, text or lists of them"
-                spot = f"{self.path}, column '{name}'"
-                raise InputError(expected(spot, wanted, str(kind))) from None
+                raise self._unreadable(name, kind) from None
         return [value or b"" for value in column.to_pylist()]
+
+    def _is_list(self, kind: Any) -> bool:
+        types = self._arrow.types
+        known = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+        return any(is_one(kind) for is_one in known)
+
+    def _unreadable(self, name: str, kind: Any) -> InputError:
+        wanted = "numbers, text or lists of them"
+        return InputError(expected(f"{self.path}, column '{name}'", wanted, str(kind)))
 
     def _bags(self, column: Any, name: str) -> list[bytes]:
         """Lists as text has bags: words with blanks between."""
+        if self._is_list(column.type.value_type):
+            raise self._unreadable(name, column.type)
         counts = self._arrow.compute.list_value_length(column).fill_null(0).to_pylist()
         # Nothing in a list is no id: a word says so, for between blanks nothing would be seen.
         words = iter([word or b"null" for word in self._text(column.flatten(), name, False)])
         return [b" ".join(next(words) for _ in range(count)) for count in counts]
+
+
+def _number(value: float) -> bytes:
+    """A number as text; ids may be whole ones, which no exponent must hide."""
+    exact = value.is_integer() and abs(value) < _EXACT
+    return b"%d" % value if exact else repr(value).encode()
 
 
 class Arrays(RowFile):

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from shardwright.core.errors import InputError, expected
-from shardwright.data.files import rows_file
+from shardwright.data.files import is_one_log
 from shardwright.data.lines import Line, Row
 from shardwright.data.reading import ClickBatch, ClickLog, Fault
 
@@ -122,7 +122,7 @@ def day_files(folder: Path) -> list[Path]:
 
 def is_days(path: Path) -> bool:
     """Whether a log is a folder of days."""
-    return rows_file(path).is_dir()
+    return not is_one_log(path)
 
 
 def bounds(rows: int, days: int) -> tuple[int, int]:

@@ -51,6 +51,8 @@ def open_rows(path: Path | str, forms: str, longest: int) -> RowFile:
     """A file by what it is. InputError, naming the ``forms`` that it can have, for what has no
     rows; and for a line of ``longest`` bytes."""
     path = rows_file(Path(path))
+    if parts := _parquet_parts(path):
+        return Parquet(path, parts)
     if not path.is_file():
         found = "a directory" if path.is_dir() else "something else" if path.exists() else "nothing"
         raise InputError(expected(str(path), "a file", found, CHECK))
@@ -58,7 +60,7 @@ def open_rows(path: Path | str, forms: str, longest: int) -> RowFile:
         return Arrays(path, dict(zip(ARRAYS, parts_of(path), strict=True)))
     head = reading(path, lambda: _head(path.open("rb")))
     if head.startswith(b"PAR1"):
-        return Parquet(path)
+        return Parquet(path, (path,))
     if head.startswith(b"PK\x03\x04") and zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             if {f"{name}.npy" for name in ARRAYS} <= set(archive.namelist()):
@@ -73,6 +75,18 @@ def open_rows(path: Path | str, forms: str, longest: int) -> RowFile:
     return TextRows(path, packing, forms, longest)
 
 
+def is_one_log(path: Path) -> bool:
+    """Whether a path is no folder of days: a file, or a folder whose files are one log."""
+    path = rows_file(path)
+    return not path.is_dir() or bool(_parquet_parts(path))
+
+
+def _parquet_parts(path: Path) -> list[Path]:
+    """The files of a folder that a job of Spark's has written, say; none where they are days."""
+    found = sorted(path.glob("*.parquet")) if path.is_dir() else []
+    return found if not any(each.name.startswith("day_") for each in found) else []
+
+
 def rows_file(path: Path) -> Path:
     """The file of a folder with one set of TorchRec's arrays; else ``path`` itself."""
     found = [*path.glob(f"*{_DENSE}")] if path.is_dir() else []
@@ -80,8 +94,11 @@ def rows_file(path: Path) -> Path:
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:
-    """All files that are read where ``path`` is: the arrays beside one of TorchRec's."""
+    """All files that are read where ``path`` is: those of a folder, the arrays beside one of
+    TorchRec's."""
     path = rows_file(path)
+    if parts := _parquet_parts(path):
+        return tuple(parts)
     if not path.name.endswith(_DENSE):
         return (path,)
     return tuple(path.with_name(path.name.removesuffix(_DENSE) + part) for part in _PARTS)

@@ -44,6 +44,8 @@ _HEX_DIGITS = 8  # 32 bits
 NUMBER = re.compile(rb"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _HEX = re.compile(rb"[0-9a-fA-F]{1,8}")
 _PLAIN = b"0123456789abcdefABCDEF+-.\t,"  # every byte that a good field can have, and fewer
+_NAMES_OF_CRITEO = "label,I1..I13,C1..C26"
+_OWN = 'A log of your own has data.kind = "columns".'
 FORMS = "40 tab-separated fields, or the header line label,I1..I13,C1..C26"
 
 
@@ -84,10 +86,9 @@ class CriteoLog(FileLog):
         if isinstance(self._file, TextRows):
             self._read_first_line(self._file)
         elif missing := [name for name in FIELD_NAMES if name not in self._file.names]:
-            wanted = f"columns {LABEL}, I1..I13, C1..C26"
+            wanted = f"columns {_NAMES_OF_CRITEO}"
             found = f"none called {listed(missing, 3)}"
-            remedy = 'Set data.kind = "columns" for those of your own.'
-            raise InputError(expected(str(self.path), wanted, found, remedy))
+            raise InputError(expected(str(self.path), wanted, found, _OWN))
 
     def _read_first_line(self, file: TextRows) -> None:
         """Which spelling it is of, and whether the line is a header."""
@@ -105,8 +106,7 @@ class CriteoLog(FileLog):
             file.read_header()
         elif not any(map(NUMBER.fullmatch, fields)):
             found = f"a header that names {listed([shown(name) for name in fields], 3)}"
-            remedy = 'Set data.kind = "columns", and say which are read.'
-            raise InputError(expected(where, "a row of a Criteo log", found, remedy))
+            raise InputError(expected(where, "a row of a Criteo log", found, _OWN))
         self._plain = _PLAIN + self._separator
 
     _plain = _PLAIN
@@ -167,7 +167,7 @@ def _check_header(path: Path, number: int, names: list[bytes]) -> None:
     found = (*map(shown, names[: _FIELDS + 1]), *["no such column"] * (_FIELDS + 1 - len(names)))
     for column, (name, other) in enumerate(zip(wanted, found, strict=True), 1):
         if name != other:
-            remedy = "Name the columns label,I1..I13,C1..C26, or use tabs and no header."
+            remedy = f"Name the columns {_NAMES_OF_CRITEO}, or use tabs and no header. {_OWN}"
             where = f"{path}:{number}, column {column} of the header"
             raise InputError(expected(where, name, other, remedy))
 
