@@ -89,7 +89,6 @@ def guess(path: str | Path) -> Guess:
     names = _names_of(file)
     if set(FIELD_NAMES) <= set(names):
         return _criteo(first)
-    places = [names.index(name) for name in names] if file.is_text else range(len(names))
     seen = {name: _Seen() for name in dict.fromkeys(names)}
     rows, count = file.rows(names), 0
     separator = file.separator if isinstance(file, TextRows) else b"\0"
@@ -98,7 +97,7 @@ def guess(path: str | Path) -> Guess:
         good = [
             fields for *_, line in block if len(fields := fields_of(line, separator)) == len(names)
         ]
-        for name, place in zip(names, places, strict=True):
+        for place, name in enumerate(names):
             seen[name].add([fields[place] for fields in good])
     whole = next(rows, None) is None
     return _sorted_out(str(first), seen, count, whole)

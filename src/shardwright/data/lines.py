@@ -34,6 +34,7 @@ CHECK = "Check data.path."
 _BUFFER = 1 << 18  # bytes
 _QUOTE = ord('"')  # a number is looked for in bytes many times as fast as bytes are
 _SHOWN = 40  # characters of a bad field that a message repeats
+_CONTROLS = bytes(set(range(32)) - set(b"\t\n\f\r"))  # that no text has
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -91,11 +92,6 @@ class RowFile(ABC):
     def count(self) -> int | None:
         """How many rows there are; None where it takes reading them."""
 
-    @property
-    def is_text(self) -> bool:
-        """Whether rows are lines, of which a first one may be a header."""
-        return False
-
 
 def shown(text: bytes) -> str:
     """One quoted line of printable ASCII, shortened."""
@@ -131,11 +127,6 @@ class TextRows(RowFile):
         self.separator = next(s for s in SEPARATORS if s in text).encode()
         self.first = first.rstrip(b"\r\n")
         self.second = lines[1][1] if lines[1:] else b""
-
-    @property
-    def is_text(self) -> bool:
-        """It is."""
-        return True
 
     def read_header(self) -> None:
         """Take the first line as names of columns."""
@@ -251,7 +242,7 @@ def _first_two(file: BinaryIO, longest: int) -> Iterator[tuple[int, bytes]]:
 
 def _check_text(path: Path, number: int, first: bytes, forms: str, longest: int) -> None:
     found, remedy = "", CHECK
-    if b"\0" in first:
+    if len(first.translate(None, _CONTROLS)) < len(first):
         found = "a binary file"
     elif b"\r" in first.rstrip(b"\r\n"):
         found = "lines that end in a carriage return alone"

@@ -93,9 +93,6 @@ class CriteoLog(FileLog):
     def _read_first_line(self, file: TextRows) -> None:
         """Which spelling it is of, and whether the line is a header."""
         self._separator, where = file.separator, f"{self.path}:{file.first_number}"
-        if not file.first.isascii():
-            found = f"{shown(file.first)}, which is not plain text"
-            raise InputError(expected(where, FORMS, found, "Check data.path."))
         fields = file.first.split(file.separator)
         if self._separator != b"\t":
             file.read_header()
