@@ -132,7 +132,7 @@ def test_hashes_become_tables_that_they_are_taken_modulo_of(call: Any, tmp_path:
 
 def test_a_log_of_criteo_s_becomes_a_job_of_that_kind(call: Any, tmp_path: Path) -> None:
     ClickModel().write(tmp_path / "day_0.tsv", rows=40)
-    call("init", "dlrm", "--data", "day_0.tsv")
+    call("init", "--data", "day_0.tsv")
     job = read_job(tmp_path / "dlrm.toml")
     assert (job.data.kind, len(job.tables), job.model.dense_features) == ("criteo", 26, 13)
 

@@ -64,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Write the job where no such file is, and what belongs to it where it is not there yet."""
+    if options.data and options.source is None:
+        options.kind = options.kind or "dlrm"  # the only kind that reads a log
     kind = options.kind or (options.source[0] if options.source else "")
     traits = KINDS.get(kind)
     own = traits is not None and traits.is_function
