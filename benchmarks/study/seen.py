@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from shardwright.core.measurement import Quality
 from shardwright.core.model import TableSpec
 from shardwright.data.cache import CachedRows, cached_evaluation
-from shardwright.data.logs import Part as PartOfLog
-from shardwright.data.logs import bounds
+from shardwright.data.days import Part as PartOfLog
+from shardwright.data.days import bounds
 from shardwright.data.reading import ClickBatch, evaluation_batches
 from shardwright.job.job import DataSection, Job, data_files
 from shardwright.planner.problem import batch_of

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 
 from shardwright.cli.init import TEMPLATES
+from shardwright.data.synthetic import ClickModel
 from shardwright.job.job import read_job
+from shardwright.train.sources.clicks import log_of
 
 NAMES = {"python": "my_model"}  # of the job that is written, where it is not its kind
 
@@ -85,6 +88,71 @@ def test_a_configuration_of_torchtitan_becomes_a_job(call: Any, tmp_path: Path) 
     assert written.out.startswith("wrote job.toml\n  shardwright memory job.toml\n")
     assert "# Without effect on memory: metrics." in (tmp_path / "job.toml").read_text()
     assert read_job(tmp_path / "job.toml").cluster.world_size == 8
+
+
+LOG = (
+    "click;age;Preis €;user;seen;title;empty;country;price\n"
+    "1;34;9.5;17.0;3|90;Blue, or so;;1;NULL\n"
+    "0;;2000.0;4.0;;Red;;1;3\n"
+    "0;51;0.5;17.0;7|3|5;Green;;1;8\n"
+)
+
+
+def test_a_log_becomes_a_job_that_reads_it(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "clicks.csv").write_text(LOG)
+    written = call("init", "dlrm", "--data", "clicks.csv", "-o", "job.toml")
+    assert written.out.startswith("wrote job.toml\n  shardwright memory job.toml\n")
+    job, text = read_job(tmp_path / "job.toml"), (tmp_path / "job.toml").read_text()
+    assert (job.data.label, job.data.dense) == ("click", ("age", "Preis €", "price"))
+    assert (job.data.logarithm, job.data.missing) == (("Preis €",), ("NULL",))
+    assert job.data.scale["age"] == (42.5, 8.5)
+    assert [(table.name, table.rows, table.pooling_factors) for table in job.tables] == [
+        ("user", 18, (1.0,)),
+        ("seen", 91, (1.6667,)),
+    ]
+    assert job.data.ids == "exact"  # all rows were looked at
+    for line in ("title: text, as 'Blue, or so'", "empty: empty", "country: always '1'"):
+        assert f"# not used {line}\n" in text
+    log = log_of(job, "clicks.csv")
+    assert log.parsed(list(log.rows()), skip_bad_rows=False)[0].dense.shape == (3, 3)
+    counted = call("inspect", "job.toml", "-o", "job.toml")
+    assert counted.out == "wrote zipf and pooling_factors of 2 tables into job.toml\n"
+    assert read_job(tmp_path / "job.toml").tables[1].zipf is not UNSET
+
+
+def test_hashes_become_tables_that_they_are_taken_modulo_of(call: Any, tmp_path: Path) -> None:
+    rows = "".join(f"{n % 2},{n},{n * 2654435761}\n" for n in range(50))
+    (tmp_path / "clicks.csv").write_text("y,age,item-id\n" + rows)
+    call("init", "dlrm", "--data", "clicks.csv")
+    job = read_job(tmp_path / "dlrm.toml")
+    (table,) = job.tables
+    assert (job.data.ids, table.name, table.rows) == ("modulo", "item_id", 50)
+    assert table.feature_names == ("item-id",)
+
+
+def test_a_log_of_criteo_s_becomes_a_job_of_that_kind(call: Any, tmp_path: Path) -> None:
+    ClickModel().write(tmp_path / "day_0.tsv", rows=40)
+    call("init", "--data", "day_0.tsv")
+    job = read_job(tmp_path / "dlrm.toml")
+    assert (job.data.kind, len(job.tables), job.model.dense_features) == ("criteo", 26, 13)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("age,user\n34,17\n5,3\n", "expected a column of 0 and 1, the label, got none"),
+        ("click,user\n1,17\n0,3\n", "expected a column of numbers, which a DLRM takes, got none"),
+        ("click,age\n1,17\n0,3\n", "expected a column of ids, which a DLRM takes, got none"),
+        ("PAR1", "expected a readable file"),
+    ],
+)
+def test_a_log_without_what_a_dlrm_takes_is_refused(
+    call: Any, tmp_path: Path, text: str, said: str
+) -> None:
+    (tmp_path / "clicks.csv").write_text(text)
+    call("init", "dlrm", "--data", "clicks.csv").refuses(2, said)
+    call("init", "llama", "--data", "clicks.csv").refuses(2, "--data: expected kind dlrm")
+    assert [path.name for path in tmp_path.iterdir()] == ["clicks.csv"]
 
 
 MEGATRON = (

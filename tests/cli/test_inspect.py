@@ -91,6 +91,41 @@ def test_what_is_printed_keeps_all_that_the_job_says_of_a_table(call: Any, logge
         assert kept == other
 
 
+def test_a_job_is_written_in_place_and_keeps_all_else(call: Any, logged: Path) -> None:
+    """Comments, keys and their order too; what was found takes the place of what was said."""
+    first, second = TABLES.split("\n\n")
+    kept = first.replace("dim = 8", 'dim = 8  # wide\npooling_type = "mean"')
+    said = second.replace("dim = 4", "zipf = 4.5  # a guess\ndim = 4")
+    text = f"# mine\n{JOB}{kept}\n\n# small\n{said}\n[train]\nsteps = 3\n"
+    logged.write_text(text)
+    write(logged.parent, 1.1, 600)
+    found = call("inspect", logged, "--rows", "512", "-o", logged)
+    assert found.out == (
+        f"wrote zipf and pooling_factors of 2 tables into {logged}\n"
+        "left out: rows behind the first 512, as --rows asks\n"
+    )
+    large, seen = read_job(logged).tables
+    wanted = text.replace("dim = 8  # wide", f"dim = 8  # wide\nzipf = {large.zipf}")
+    wanted = wanted.replace("zipf = 4.5  # a", f"zipf = {seen.zipf}  # a")
+    assert logged.read_text() == wanted.replace("[3.0]", f"{list(seen.pooling_factors)}")
+    assert call("inspect", logged, "-o", logged.with_name("other.toml")).code == 0
+    assert read_job(logged.with_name("other.toml")).tables[0].pooling_type == "mean"
+
+
+def test_where_tables_do_not_stand_one_by_one_nothing_is_written(call: Any, logged: Path) -> None:
+    write(logged.parent, 1.1, 300)
+    listed = 'tables = [{ name = "large", rows = 20000, dim = 8 }]\n'
+    for text in (
+        listed + JOB,
+        JOB + TABLES.replace("[3.0]", "[\n  2.0,\n]"),
+    ):
+        logged.write_text(text)
+        call("inspect", logged, "-o", logged).refuses(2, "each table as a [[tables]] of its own")
+        assert logged.read_text() == text
+    other = logged.with_name("log.csv")
+    call("inspect", logged, "-o", other).refuses(2, f"-o: expected {logged}, or a new file")
+
+
 def test_bad_rows_that_are_left_out_are_counted_by_file_and_filled_up_by_the_next_ones(
     call: Any, logged: Path
 ) -> None:
@@ -107,7 +142,7 @@ def test_bad_rows_that_are_left_out_are_counted_by_file_and_filled_up_by_the_nex
     assert found == {"tables": good["tables"], "bad_rows": {"log.csv": 2}}
     assert good["bad_rows"] == {}
     text = call("inspect", logged, *skip).out
-    assert text.startswith("# log.csv: 2 bad rows left out, as data.skip_bad_rows asks\n")
+    assert text.startswith("# left out: 2 bad rows of log.csv, as data.skip_bad_rows asks\n")
     log.write_text("\n".join([header, rows[0], ",", ""]))
     assert call("inspect", logged, *skip, "--json").json["tables"][0]["ids"] == 1
 

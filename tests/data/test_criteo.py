@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -200,9 +201,9 @@ def test_a_file_that_is_missing_empty_or_a_folder_is_refused(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        (b"\x1f\x8b\x08rest\n", "got a binary file"),
+        (b"\x7fELF\2\1\n", "got a program"),
         (b"\0\0\1,\n", "got a binary file"),
-        (b"\xff\xfe,a\n", "which is not plain text"),
+        (b"\x1f\x9d\x90,a\n", "got a binary file"),
         (b"a" * 70_000, "got a line of 65536 bytes or more"),
         (b"hello world\n", "got 'hello world'"),
     ],
@@ -212,7 +213,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes, found
     path.write_bytes(content)
     text = refusal(path)
     assert found in text
-    assert text.startswith(f"{path}:1: expected 40 tab-separated fields")
+    assert re.match(rf"{path}(:1)?: expected 40 tab-separated fields", text)
 
 
 def test_a_wrong_header_names_the_column(tmp_path: Path) -> None:

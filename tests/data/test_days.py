@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.core.errors import InputError
-from shardwright.data.logs import PARTS, CriteoLog, Days, LogSlice, bounds, day_files, slices_of
+from shardwright.data.days import PARTS, Days, LogSlice, bounds, day_files, slices_of
+from shardwright.data.logs import CriteoLog
 from shardwright.data.reading import ClickReader
 
 TABLES = (1000,) * 26

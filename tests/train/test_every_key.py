@@ -59,6 +59,9 @@ VALUES: dict[str, Any] = {
     "data.label": "clicked",
     "data.dense": ["age"],
     "data.ids": "modulo",
+    "data.logarithm": ["I1"],
+    "data.scale": {"I1": [3.0, 2.0]},
+    "data.missing": ["NULL"],
     "data.path": "no_such_file",
     "data.test_path": "no_such_file",
     "data.skip_bad_rows": True,
@@ -201,7 +204,9 @@ UNNAMED = {
 # Keys that a run of the kind does not read are no excuse: they are refused.
 UNREAD = {
     "tables": ("train.table_optimizer", "planner.tables", "data.label"),
-    "dlrm": ("data.label", "data.dense", "data.ids"),
+    "dlrm": tuple(
+        f"data.{key}" for key in ("label", "dense", "ids", "logarithm", "scale", "missing")
+    ),
     "transformer": (
         "train.table_learning_rate",
         "train.overlap",

@@ -12,7 +12,7 @@ import pytest
 
 from shardwright.core.errors import InputError
 from shardwright.data.cache import CachedRows
-from shardwright.data.logs import PARTS
+from shardwright.data.days import PARTS
 from shardwright.data.synthetic import ClickModel
 from shardwright.data.tokens import write_text
 from shardwright.job.job import Job, parse_job
@@ -116,6 +116,19 @@ def test_what_other_logs_do_not_have_is_refused(tmp_path: Path) -> None:
     assert "expected tables without weights" in _refused(
         _bags(tmp_path, weighted, kind="synthetic")
     )
+
+
+def test_bad_rows_that_are_held_out_are_counted_too(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("click,age,user,seen\n1,34,3,1 2\n0,x,3,4\n0,,3,4\n,1,1,1\n")
+    given = {"kind": "columns", "path": str(log), "test_path": str(log), "skip_bad_rows": True}
+    job = _bags(tmp_path, **given, label="click", dense=["age"] * 2, scale={"age": [30.0, 2.0]})
+    task = source_of(job).task()
+    ((dense, *_), numbers), *_ = task.held_out(0, 1)
+    assert (dense[:, 0].tolist(), numbers.tolist()) == ([2.0, 0.0], [0, 2])
+    assert task.bad_rows == 2
+    job = _bags(tmp_path, **given, label="click", dense=["age"] * 2, logarithm=["ages"])
+    assert _refused(job) == "data.logarithm: expected names in data.dense, got 'ages'."
 
 
 def test_a_feature_reads_one_table(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ ARGUMENTS: dict[str, Callable[[str, int | None], Imported]] = {
 }
 ESTIMATES, ALONE = ("memory", "fit"), ("plan",)
 ALL = ("memory", "plan", "train")
+DIM = 16  # of guessed tables, as of the template
+MLPS = {"bottom": [64, DIM], "top": [64, 32, 1], "interaction": "dot"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--job", metavar="JOB.toml", help="whose model and batch Accelerate's YAML divides"
     )
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        help="of kind dlrm: a log of one's own, whose columns and tables are guessed",
+    )
     parser.add_argument("-n", "--ranks", type=int, metavar="N", help="ranks that it is for")
     parser.add_argument(
         "-o", "--out", type=Path, metavar="JOB.toml", help="the file to write; by default KIND.toml"
@@ -57,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Write the job where no such file is, and what belongs to it where it is not there yet."""
+    if options.data and options.source is None:
+        options.kind = options.kind or "dlrm"  # the only kind that reads a log
     kind = options.kind or (options.source[0] if options.source else "")
     traits = KINDS.get(kind)
     own = traits is not None and traits.is_function
@@ -64,7 +73,11 @@ def execute(options: argparse.Namespace) -> int:
     if (options.kind is None) is (options.source is None):
         wanted = f"a kind ({', '.join(TEMPLATES)}), or --from {'|'.join(SOURCES)} FILE"
         raise InputError(expected("init", wanted, "both" if options.kind else "neither"))
-    if options.kind is None:
+    if options.data and kind != "dlrm":
+        raise InputError(expected("--data", "kind dlrm", f"'{kind}'", "Others read no click log."))
+    if options.data:
+        files = {job: _of_data(job, options.data, options.ranks)}
+    elif options.kind is None:
         files = {job: _converted(job, *options.source, options)}
     else:
         files = {job: _template(f"{kind}.toml", job)}
@@ -166,6 +179,47 @@ def _converted(job: Path, source: str, path: str, options: argparse.Namespace) -
         "# What a GPU has is said by cluster.preset (h100-8 and others) or cluster.hbm_cap.",
     ]
     return "\n".join(lines) + "\n\n" + encode_toml(found.document)
+
+
+def _of_data(job: Path, data: str, ranks: int | None) -> str:
+    """A job for a log, whose columns and tables are guessed from its first rows."""
+    from shardwright.data.guess import described, guess
+
+    found = guess(data)
+    columns: dict[str, Any] = {"kind": "columns", "path": data, "label": found.label}
+    columns["dense"] = [each.name for each in found.dense]
+    columns["ids"] = "exact" if found.exact else "modulo"
+    columns["logarithm"] = [each.name for each in found.dense if each.logarithm]
+    columns["scale"] = {each.name: [each.center, each.spread] for each in found.dense}
+    columns["missing"] = found.missing
+    names: dict[str, str] = {}
+    for each in found.tables:
+        name = re.sub(r"\W|^(?=\d)", "_", each.column, flags=re.ASCII)[:90]
+        names[each.column] = f"{name}_{len(names)}" if name in names.values() else name
+    tables = [
+        {"name": names[each.column], "rows": each.rows, "dim": DIM}
+        | ({"features": [each.column]} if names[each.column] != each.column else {})
+        | ({"pooling_factors": [each.length]} if each.length != 1 else {})
+        for each in found.tables
+    ]
+    document = {
+        "model": {"kind": "dlrm", "dense_features": len(found.dense), **MLPS},
+        "cluster": {"preset": "local", "world_size": ranks or 2},
+        "batch": {"size": 256},
+        "data": {key: value for key, value in columns.items() if value},
+        "train": {
+            "steps": 100,
+            "optimizer": "adam",
+            "learning_rate": 0.002,
+            "table_learning_rate": 0.03,
+            "out": f"runs/{job.stem}",
+        },
+        "tables": tables,
+    }
+    if found.is_criteo:
+        document["data"] = {"kind": "criteo", "path": data}
+    parse_job(document)
+    return "".join(f"# {line}\n" for line in described(found)) + "\n" + encode_toml(document)
 
 
 def _toml_of(source: str, text: str, path: str) -> dict[str, Any] | None:

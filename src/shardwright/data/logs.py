@@ -1,90 +1,129 @@
-"""Click logs by what their rows mean: Criteo's, those of one's own, and logs of several days.
+"""Click logs by what their rows mean: Criteo's, and those of one's own.
 
 A row of Criteo's is a label (0 or 1), 13 counts I1..I13 and 26 hashed categories C1..C26 (at most
 32 bits, hexadecimal); any field but the label may be empty. Two spellings are read: the headerless
-tab-separated original, and comma-separated text under the header ``label,I1..I13,C1..C26``.
+tab-separated original, and text under the header ``label,I1..I13,C1..C26``; files that name their
+columns so are read as well, with hashes as text or as numbers.
 The value rules are those of the original DLRM pipeline.
 
-In a log of one's own a header line names the columns, separated by tabs, else by commas. The label
-is 0 or 1, a dense field a number or nothing (0), and the field of a feature has the ids of its bag,
-separated by spaces: none, one or many. An id may be weighted, ``17:0.5``. Other columns are not
-looked at.
-
-Days are one file that is cut, or a folder with a file for each. The last day is held out: its first
-half is for validation, its second half for the test. Rows without a click may be thinned out, the
-same ones in every pass, whoever reads them: what is left out follows from the seed and the row's
-place in its file alone."""
+In a log of one's own columns have names. The label is 0 or 1, a dense field a number or nothing
+(0), and the field of a feature has the ids of its bag: none, one or many, with blanks, commas,
+bars, carets or semicolons between, perhaps in brackets. An id may be weighted, ``17:0.5``. Other
+columns are not looked at.
+"""
 
 # `parse` takes a batch at once and says nothing of what is wrong in it; `fault` looks at one row,
 # slowly, and names the field. The two have to agree on every row: where parse refuses and fault
 # finds nothing there is no batch to give and no field to name; where parse takes what fault
-# refuses, a row is good or bad by what else is in its batch. Which rows `drop` leaves out follows
-# from the seed and the row's place in its file alone, or ranks would not share one stream.
+# refuses, a row is good or bad by what else is in its batch.
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.errors import InputError, expected, nearest
-from shardwright.data.reading import Bags, ClickBatch, ClickLog, Fault, Row, first_lines, shown
+from shardwright.core.errors import InputError, expected, listed, nearest
+from shardwright.data.blocks import LABEL
+from shardwright.data.files import open_rows
+from shardwright.data.lines import Line, Row, RowFile, TextRows, as_lines, fields_of, shown
+from shardwright.data.reading import Bags, ClickBatch, ClickLog, Fault
 
 INTEGER_NAMES = tuple(f"I{i}" for i in range(1, 14))
 CATEGORY_NAMES = tuple(f"C{i}" for i in range(1, 27))
-FIELD_NAMES = ("label", *INTEGER_NAMES, *CATEGORY_NAMES)
+FIELD_NAMES = (LABEL, *INTEGER_NAMES, *CATEGORY_NAMES)
 
 _FIELDS = len(FIELD_NAMES)
 _FIRST_CATEGORY = 1 + len(INTEGER_NAMES)
 _HEX_DIGITS = 8  # 32 bits
 
-_NUMBER = re.compile(rb"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+NUMBER = re.compile(rb"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _HEX = re.compile(rb"[0-9a-fA-F]{1,8}")
-_PLAIN = b"0123456789abcdefABCDEF+-.\t,"  # every byte that a good row can have
-_FORMS = "40 tab-separated fields, or the header line label,I1..I13,C1..C26"
+_PLAIN = b"0123456789abcdefABCDEF+-.\t,"  # every byte that a good field can have, and fewer
+_NAMES_OF_CRITEO = "label,I1..I13,C1..C26"
+_OWN = 'A log of your own has data.kind = "columns".'
+FORMS = "40 tab-separated fields, or the header line label,I1..I13,C1..C26"
 
 
-class CriteoLog(ClickLog):
+class FileLog(ClickLog):
+    """The rows of a file, of which ``columns`` are read, whole numbers of ``hexadecimal`` ones in
+    that form."""
+
+    def __init__(self, path: str | Path, forms: str) -> None:
+        self._file: RowFile = open_rows(path, forms, self.longest_line)
+        self.path = self._file.path
+        self._columns: tuple[str, ...] = ()
+        self._hexadecimal: tuple[str, ...] = ()
+
+    def rows(self) -> Iterator[Row]:
+        """Data rows of one pass with their numbers."""
+        return self._file.rows(self._columns, self._hexadecimal)
+
+    def count(self) -> int:
+        """Data rows, good or bad, counted in one streaming pass where the file does not say it."""
+        known = self._file.count()
+        return super().count() if known is None else known
+
+
+class CriteoLog(FileLog):
     """A Criteo log for tables of ``table_rows`` [26].
 
-    ``dense`` [B, 13] of a batch: log(x + 1) of the counts, with missing and negative counts as 0.
-    ``ids`` [B, 26]: the hash modulo the rows of its table, with missing ids as 0. ``spelling`` is
-    ``"tsv"`` or ``"csv"``. A path that is no Criteo log raises InputError.
+    ``dense`` [B, 13] of a batch: log(x + 1) of the counts, with missing and negative counts as 0;
+    what TorchRec has stored as logarithms as it stands. ``ids`` [B, 26]: the hash modulo the rows
+    of its table, with missing ids as 0. ``spelling`` is ``"tsv"`` or ``"csv"``. A path that is no
+    Criteo log raises InputError.
     """
 
     def __init__(self, path: str | Path, table_rows: Sequence[int]) -> None:
-        self.path = Path(path)
+        super().__init__(path, FORMS)
         self._tables = _checked_tables(table_rows)
-        number, first, second = first_lines(self.path, _FORMS, self.longest_line)
-        if b"\t" in first:
-            self.spelling, self._separator, self.header_line = "tsv", b"\t", 0
-            return
-        _check_header(self.path, number, first.rstrip(b"\r\n").split(b","))
-        if not second:
-            found = "only a header"
-            raise InputError(expected(str(path), "data rows", found, "Check data.path."))
-        self.spelling, self._separator, self.header_line = "csv", b",", number
+        self._columns, self._hexadecimal = FIELD_NAMES, CATEGORY_NAMES
+        self.spelling, self._separator = "tsv", b"\t"
+        if isinstance(self._file, TextRows):
+            self._read_first_line(self._file)
+        elif missing := [name for name in FIELD_NAMES if name not in self._file.names]:
+            wanted = f"columns {_NAMES_OF_CRITEO}"
+            found = f"none called {listed(missing, 3)}"
+            raise InputError(expected(str(self.path), wanted, found, _OWN))
 
-    def parse(self, lines: Sequence[bytes]) -> ClickBatch | None:
+    def _read_first_line(self, file: TextRows) -> None:
+        """Which spelling it is of, and whether the line is a header."""
+        self._separator, where = file.separator, f"{self.path}:{file.first_number}"
+        fields = file.first.split(file.separator)
+        if self._separator != b"\t":
+            file.read_header()
+            _check_header(self.path, file.first_number, [n.encode() for n in file.names])
+            file.check_rows()
+            self.spelling = "csv" if self._separator == b"," else f"csv {file.separator.decode()}"
+        elif tuple(name.decode() for name in fields) == FIELD_NAMES:
+            file.read_header()
+        elif not any(map(NUMBER.fullmatch, fields)):
+            found = f"a header that names {listed([shown(name) for name in fields], 3)}"
+            raise InputError(expected(where, "a row of a Criteo log", found, _OWN))
+        self._plain = _PLAIN + self._separator
+
+    _plain = _PLAIN
+
+    def parse(self, lines: Sequence[Line]) -> ClickBatch | None:
         """All the rows at once, or None if ``fault`` would find one in any of them."""
         rows, separator = len(lines), self._separator
-        if any(line.count(separator) != _FIELDS - 1 for line in lines):
+        plain = as_lines(lines, separator)
+        if any(line.count(separator) != _FIELDS - 1 for line in plain):
             return None
-        text = separator.join(lines)
-        if text.translate(None, _PLAIN):
+        text = separator.join(plain)
+        if text.translate(None, self._plain):
             return None
         fields = text.split(separator) if rows else []
         labels = fields[::_FIELDS]
         if not set(labels) <= {b"0", b"1"}:
             return None
         # Column by column: a slice with a stride is the cheapest way through a flat list.
-        dense = _dense([fields[i::_FIELDS] for i in range(1, _FIRST_CATEGORY)])
+        numbers = [fields[i::_FIELDS] for i in range(1, _FIRST_CATEGORY)]
+        dense = _dense(numbers, self._file.logarithms)
         hashes = _hashes([f for i in range(_FIRST_CATEGORY, _FIELDS) for f in fields[i::_FIELDS]])
         if dense is None or hashes is None:
             return None
@@ -92,25 +131,29 @@ class CriteoLog(ClickLog):
         clicked = np.array([label == b"1" for label in labels], dtype=np.float32)
         return ClickBatch(dense, ids, clicked)
 
-    def is_unclicked(self, line: bytes) -> bool:
+    def is_unclicked(self, line: Line) -> bool:
         """Whether the row's label is 0."""
         # Without parsing: of thinned rows most are dropped, and only their label is ever needed.
-        return line.startswith(b"0" + self._separator)
+        if isinstance(line, bytes):
+            return line.startswith(b"0" + self._separator)
+        return line[0] == b"0"
 
-    def fault(self, line: bytes) -> Fault | None:
+    def fault(self, line: Line) -> Fault | None:
         """What is wrong with a row, or None."""
-        fields = line.split(self._separator)
+        fields = as_lines([line], self._separator)[0].split(self._separator)
         if len(fields) != _FIELDS:
             hint = " (the unlabelled test split has 39)" if len(fields) == _FIELDS - 1 else ""
             return Fault("row", f"{_FIELDS} fields", f"{len(fields)}{hint}")
         if fields[0] not in (b"0", b"1"):
             return Fault("field label", "0 or 1", shown(fields[0]))
         for name, field in zip(FIELD_NAMES[1:], fields[1:], strict=True):
-            if name in INTEGER_NAMES:
-                good = _NUMBER.fullmatch(field) and float(field).is_integer()
+            if name in INTEGER_NAMES and self._file.logarithms:
+                good, wanted = is_float(field), "a finite number or nothing"
+            elif name in INTEGER_NAMES:
+                good = bool(NUMBER.fullmatch(field)) and float(field).is_integer()
                 wanted = "a finite whole number or nothing"
             else:
-                good, wanted = _HEX.fullmatch(field), "1 to 8 hexadecimal digits or nothing"
+                good, wanted = bool(_HEX.fullmatch(field)), "1 to 8 hexadecimal digits or nothing"
             if field and not good:
                 return Fault(f"field {name}", wanted, shown(field))
         return None
@@ -121,16 +164,19 @@ def _check_header(path: Path, number: int, names: list[bytes]) -> None:
     found = (*map(shown, names[: _FIELDS + 1]), *["no such column"] * (_FIELDS + 1 - len(names)))
     for column, (name, other) in enumerate(zip(wanted, found, strict=True), 1):
         if name != other:
-            remedy = "Name the columns label,I1..I13,C1..C26, or use tabs and no header."
+            remedy = f"Name the columns {_NAMES_OF_CRITEO}, or use tabs and no header. {_OWN}"
             where = f"{path}:{number}, column {column} of the header"
             raise InputError(expected(where, name, other, remedy))
 
 
-def _dense(columns: list[list[bytes]]) -> NDArray[np.float32] | None:
+def _dense(columns: list[list[bytes]], logarithms: bool) -> NDArray[np.float32] | None:
     try:
         counts = np.array([[float(f) if f else 0.0 for f in column] for column in columns]).T
     except ValueError:
         return None
+    if logarithms:
+        fits = (np.abs(counts) <= _LARGEST).all()
+        return np.ascontiguousarray(counts, dtype=np.float32) if fits else None
     if not np.isfinite(counts).all() or (counts != np.floor(counts)).any():
         return None
     return np.ascontiguousarray(np.log1p(np.maximum(counts, 0.0)), dtype=np.float32)
@@ -161,11 +207,40 @@ def _checked_tables(table_rows: Sequence[int]) -> NDArray[np.int64]:
     return np.array(table_rows, dtype=np.int64)
 
 
-_NAMED_FORMS = "a header line that names columns, separated by tabs or commas"
+_NAMED_FORMS = "a header line that names columns, with tabs, commas, semicolons or bars between"
 _LARGEST = float(np.finfo(np.float32).max)
-_ID = re.compile(rb"[0-9]{1,18}")
 _NAMES = "Name columns in data.label, data.dense and the tables' features."
-_CLICKED = {b"0": False, b"1": True}
+_DIGITS = 18  # of an id that is no hash
+_ID = re.compile(rb"([0-9]{1,18})(?:\.0*)?")
+HASH = re.compile(rb"([0-9]{1,20})(?:\.0*)?")  # of 64 bits
+_BAG = bytes.maketrans(b",|^;[](){}'\"", b" " * 12)  # what else may stand around ids
+CLICKED = {
+    word: clicked
+    for clicked, words in enumerate((b"0 0.0 false False FALSE", b"1 1.0 true True TRUE"))
+    for word in words.split()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DenseColumn:
+    """A column of numbers: of ``logarithm`` ones log(x + 1) is taken, 0 of negative ones; then
+    ``center`` is taken off, and what is left divided by ``spread``. Nothing is 0 after that."""
+
+    name: str
+    logarithm: bool = False
+    center: float = 0.0
+    spread: float = 1.0
+
+    def of(self, numbers: NDArray[np.float64]) -> NDArray[np.float32]:
+        """What a model is given of numbers, which are NaN where there are none; ValueError where
+        that is no float32."""
+        with np.errstate(over="ignore"):
+            found = np.log1p(np.maximum(numbers, 0.0)) if self.logarithm else numbers
+            found = (found - self.center) / self.spread
+        found[np.isnan(numbers)] = 0.0
+        if (np.abs(found) > _LARGEST).any():
+            raise ValueError
+        return found.astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +253,13 @@ class BagColumn:
     hashed: bool = False
 
 
-class ColumnLog(ClickLog):
-    """A log whose columns are ``label``, ``dense`` numbers and ``features``.
+class ColumnLog(FileLog):
+    """A log whose columns are ``label``, ``dense`` numbers and ``features``. Words of ``missing``
+    stand for nothing, in dense fields and in bags.
 
-    ``dense`` [B, D] of a batch are the numbers as they stand, ``ids`` a mapping of features to
-    (ids, offsets), and weights of weighted ones; without ``bags`` they are [B, F], and a row has
-    one id of each feature. InputError where a column is missing.
+    ``dense`` [B, D] of a batch are the numbers, ``ids`` a mapping of features to (ids, offsets),
+    and weights of weighted ones; without ``bags`` they are [B, F], and a row has one id of each
+    feature. InputError where a column is missing.
     """
 
     longest_line = 1 << 20
@@ -192,92 +268,119 @@ class ColumnLog(ClickLog):
         self,
         path: str | Path,
         label: str,
-        dense: Sequence[str],
+        dense: Sequence[DenseColumn | str],
         features: Sequence[BagColumn],
         *,
         bags: bool = True,
+        missing: Collection[str] = (),
     ) -> None:
-        self.path, self._in_bags = Path(path), bags
-        self._label, self._dense_names, self._features = label, tuple(dense), tuple(features)
-        self.header_line, first, second = first_lines(self.path, _NAMED_FORMS, self.longest_line)
-        self._separator = b"\t" if b"\t" in first else b","
-        self.spelling = first.decode("ascii").rstrip("\r\n")
-        names = [n.decode("ascii") for n in first.rstrip(b"\r\n").split(self._separator)]
-        if not second:
-            found = "only a header"
-            raise InputError(expected(str(path), "data rows", found, "Check data.path."))
-        self._columns = len(names)
-        self._place: dict[str, int] = {}
-        for name in (label, *dense, *(feature.name for feature in features)):
-            if names.count(name) != 1:
-                found = "several" if name in names else nearest(name, names)
-                spot = f"{path}:{self.header_line}, the header"
-                raise InputError(expected(spot, f"one column '{name}'", found, _NAMES))
-            self._place[name] = names.index(name)
+        super().__init__(path, _NAMED_FORMS)
+        self._in_bags, self._label = bags, label
+        self._dense = tuple(DenseColumn(c) if isinstance(c, str) else c for c in dense)
+        self._features = tuple(features)
+        self._missing = frozenset((b"", *(word.encode() for word in missing)))
+        self._columns = tuple(dict.fromkeys((label, *(c.name for c in (*self._dense, *features)))))
+        self._separator, self.spelling, where = b"\0", "\0".join(self._columns), str(self.path)
+        names = self._columns
+        if isinstance(self._file, TextRows):
+            self._file.read_header()
+            names, self._separator = self._file.names, self._file.separator
+            self._file.check_rows()
+            self.spelling = self._file.first.decode("utf-8", "backslashreplace")
+            where = f"{self.path}:{self._file.first_number}, the header"
+        self._width = len(names)
+        for name in self._columns:
+            if self._file.names.count(name) != 1:
+                found = "several" if name in self._file.names else nearest(name, self._file.names)
+                raise InputError(expected(where, f"one column '{name}'", found, _NAMES))
+        self._place = {name: names.index(name) for name in self._columns}
 
-    def parse(self, lines: Sequence[bytes]) -> ClickBatch | None:
+    def parse(self, lines: Sequence[Line]) -> ClickBatch | None:
         """All the rows at once, or None if ``fault`` would find one in any of them."""
-        rows = [line.split(self._separator) for line in lines]
-        if any(len(row) != self._columns for row in rows):
+        rows = [fields_of(line, self._separator) for line in lines]
+        if any(len(row) != self._width for row in rows):
             return None
+        columns = {name: [row[place] for row in rows] for name, place in self._place.items()}
         try:
-            clicked = [_CLICKED[row[self._place[self._label]]] for row in rows]
-            dense = self._dense(rows)
-            bags = {
-                f.name: _bags(f, [row[self._place[f.name]] for row in rows]) for f in self._features
-            }
+            clicked = [CLICKED[field.strip()] for field in columns[self._label]]
+            dense = [c.of(_numbers(columns[c.name], self._missing)) for c in self._dense]
+            bags = {f.name: _bags(f, columns[f.name], self._missing) for f in self._features}
             ids = bags if self._in_bags else _one_each(bags.values())
         except (KeyError, ValueError, OverflowError):
             return None
-        return ClickBatch(dense, ids, np.array(clicked, dtype=np.float32))
+        numbers = np.array(dense, dtype=np.float32).reshape(len(dense), len(rows)).T
+        labels = np.array(clicked, dtype=np.float32)
+        return ClickBatch(np.ascontiguousarray(numbers), ids, labels)
 
-    def _dense(self, rows: Sequence[Sequence[bytes]]) -> NDArray[np.float32]:
-        columns = [self._place[name] for name in self._dense_names]
-        found = _floats([row[column] for row in rows for column in columns])
-        return found.reshape(len(rows), len(columns))
-
-    def is_unclicked(self, line: bytes) -> bool:
+    def is_unclicked(self, line: Line) -> bool:
         """Whether the row's label is 0."""
-        fields = line.split(self._separator)
-        return fields[self._place[self._label] :][:1] == [b"0"]
+        fields = fields_of(line, self._separator)
+        own = fields[self._place[self._label] :][:1]
+        return bool(own) and CLICKED.get(own[0].strip()) == 0
 
-    def fault(self, line: bytes) -> Fault | None:
+    def fault(self, line: Line) -> Fault | None:
         """What is wrong with a row, or None."""
-        fields = line.split(self._separator)
-        if len(fields) != self._columns:
-            return Fault("row", f"{self._columns} fields, as the header", str(len(fields)))
+        fields = fields_of(line, self._separator)
+        if len(fields) != self._width:
+            return Fault("row", f"{self._width} fields, as the header", str(len(fields)))
         label = fields[self._place[self._label]]
-        if label not in _CLICKED:
+        if label.strip() not in CLICKED:
             return Fault(f"column '{self._label}'", "0 or 1", shown(label))
-        for name in self._dense_names:
-            field = fields[self._place[name]]
-            if field and not _is_float(field):
-                return Fault(f"column '{name}'", "a finite number or nothing", shown(field))
+        for column in self._dense:
+            field = fields[self._place[column.name]]
+            try:
+                column.of(_numbers([field], self._missing))
+            except ValueError:
+                wanted = "a finite number or nothing"
+                return Fault(f"column '{column.name}'", wanted, _shown(field))
         for feature in self._features:
-            words = fields[self._place[feature.name]].split()
+            words = words_of(fields[self._place[feature.name]], self._missing)
             if not self._in_bags and len(words) != 1:
                 return Fault(f"column '{feature.name}'", "one id", str(len(words)))
             for one in words:
                 if (wanted := _wrong(feature, one)) is not None:
-                    return Fault(f"column '{feature.name}'", wanted, shown(one))
+                    return Fault(f"column '{feature.name}'", wanted, _shown(one))
         return None
 
 
-def _is_float(field: bytes) -> bool:
+def is_float(field: bytes) -> bool:
     """float() alone takes more, "nan" and "1_0" among it, and float32 less."""
-    return bool(_NUMBER.fullmatch(field)) and abs(float(field)) <= _LARGEST
+    return bool(NUMBER.fullmatch(field)) and abs(float(field)) <= _LARGEST
 
 
-def _floats(fields: Sequence[bytes]) -> NDArray[np.float32]:
-    """The numbers in ``fields``, 0 of an empty one; ValueError where one is no float32."""
-    if not all(not field or _is_float(field) for field in fields):
+def _shown(field: bytes) -> str:
+    """A field; and of a word, as what it may be taken."""
+    word = field.strip()
+    hint = f' (data.missing = ["{word.decode()}"] takes it for nothing)' if word.isalpha() else ""
+    return shown(field) + hint
+
+
+def _numbers(fields: Sequence[bytes], missing: Collection[bytes] = (b"",)) -> NDArray[np.float64]:
+    """The numbers in ``fields``, NaN of what is ``missing``; ValueError where one is no float32."""
+    fields = list(map(bytes.strip, fields))
+    given = [field for field in fields if field not in missing]
+    if not all(map(NUMBER.fullmatch, given)):
         raise ValueError
-    return np.array([float(field or 0) for field in fields], dtype=np.float32)
+    numbers = np.array(list(map(float, given)), dtype=np.float64)
+    if (np.abs(numbers) > _LARGEST).any():
+        raise ValueError
+    if len(given) == len(fields):
+        return numbers
+    found = np.full(len(fields), np.nan)
+    found[[field not in missing for field in fields]] = numbers
+    return found
 
 
-def _bags(feature: BagColumn, fields: Sequence[bytes]) -> Bags:
+def words_of(field: bytes, missing: Collection[bytes]) -> list[bytes]:
+    """The words of a bag."""
+    return [word for word in field.translate(_BAG).split() if word not in missing]
+
+
+def _bags(feature: BagColumn, fields: Sequence[bytes], missing: Collection[bytes]) -> Bags:
     """Ids [N], offsets [B + 1] and perhaps weights [N]. ValueError where ``_wrong`` says more."""
-    bags = [field.split() for field in fields]
+    # Nearly all files have nothing but digits and blanks: these are split at once.
+    plain = len(missing) == 1 and all(map(bytes.isdigit, b" ".join(fields).split()))
+    bags = [field.split() if plain else words_of(field, missing) for field in fields]
     words = [word for bag in bags for word in bag]
     offsets = np.zeros(len(bags) + 1, dtype=np.int64)
     np.cumsum([len(bag) for bag in bags], out=offsets[1:])
@@ -285,16 +388,21 @@ def _bags(feature: BagColumn, fields: Sequence[bytes]) -> Bags:
     if feature.weighted:
         pairs = [word.partition(b":") for word in words]
         words = [id_ for id_, _, _ in pairs]
-        weights = _floats([weight if colon else b"1" for _, colon, weight in pairs])
         if any(colon and not weight for _, colon, weight in pairs):
             raise ValueError
-    if not all(map(_ID.fullmatch, words)):
-        raise ValueError
-    ids = np.array(list(map(int, words)), dtype=np.int64)
+        numbers = _numbers([weight if colon else b"1" for _, colon, weight in pairs])
+        weights = numbers.astype(np.float32)
+    values = list(map(int, words)) if plain else []
+    if not plain or max(map(len, words), default=0) > _DIGITS:
+        found = [(HASH if feature.hashed else _ID).fullmatch(word) for word in words]
+        if not all(found):
+            raise ValueError
+        values = [int(match[1]) for match in found if match]
     if feature.hashed:
-        ids %= feature.rows
-    elif ids.size and ids.max() >= feature.rows:
+        values = [value % feature.rows for value in values]
+    elif values and max(values) >= feature.rows:
         raise ValueError
+    ids = np.array(values, dtype=np.int64)
     return (ids, offsets) if weights is None else (ids, offsets, weights)
 
 
@@ -313,139 +421,10 @@ def _wrong(feature: BagColumn, word: bytes) -> str | None:
     one, colon, weight = word.partition(b":")
     if colon and not feature.weighted:
         return "ids without weights (a weighted table has constraint_weighted = true)"
-    if colon and not _is_float(weight):
+    if colon and not is_float(weight):
         return "a number behind the colon of a weighted id"
-    if not _ID.fullmatch(one):
-        return "ids of up to 18 digits, separated by spaces"
-    if not feature.hashed and int(one) >= feature.rows:
+    if not (match := (HASH if feature.hashed else _ID).fullmatch(one)):
+        return f"ids of up to {20 if feature.hashed else _DIGITS} digits, separated by spaces"
+    if not feature.hashed and int(match[1]) >= feature.rows:
         return f'ids from 0 to {feature.rows - 1} (data.ids = "modulo" takes others)'
     return None
-
-
-Part = Literal["train", "validation", "test"]
-PARTS: tuple[Part, ...] = ("train", "validation", "test")
-
-_DAY = re.compile(r"day_(\d+)(?:\.\w+)?")
-_DRAWN = 1 << 16  # numbers that are drawn together
-
-
-@dataclass(frozen=True, slots=True)
-class LogSlice:
-    """Rows ``start`` to ``stop`` of a log; to its end where that is None."""
-
-    log: ClickLog
-    start: int = 0
-    stop: int | None = None
-
-
-class Days(ClickLog):
-    """Slices of logs of one spelling, one after another.
-
-    Of rows without a click the share ``drop`` is left out, drawn from ``seed`` and the row's place
-    in its file.
-    """
-
-    def __init__(self, slices: Sequence[LogSlice], drop: float = 0.0, seed: int = 0) -> None:
-        first = slices[0].log
-        self.path, self.header_line = first.path, first.header_line
-        self.slices = tuple(slices)
-        self._drop, self._seed = drop, seed
-        for part in slices:
-            if part.log.spelling != first.spelling:
-                wanted = f"{first.spelling!r}, as in {first.path}"
-                found = f"{part.log.spelling!r}"
-                raise InputError(expected(str(part.log.path), wanted, found))
-
-    @property
-    def spelling(self) -> str:
-        """That of every log."""
-        return self.slices[0].log.spelling
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The files that are read."""
-        return tuple(path for part in self.slices for path in part.log.paths)
-
-    def parse(self, lines: Sequence[bytes]) -> ClickBatch | None:
-        """As its logs do."""
-        return self.slices[0].log.parse(lines)
-
-    def fault(self, line: bytes) -> Fault | None:
-        """As its logs do."""
-        return self.slices[0].log.fault(line)
-
-    def is_unclicked(self, line: bytes) -> bool:
-        """As its logs do."""
-        return self.slices[0].log.is_unclicked(line)
-
-    def rows(self) -> Iterator[Row]:
-        """Those of every part that are not left out."""
-        for number, part in enumerate(self.slices):
-            rows = islice(part.log.rows(), part.start, part.stop)
-            yield from self._thinned(rows, number, part) if self._drop else rows
-
-    def check(self) -> None:
-        """InputError if the first row of a log is bad."""
-        for part in self.slices:
-            part.log.check()
-
-    def _thinned(self, rows: Iterator[Row], number: int, part: LogSlice) -> Iterator[Row]:
-        draws = np.random.PCG64([self._seed, len(self.slices) > 1, number])
-        # A part of a file draws as the whole would: training and held-out rows of one log are
-        # thinned alike wherever it is cut.
-        draws.advance(part.start)  # a number for every row of the file
-        numbers = np.random.Generator(draws)
-        while block := list(islice(rows, _DRAWN)):
-            # One number a row, clicked or not: which numbers later rows get must not depend on
-            # labels before.
-            stays = numbers.random(len(block)) >= self._drop
-            for keep, row in zip(stays.tolist(), block, strict=True):
-                if keep or not self.is_unclicked(row[2]):
-                    yield row
-
-
-def day_files(folder: Path) -> list[Path]:
-    """The files ``day_0``, ``day_1``, ... of a folder, in order; InputError if one is missing."""
-    found = {int(m[1]): path for path in folder.iterdir() if (m := _DAY.fullmatch(path.name))}
-    missing = sorted(set(range(len(found))) - set(found))
-    if len(found) < 2 or missing:
-        wanted = f"day_{missing[0]}" if missing else "files day_0, day_1, ..., two at least"
-        got = ", ".join(found[day].name for day in sorted(found)[:3]) or "a directory without them"
-        raise InputError(expected(str(folder), wanted, got, "Uncompress the days into one folder."))
-    return [found[day] for day in sorted(found)]
-
-
-def bounds(rows: int, days: int) -> tuple[int, int]:
-    """The first row that is held out, and the first of the test, of so many in ``days``."""
-    first = rows * (days - 1) // days
-    return first, (first + rows) // 2
-
-
-def slices_of(
-    path: Path, days: int | None, opened: Callable[[str], ClickLog]
-) -> dict[Part, tuple[LogSlice, ...]]:
-    """What is trained on and what is held out, of a file with ``days`` or of a folder.
-
-    The rows of the file, or of the folder's last one, are counted. InputError where a part would
-    have no row.
-    """
-    if path.is_dir():
-        files = [opened(str(file)) for file in day_files(path)]
-        if days not in (None, len(files)):
-            found = f"{len(files)} files"
-            raise InputError(expected(f"{path}, data.days", f"{days} files of days", found))
-        last, first, rows = files[-1], 0, files[-1].count()
-        middle, before = rows // 2, tuple(LogSlice(file) for file in files[:-1])
-    else:
-        last = opened(str(path))
-        rows = last.count()
-        first, middle = bounds(rows, days or 1)
-        before = (LogSlice(last, 0, first),)
-    if not (first or path.is_dir()) or middle in (first, rows):
-        wanted = "rows to train on and two that are held out"
-        raise InputError(expected(str(path), wanted, f"{rows} rows, data.days = {days}"))
-    return {
-        "train": before,
-        "validation": (LogSlice(last, first, middle),),
-        "test": (LogSlice(last, middle, rows),),
-    }

@@ -1,4 +1,4 @@
-"""Click logs: rows of text, streamed from disk, dealt to the ranks in blocks, parsed in batches.
+"""Click logs: rows streamed from disk, dealt to the ranks in blocks, parsed in batches.
 
 What a row means is its log's to know, a ``ClickLog``; here is what all logs have in common. Lines
 without a character are not rows.
@@ -22,18 +22,17 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
-from typing import BinaryIO, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.core.errors import InputError, expected
+from shardwright.data.lines import Line, Row
 
 T = TypeVar("T")
-Row = tuple[Path, int, bytes]  # file, line number from 1, line
 Bags = tuple[NDArray[np.generic], ...]  # ids [N], offsets [B + 1], perhaps weights [N]
 
-_SHOWN = 40  # characters of a bad field that a message repeats
 _MEND = "Mend the row, or set data.skip_bad_rows = true to leave such rows out."
 
 
@@ -65,43 +64,28 @@ class Fault:
 
 
 class ClickLog(ABC):
-    """A file of rows, of which ``header_line`` (0: none) is none."""
+    """Rows of a file, or of several."""
 
     path: Path
     spelling: str  # the same of logs whose rows can be parsed together
-    header_line: int
     longest_line = 1 << 16  # bytes; a row of Criteo takes some 300
+    bad_rows = 0  # that were found not to be good, and skipped
 
     @abstractmethod
-    def parse(self, lines: Sequence[bytes]) -> ClickBatch | None:
+    def parse(self, lines: Sequence[Line]) -> ClickBatch | None:
         """All the rows at once, or None if ``fault`` would find one in any of them."""
 
     @abstractmethod
-    def fault(self, line: bytes) -> Fault | None:
+    def fault(self, line: Line) -> Fault | None:
         """What is wrong with a row, or None: the slow twin of ``parse`` that can name the field."""
 
     @abstractmethod
-    def is_unclicked(self, line: bytes) -> bool:
+    def is_unclicked(self, line: Line) -> bool:
         """Whether the row's label is 0."""
 
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The files that are read."""
-        return (self.path,)
-
+    @abstractmethod
     def rows(self) -> Iterator[Row]:
-        """Data rows of one pass with their line numbers, ends of line removed."""
-        longest = self.longest_line
-        with _opened(self.path) as file:
-            for number, raw in enumerate(iter(partial(file.readline, longest), b""), 1):
-                # A bound on a line: a file without newlines would be read into memory whole.
-                if len(raw) == longest:
-                    found = f"{longest} bytes without an end of line"
-                    spot = f"{self.path}:{number}"
-                    raise InputError(expected(spot, "a row of a click log", found))
-                line = raw.rstrip(b"\r\n")
-                if line and number != self.header_line:
-                    yield self.path, number, line
+        """Data rows of one pass with their numbers: of lines, or of rows where a file has none."""
 
     def count(self) -> int:
         """Data rows, good or bad, counted in one streaming pass."""
@@ -126,11 +110,12 @@ class ClickLog(ABC):
         assert batch is not None
         return batch, len(rows) - len(good)
 
-    def is_good(self, path: Path, number: int, line: bytes, skip_bad_rows: bool) -> bool:
+    def is_good(self, path: Path, number: int, line: Line, skip_bad_rows: bool) -> bool:
         """Whether nothing is wrong with a row; InputError otherwise, unless it is to be skipped."""
         fault = self.fault(line)
         if fault is not None and not skip_bad_rows:
             fault.refuse(path, number)
+        self.bad_rows += fault is not None
         return fault is None
 
 
@@ -184,7 +169,7 @@ class ClickReader:
         return self._sift(rows)
 
     def _sift(self, rows: list[Row]) -> ClickBatch:
-        good: list[bytes] = []
+        good: list[Line] = []
         while rows:
             for path, number, line in rows:
                 fault = self._log.fault(line)
@@ -250,42 +235,6 @@ def evaluation_batches(
     return batches()
 
 
-def first_lines(path: Path, forms: str, longest: int) -> tuple[int, bytes, bytes]:
-    """The number of the first line with a character in it, that line, and the next one.
-
-    InputError, naming the ``forms`` a log can have, for what is no file of text.
-    """
-    if not path.is_file():
-        found = "a directory" if path.is_dir() else "something else" if path.exists() else "nothing"
-        raise InputError(expected(str(path), "a file", found, "Check data.path."))
-    try:
-        with path.open("rb") as file:
-            number, first = _first_line(file, longest)
-            _, second = _first_line(file, longest)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise InputError(expected(str(path), "a readable file", reason, "Check it.")) from error
-    if not first:
-        raise InputError(expected(str(path), forms, "an empty file", "Check data.path."))
-    _check_text(path, number, first, forms, longest)
-    return number, first, second
-
-
-def shown(text: bytes) -> str:
-    """One quoted line of printable ASCII, shortened."""
-    more = f" (and {len(text) - _SHOWN} bytes more)" if len(text) > _SHOWN else ""
-    return repr(text[:_SHOWN])[1:] + more
-
-
-def _opened(path: Path) -> BinaryIO:
-    """InputError where the file is there no more."""
-    try:
-        return path.open("rb", buffering=1 << 18)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise InputError(expected(str(path), "a readable file", reason, "Restore it.")) from error
-
-
 @dataclass(slots=True)
 class _Passes:
     done: int = 0
@@ -306,29 +255,6 @@ def _endless(log: ClickLog, passes: _Passes, start: int) -> Iterator[Row]:
         passes.done += whole
         passes.rows = rows
         start = max(start - whole * rows, 0)
-
-
-def _first_line(file: BinaryIO, longest: int) -> tuple[int, bytes]:
-    """The next line with a character in it, how many lines on it is, or nothing at the end."""
-    number, line = 1, file.readline(longest)
-    while line and not line.rstrip(b"\r\n"):
-        number, line = number + 1, file.readline(longest)
-    return number, line
-
-
-def _check_text(path: Path, number: int, first: bytes, forms: str, longest: int) -> None:
-    found = ""
-    if b"\0" in first or first.startswith(b"\x1f\x8b"):  # the latter opens a gzip file
-        found = "a binary file"
-    elif len(first) >= longest:
-        found = f"a line of {longest} bytes or more"
-    elif not first.isascii():
-        found = f"{shown(first)}, which is not plain text"
-    elif b"\t" not in first and b"," not in first:
-        found = shown(first.strip())
-    if found:
-        remedy = "Uncompress it, or check data.path."
-        raise InputError(expected(f"{path}:{number}", forms, found, remedy))
 
 
 def check_share(batch_size: int, rank: int, world_size: int) -> None:

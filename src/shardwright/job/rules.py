@@ -294,13 +294,13 @@ def _of_run() -> Iterator[Rule]:
     ):
         yield Rule(keys, _other("planner.constants", *read), beside)
     beside, logs = f"none beside data.kind '{{}}', {UNREAD}", (*LOGS, "synthetic")
-    made_up = "Only rows of kind 'synthetic' are made up."
-    yield Rule(_of("data", "rows test_rows"), _other("data.kind", "synthetic"), beside, made_up)
-    yield Rule(("data.skip_bad_rows",), _other("data.kind", *logs), beside)
-    yield Rule(_of("data", "label dense ids"), _other("data.kind", "columns"), beside)
+    why = "Only rows of kind 'synthetic' are made up."
+    yield Rule(_of("data", "rows test_rows drift"), _other("data.kind", "synthetic"), beside, why)
+    columns = _of("data", "label dense ids logarithm scale missing")
+    yield Rule(columns, _other("data.kind", "columns"), beside)
     yield Rule(("data.drop_negatives",), _other("data.kind", *LOGS), beside)
-    yield Rule(("data.drift",), _other("data.kind", "synthetic"), beside)
-    yield Rule(_of("data", "days cache zipf test_batch"), _other("data.kind", *logs), beside)
+    some = _of("data", "skip_bad_rows days cache zipf test_batch")
+    yield Rule(some, _other("data.kind", *logs), beside)
     yield Rule(_of("train", "metrics_every forward"), _no_clicks, BESIDE_KIND)
     yield Rule(
         _of("data", "test_path test_rows"),

@@ -23,6 +23,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Days = Annotated[int, msgspec.Meta(ge=2, le=1000)]
 Dropped = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Spread = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 Drift = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -43,9 +44,15 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         label, dense, ids (``"label"``, ``["I1", ...]``, ``"exact"``): of kind ``"columns"``: the
             columns of the label and the dense features; whether ids are rows (``"exact"``) or taken
             modulo the table's rows (``"modulo"``)
+        logarithm, scale (none): of kind ``"columns"``: dense columns of which log(x + 1) is taken,
+            0 of negative ones; and ``{ age = [34.0, 12.5] }``: what is taken off then, and what the
+            rest is divided by. A field without a number is 0 after both
+        missing (only empty fields): of kind ``"columns"``: words that stand for nothing in dense
+            fields and bags, such as ``["NULL", "nan"]``
         path, test_path: the log, and held-out rows; both are read, never written, and refused
             beside ``"synthetic"``. Of kind ``"criteo"`` or ``"columns"`` ``path`` may be [a folder
-            of days](#days). Of a text the last tenth is held out; one is made up, into
+            of days](#days), and what it names is [text, packed or not, Parquet or
+            arrays](#click-logs). Of a text the last tenth is held out; one is made up, into
             ``train.out``, if ``path`` names none
         test_batch (``batch.size``, at least 1024): of a log: held-out rows that a rank scores at a
             time
@@ -67,6 +74,9 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     label: str | UnsetType = UNSET
     dense: tuple[str, ...] | UnsetType = UNSET
     ids: Literal["exact", "modulo"] | UnsetType = UNSET
+    logarithm: tuple[str, ...] | UnsetType = UNSET
+    scale: dict[str, tuple[float, Spread]] | UnsetType = UNSET
+    missing: tuple[str, ...] | UnsetType = UNSET
     path: str = ""
     test_path: str = ""
     skip_bad_rows: bool = False

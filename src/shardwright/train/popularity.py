@@ -7,25 +7,30 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from shardwright.core.batch import expected_distinct
-from shardwright.core.document import encode_toml
+from shardwright.core.document import encode_toml, parse_toml
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import TableSpec
-from shardwright.data.reading import ClickBatch, ClickLog, Row
+from shardwright.data.lines import Row
+from shardwright.data.reading import ClickBatch, ClickLog
 from shardwright.job.job import Job, data_files
 from shardwright.job.tables import entry_of
 from shardwright.report.wording import counted
 from shardwright.train.sources import source_of
-from shardwright.train.sources.clicks import rows_of
+from shardwright.train.sources.clicks import is_folder, rows_of
 
 STEEPEST = 5.0
 
@@ -152,17 +157,71 @@ def exponent(ids: int, rows: int, distinct: float) -> float:
     return round((low + high) / 2, 3)
 
 
-def as_toml(job: Job, found: Inspected) -> Iterator[str]:
+def left_out(job: Job, found: Inspected, limit: int | None) -> list[str]:
+    """What of the data was not looked at, or not counted."""
+    lines = [
+        f"{counted(count, 'bad row')} of {path}, as data.skip_bad_rows asks"
+        for path, count in found.bad_rows.items()
+    ]
+    if limit is not None:
+        lines.append(f"rows behind the first {limit:,}, as --rows asks")
+    if is_folder(job) or job.data.days is not UNSET:
+        lines.append("the last day, which is held out")
+    return lines
+
+
+def as_toml(job: Job, found: Inspected, limit: int | None = None) -> Iterator[str]:
     """Entries of tables with what was found, to be put in the place of the job's, of which they
     keep all other keys."""
-    for path, count in found.bad_rows.items():
-        yield f"# {path}: {counted(count, 'bad row')} left out, as data.skip_bad_rows asks\n\n"
-    for table, each in zip(job.tables, found.tables, strict=True):
+    for line in left_out(job, found, limit):
+        yield f"# left out: {line}\n\n"
+    for table, each, news in zip(job.tables, found.tables, _news(job, found), strict=True):
         yield (
             f"# {each.ids:,} ids of {each.distinct:,} rows; "
             f"{each.distinct_per_batch:,.1f} different ones in a batch\n"
         )
-        said = entry_of(table)
-        if each.lengths != table.pooling_factors:
-            said["pooling_factors"] = each.lengths
-        yield encode_toml({"tables": [said | {"zipf": each.zipf}]}) + "\n"
+        yield encode_toml({"tables": [entry_of(table) | news]}) + "\n"
+
+
+def put_into(text: str, job: Job, found: Inspected, where: str) -> str:
+    """A job's text with what was found in its entries of tables, all else as it stands; InputError
+    where its tables do not stand in it one by one."""
+    parts = re.split(r"(?m)^(?=[ \t]*\[)", text)
+    entries = [i for i, part in enumerate(parts) if re.match(r"[ \t]*\[\[\s*tables\s*\]\]", part)]
+    news = _news(job, found)
+    wanted = parse_toml(text, where, "a job")
+    for place, new, table in zip(entries, news, wanted.get("tables", ()), strict=False):
+        parts[place] = _with_keys(parts[place], new)
+        table |= new
+    made = "".join(parts)
+    # Text is changed by patterns, which a key over several lines would be too much for.
+    found_again = None
+    with suppress(InputError):
+        found_again = parse_toml(made, where, "a job")
+    if len(entries) != len(news) or found_again != wanted:
+        remedy = "Leave -o out, and put what is printed into it by hand."
+        raise InputError(expected(where, "each table as a [[tables]] of its own", "others", remedy))
+    return made
+
+
+def _news(job: Job, found: Inspected) -> list[dict[str, Any]]:
+    """Of each table the keys that were found."""
+    news: list[dict[str, Any]] = []
+    for table, each in zip(job.tables, found.tables, strict=True):
+        lengths = {"pooling_factors": list(each.lengths)}
+        news.append(
+            {**(lengths if each.lengths != table.pooling_factors else {}), "zipf": each.zipf}
+        )
+    return news
+
+
+def _with_keys(entry: str, keys: dict[str, Any]) -> str:
+    """The text of an entry with other values of ``keys``, new ones behind that of ``dim``."""
+    for key, value in keys.items():
+        said = encode_toml({key: value}).strip()
+        line = rf"(?m)^([ \t]*){key}[ \t]*=[^#\n]*?([ \t]*(?:#.*)?)$"
+        entry, there = re.subn(line, lambda m, said=said: f"{m[1]}{said}{m[2]}", entry, count=1)
+        if not there:
+            behind = r"(?m)^([ \t]*)dim[ \t]*=.*$"
+            entry = re.sub(behind, lambda m, said=said: f"{m[0]}\n{m[1]}{said}", entry, count=1)
+    return entry

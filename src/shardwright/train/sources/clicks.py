@@ -22,18 +22,18 @@ from shardwright.core.errors import InputError, expected
 from shardwright.core.measurement import Quality
 from shardwright.data import quality as figures
 from shardwright.data.cache import SCHEMA, CachedRows, cached_evaluation, write_cache
-from shardwright.data.logs import (
+from shardwright.data.days import (
     PARTS,
-    BagColumn,
-    ColumnLog,
-    CriteoLog,
     Days,
     LogSlice,
     Part,
     bounds,
     day_files,
+    is_days,
     slices_of,
 )
+from shardwright.data.files import parts_of
+from shardwright.data.logs import BagColumn, ColumnLog, CriteoLog, DenseColumn
 from shardwright.data.reading import (
     ClickBatch,
     ClickLog,
@@ -65,6 +65,7 @@ class Clicks:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._reader: ClickReader | None = None
+        self._held_out_logs: list[ClickLog] = []  # which count their bad rows
         self.scored: tuple[torch.Tensor, torch.Tensor] | None = None  # logits and labels, if asked
 
     def check(self) -> None:
@@ -189,6 +190,7 @@ class Clicks:
             return
         else:
             skip = self.job.data.skip_bad_rows
+            self._held_out_logs.append(log)
             batches = evaluation_batches(log, *place, skip_bad_rows=skip)
         for batch, numbers in batches:
             yield _arrays(batch), numbers
@@ -203,8 +205,10 @@ class Clicks:
 
     @property
     def bad_rows(self) -> int:
-        """Of the training file; those of a cache were left out when it was written."""
-        return self._reader.bad_rows if self._reader else 0
+        """Of what was trained on and, in the end, of what was held out; those of a cache were left
+        out when it was written."""
+        trained = self._reader.bad_rows if self._reader else 0
+        return trained + sum(log.bad_rows for log in self._held_out_logs)
 
 
 def log_of(job: Job, path: str) -> ClickLog:
@@ -217,9 +221,18 @@ def log_of(job: Job, path: str) -> ClickLog:
         for table in job.tables
         for name in table.feature_names
     ]
-    label = LABEL if job.data.label is UNSET else job.data.label
-    dense = dense_names(job.model.dense_features) if job.data.dense is UNSET else job.data.dense
-    return ColumnLog(path, label, dense, features, bags=reads_bags(job))
+    data, bags = job.data, reads_bags(job)
+    label = LABEL if data.label is UNSET else data.label
+    dense = [
+        DenseColumn(name, name in (data.logarithm or ()), *(data.scale or {}).get(name, (0.0, 1.0)))
+        for name in dense_columns(job)
+    ]
+    return ColumnLog(path, label, dense, features, bags=bags, missing=data.missing or ())
+
+
+def dense_columns(job: Job) -> tuple[str, ...]:
+    """Names of the dense columns of a log."""
+    return dense_names(job.model.dense_features) if job.data.dense is UNSET else job.data.dense
 
 
 def is_criteo(job: Job) -> bool:
@@ -253,6 +266,11 @@ def _check_names(job: Job) -> None:
     if data.dense is not UNSET and len(data.dense) != dense:
         wanted = f"{dense} columns, as model.dense_features"
         raise InputError(expected("data.dense", wanted, str(len(data.dense))))
+    known = dense_columns(job)
+    for key, names in (("logarithm", data.logarithm or ()), ("scale", data.scale or {})):
+        for name in names:
+            if name not in known:
+                raise InputError(expected(f"data.{key}", "names in data.dense", f"'{name}'"))
     if data.kind == "synthetic" and any(table.weighted for table in job.tables):
         wanted = "tables without weights, of which none are made up"
         raise InputError(expected("data.kind 'synthetic'", wanted, "a weighted one"))
@@ -274,7 +292,7 @@ def _refuse_paths(job: Job) -> None:
 
 def is_folder(job: Job) -> bool:
     """Whether the log is a folder of days."""
-    return bool(job.data.path) and Path(job.data.path).is_dir()
+    return bool(job.data.path) and is_days(Path(job.data.path))
 
 
 def files_of(job: Job) -> list[Path]:
@@ -305,6 +323,7 @@ def cache_of(job: Job, part: Part) -> Path | None:
     held_out = [Path(files.test)] if files.test and part == "test" else files_of(job)
     tables = [(table.rows, table.weighted, table.feature_names) for table in job.tables]
     columns = (data.label, data.dense, data.ids, job.model.dense_features)
+    columns += (data.logarithm, data.scale, data.missing)
     chosen = (data.days, data.drop_negatives, data.seed, data.skip_bad_rows)
     bags, logs = reads_bags(job), list(map(_identity, held_out))
     given = (SCHEMA, data.kind, part, tables, bags, columns, chosen, logs)
@@ -318,8 +337,8 @@ def _identity(path: Path) -> tuple[Any, ...]:
         return (digest,)
     # Place, size and date and not a digest: a log of a terabyte would be read once more only to be
     # told.
-    found = path.stat()
-    return str(path.resolve()), found.st_size, found.st_mtime_ns
+    found = [(each, each.stat()) for each in parts_of(path)]
+    return tuple((str(p.resolve()), of.st_size, of.st_mtime_ns) for p, of in found)
 
 
 def _make_up(job: Job, say: Callable[[str], None]) -> None:
