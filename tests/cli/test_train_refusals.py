@@ -164,8 +164,9 @@ def test_threads_are_of_a_dlrm(call: Any) -> None:
     call("plan", CRITEO, "--set", "train.forward=both").refuses(2, "train.forward", "'both'")
 
 
-def test_other_ranks_than_the_plans_are_4(call: Any, plan: Path) -> None:
-    call("train", plan, "-n", 4).refuses(4, "-n", "2", "got 4")
+def test_other_ranks_than_the_plans_are_bad_input(call: Any, plan: Path) -> None:
+    command = f"shardwright plan JOB.toml -n 4 -o {plan}"
+    call("train", plan, "-n", 4).refuses(2, "-n", "2", "got 4", command)
 
 
 def test_a_plan_takes_no_overrides(call: Any, plan: Path) -> None:

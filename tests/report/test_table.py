@@ -372,7 +372,7 @@ def test_many_equal_ranks_share_a_row_and_many_different_ones_show_the_fullest()
     assert "all  5.00 MiB 40.00 KiB" in text
     uneven = tuple(msgspec.structs.replace(t, seconds=t.rank / 1e3) for t in equal)
     text = flowed(first_screen(msgspec.structs.replace(plan, cluster=cluster, ranks=uneven)))
-    assert "Memory and time per rank, the fullest and slowest" in text
+    assert "Memory and time per rank, those with the highest peak and the slowest" in text
     assert "63 ms" in text
     assert "12 ms" not in text
 

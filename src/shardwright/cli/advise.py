@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measured", type=float, metavar="SECONDS", help="a step of the job as it is took so long"
     )
-    parser.add_argument("--tokens", type=float, metavar="N", help="of the whole training: 15e12")
+    shared.tokens_option(parser)
     parser.add_argument(
         "--fewest-gpus", action="store_true", help="as few as fit, or as meet --deadline"
     )
@@ -70,8 +70,7 @@ def execute(options: argparse.Namespace) -> int:
         raise InputError(expected("--measured", "seconds above 0", f"{options.measured:g}"))
     if options.global_batch < 0:
         raise InputError(expected("--global-batch", "at least 1", str(options.global_batch)))
-    if options.tokens is not None and not options.tokens > 0:
-        raise InputError(expected("--tokens", "a number above 0", f"{options.tokens:g}"))
+    shared.check_tokens(options)
     deadline = _deadline(options)
     if bool(options.export) != bool(options.out):
         raise InputError(expected("--export", "ENGINE and -o FILE beside it", "one of the two"))

@@ -33,7 +33,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.errors import InputError, expected, nearest
+from shardwright.core.errors import InputError, expected, there_are
 from shardwright.data.reading import Bags, ClickBatch, ClickLog, Fault, Row, first_lines, shown
 
 INTEGER_NAMES = tuple(f"I{i}" for i in range(1, 14))
@@ -210,9 +210,10 @@ class ColumnLog(ClickLog):
         self._place: dict[str, int] = {}
         for name in (label, *dense, *(feature.name for feature in features)):
             if names.count(name) != 1:
-                found = "several" if name in names else nearest(name, names)
+                found = "several" if name in names else "none"
                 spot = f"{path}:{self.header_line}, the header"
-                raise InputError(expected(spot, f"one column '{name}'", found, _NAMES))
+                remedy = _NAMES if name in names else f"{there_are(name, names)} {_NAMES}"
+                raise InputError(expected(spot, f"one column '{name}'", found, remedy))
             self._place[name] = names.index(name)
 
     def parse(self, lines: Sequence[bytes]) -> ClickBatch | None:
