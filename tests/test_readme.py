@@ -165,6 +165,7 @@ COMMANDS = {
         "cli/test_doctor.py::test_doctor_shows_versions_and_whether_training_works"
     ),
     "shardwright export": "cli/test_export.py::test_a_layout_is_printed",
+    "shardwright completion": "cli/test_usage.py::test_completion_knows_every_option",
     "shardwright schema": "job/test_schema.py::test_the_command_prints_it",
     "shardwright run": (
         "faults/test_own_torchrun.py::test_what_it_leaves_can_be_compared_and_reported"
