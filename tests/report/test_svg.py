@@ -106,7 +106,7 @@ def test_of_many_ranks_the_fullest_are_drawn() -> None:
     svg = memory_chart(msgspec.structs.replace(plan, ranks=ranks))
     assert "rank 39" in texts(svg)
     assert "rank 3" not in texts(svg)
-    assert "The 16 fullest of 40 ranks." in texts(svg, "desc")[0]
+    assert "Of 40 ranks the 16 with the highest peaks." in texts(svg, "desc")[0]
 
 
 def test_the_map_draws_each_block_where_it_lies() -> None:

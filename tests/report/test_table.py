@@ -220,12 +220,12 @@ def test_nothing_to_compare_is_not_a_success() -> None:
 @pytest.mark.parametrize(
     ("predicted", "measured", "shown", "style"),
     [
-        (1.0, 1.25, "1.25 s measured, 1 s predicted (-20.0 %)", ""),
-        (1.0, 9.0, "9 s measured, 1 s predicted (0.11x)", "yellow"),
-        (5.0, 2.0, "2 s measured, 5 s predicted (2.5x)", "yellow"),
+        (1.0, 1.25, "1.25 s measured, 1 s predicted (25.0 % slower than predicted)", ""),
+        (1.0, 9.0, "9 s measured, 1 s predicted (9 times slower than predicted)", "yellow"),
+        (5.0, 2.0, "2 s measured, 5 s predicted (2.5 times faster than predicted)", "yellow"),
     ],
 )
-def test_a_step_is_shown_with_its_error_and_as_a_ratio_beyond_twice(
+def test_a_step_is_shown_with_its_error_and_as_so_many_times_beyond_twice(
     predicted: float, measured: float, shown: str, style: str
 ) -> None:
     line = ComparedNumber(1, "forward", "time", "forward", predicted, measured)

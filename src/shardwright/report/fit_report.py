@@ -42,7 +42,7 @@ def fit_report(fit: Fit, *, full: bool = False) -> RenderableType:
     return spaced(
         prose(headline(fit), style="bold"),
         prose(job_line(fit), style=VERDICT_STYLES[fit.own.estimate.verdict]),
-        drawn(policies_sheet(fit, full=full)),
+        drawn(policies_sheet(fit, full=full), short=not full),
         prose("\n".join(answers(fit))),
         None if fits else prose(refusal(fit), style=REFUSED[fit.own.largest_batch.next_perhaps]),
         drawn(remedies_sheet(fit, full=full)) if fit.remedies else None,
@@ -84,7 +84,7 @@ def policies_sheet(fit: Fit, *, full: bool = True) -> Sheet:
         number("largest batch", lambda row: largest_words(row.largest_batch)),
     ]
     if fit.sequence > 1 and any(row.largest_batch.size for row in fit.policies):
-        cells.append(number("tokens per rank", lambda row: _tokens(row, fit.sequence)))
+        cells.append(number("tokens per rank", lambda row: _tokens(row, fit.sequence), 1))
     return sheet_of("By checkpointing policy", fit.policies, cells)
 
 
@@ -110,7 +110,7 @@ def _estimate_cells(
     if any(each.estimate.step_seconds for each in rows):
         if full:
             cells.append(number("a step", lambda e: _rounded(e.estimate.step_seconds, " s")))
-        rate = f"{_counted(fit)}/s a device"
+        rate = f"{_counted(fit)}/s/GPU"
         cells.append(number(rate, lambda e: _rounded(e.estimate.device_tokens_per_second)))
         cells.append(number("MFU", lambda e: f"{e.estimate.mfu:.0%}" if e.estimate.mfu else "-"))
     return cells

@@ -126,7 +126,7 @@ def classes_sheet(footprint: Footprint, most: int = EVERYTHING) -> Sheet:
         shown = tuple(sorted(shown, key=lambda rank: -rank.peak_bytes)[:most])
     left = len(footprint.ranks) - len(shown)
     cells: list[Cell[RankMemory]] = [
-        text("identical ranks", lambda rank: printable(rank.name)),
+        text("ranks", lambda rank: printable(rank.name)),
         number("count", lambda rank: f"{rank.ranks:,}", spare=1),
         number("peak", lambda rank: format_bytes(rank.peak_bytes)),
         text("in", peak_text, spare=2),
@@ -138,7 +138,7 @@ def classes_sheet(footprint: Footprint, most: int = EVERYTHING) -> Sheet:
     capacity = "" if footprint.capacity is None else f", {format_bytes(footprint.capacity)} each"
     rest = "group has" if left == 1 else f"{left:,} groups have"
     note = f"The other {rest} lower peaks: --full." if left else ""
-    return sheet_of(f"Ranks{capacity}", shown, cells, note)
+    return sheet_of(f"Identical ranks{capacity}", shown, cells, note)
 
 
 def _held(rank: RankMemory) -> str:

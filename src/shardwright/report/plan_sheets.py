@@ -83,8 +83,8 @@ def fits_line(plan: Plan) -> str:
     """What the rank that needs most needs, beside what it may fill."""
     held = f"{plan.cluster.decisive_tier}_bytes"
     fullest = max(plan.ranks, key=lambda totals: getattr(totals, held))
-    inside = f", in {printable(fullest.peak_phase)}" if plan.units else ""
-    where = f"rank {fullest.rank}, which needs most{inside}"
+    inside = f", most in {printable(fullest.peak_phase)}" if plan.units else ""
+    where = f"rank {fullest.rank}{inside}"
     text = fitting(*plan.needed, plan.budget, where, plan.cluster.decisive_tier.upper())
     return f"{text}{_elsewhere(plan)}"
 

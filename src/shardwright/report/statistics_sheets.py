@@ -151,7 +151,7 @@ def ledger_sheet(ledger: MemoryLedger) -> Sheet:
         (LEDGER_WORDS.get(line.what) or category(line.what), line.nbytes) for line in ledger.lines
     ]
     return sheet_of(
-        f"Where the {ledger.tier.upper()} of rank {ledger.rank} goes, which needs most",
+        f"Where the {ledger.tier.upper()} of rank {ledger.rank} goes",
         [*lines, ("capacity", ledger.capacity)],
         (
             text("what", lambda line: line[0]),
@@ -161,7 +161,7 @@ def ledger_sheet(ledger: MemoryLedger) -> Sheet:
                 "share", lambda line: percent(line[1] / ledger.capacity if ledger.capacity else 0.0)
             ),
         ),
-        "The lines sum to the capacity.",
+        "The rank that needs most of it. The lines sum to the capacity.",
     )
 
 
