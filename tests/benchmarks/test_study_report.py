@@ -121,6 +121,10 @@ def test_a_picture_places_kinds_by_parameters_and_quality() -> None:
     assert boxes["full"][1] < boxes["qr collisions=10"][1]  # higher up
     assert "best possible 0.8500" in words(svg)
     assert "outside: guessing 0.5000" in words(svg)  # it would press the points together
+    texts = ElementTree.fromstring(svg).iter("text")
+    axis = [t for t in texts if re.search("outside|against", t.text or "")]
+    below = [float(t.get("y", "")) for t in axis]
+    assert len(below) == len(set(below)) == 2  # on lines of their own
 
 
 def test_names_in_a_picture_do_not_lie_on_one_another() -> None:

@@ -82,9 +82,8 @@ def _how_it_ended(outcome: RunOutcome) -> str:
     """A run's end as a sentence of its own."""
     if outcome.code:
         return outcome.reason
-    steps = "" if outcome.step is None else f" after {counted(outcome.step, 'step')}"
     took, ranks = format_seconds(outcome.seconds), counted(outcome.world_size, "rank")
-    return f"The run finished{steps} on {ranks}, in {took} with its start."
+    return f"The run finished on {ranks}, in {took} with its start."
 
 
 def write_trace(source: Path, output: Path) -> None:

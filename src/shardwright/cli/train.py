@@ -97,6 +97,7 @@ def finish(session: Session, *, json: bool = False, full: bool = False, brief: b
         from shardwright.report.table import profile_summary
 
         shared.show(profile_summary(session.measurement.profile, full=full))
+    print()
     shared.show(prose("\n".join(result_lines(session))))
     print(f"results in {session.folder}", file=sys.stderr)
     return 0

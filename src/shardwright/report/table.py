@@ -364,9 +364,9 @@ FIRST_CONSTANTS = (
     "compute_rate",
     "memory_rate",
     "operation_latency",
-    "row_latency",
     "all_reduce_latency",
     "all_reduce_rate",
+    "all_gather_rate",
     "all_to_all_rate",
 )
 WIDE = 0.3  # a spread above it is marked
@@ -389,9 +389,8 @@ def calibration_summary(found: Calibration, *, full: bool = False) -> Renderable
         )
     first = {name: measured[name] for name in FIRST_CONSTANTS if name in measured}
     wide = [name for name, figure in measured.items() if figure.spread > WIDE]
-    varying = (
-        f" {len(wide)} vary by more than {WIDE:.0%}: {errors.listed(wide, 3)}." if wide else ""
-    )
+    names = errors.listed(wide, 3)
+    varying = f" More than {percent(WIDE)} apart (!): {names}." if wide else ""
     note = f"{len(figures) - len(first)} more: --full.{varying}"
     short = _sheet("Measured", first).only(range(4))
     return Group(prose(head, style="bold"), drawn(replace(short, title="", note=note)))
