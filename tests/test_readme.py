@@ -134,6 +134,7 @@ CLAIMS = {
 
 # What a reader may type, and who does; make's targets are .ci/run's.
 COMMANDS = {
+    "shardwright init dlrm --data": ("cli/test_init.py::test_a_log_becomes_a_job_that_reads_it"),
     "shardwright init python": "cli/test_init.py::test_a_job_is_written_and_can_be_read",
     "shardwright plan examples/dlrm_v2.toml": (
         "cli/test_examples.py::test_a_first_screen_has_forty_lines_of_eighty_columns"
@@ -168,6 +169,7 @@ COMMANDS = {
         "cli/test_doctor.py::test_doctor_shows_versions_and_whether_training_works"
     ),
     "shardwright export": "cli/test_export.py::test_a_layout_is_printed",
+    "shardwright completion": "cli/test_usage.py::test_completion_knows_every_option",
     "shardwright schema": "job/test_schema.py::test_the_command_prints_it",
     "shardwright run": (
         "faults/test_own_torchrun.py::test_what_it_leaves_can_be_compared_and_reported"

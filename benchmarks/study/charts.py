@@ -9,7 +9,8 @@ from typing import NamedTuple
 from shardwright.core.measurement import Quality
 from shardwright.core.quantities import format_seconds
 from shardwright.report.marks import (
-    FILLS,
+    HELD,
+    LINE,
     WIDTH,
     box,
     chart,
@@ -80,7 +81,7 @@ def scatter(study: Study, part: Part, figure: Quantity, axis: Axis, prefix: str)
     """A point for each kind, with a bar of one standard deviation over seeds to either side; the
     best possible, and what needs no tables, as lines where they are near enough."""
     points = [
-        _Point(kind.name, axis.of(kind), found, number % len(FILLS))
+        _Point(kind.name, axis.of(kind), found, number % len(HELD))
         for number, kind in enumerate(study.kinds)
         if (found := spread_of(kind, part, figure.of)) and axis.of(kind) > 0
     ]
@@ -91,15 +92,16 @@ def scatter(study: Study, part: Part, figure: Quantity, axis: Axis, prefix: str)
     far = [f"{each.words} {each.value:.4f}" for each in lines if each not in near]
     below = [label(_LEFT, _BOTTOM + 34, f"{figure.name} against {axis.name}", faint=True)]
     if far:
+        # On a line of its own: both together are wider than the picture.
         words = f"outside: {', '.join(far)}"
-        below.append(label(_END, _BOTTOM + 34, words, "end", faint=True))
+        below.append(label(_LEFT, _BOTTOM + 34 + LINE, words, faint=True))
     said = [f"{p.name}: {p.found.mean:.4f} at {axis.words(p.across)}." for p in points]
     said += [f"{each.words}: {each.value:.4f}." for each in lines]
     return chart(
         prefix,
         f"{figure.name[0].upper()}{figure.name[1:]} on {PART_WORDS[part]}",
         " ".join(said),
-        _BOTTOM + 44,
+        _BOTTOM + 44 + (LINE if far else 0),
         (
             *_grid(frame, axis, near),
             *below,
@@ -107,6 +109,7 @@ def scatter(study: Study, part: Part, figure: Quantity, axis: Axis, prefix: str)
             *(_mark(frame, point, figure, axis, prefix) for point in points),
             *_names(frame, points, near),
         ),
+        HELD,
     )
 
 
@@ -158,7 +161,7 @@ def _mark(frame: _Frame, point: _Point, figure: Quantity, axis: Axis, prefix: st
     x, y = frame.x(point.across), frame.y(point.found.mean)
     said = f"{figure.name} {point.found.mean:.4f} ± {point.found.deviation:.4f}"
     tip = f"{point.name}: {said}, {axis.words(point.across)}"
-    return box((x - _SIDE / 2, y - _SIDE / 2, _SIDE, _SIDE), point.fill, prefix, tip)
+    return box((x - _SIDE / 2, y - _SIDE / 2, _SIDE, _SIDE), point.fill, prefix, HELD, tip)
 
 
 def _names(frame: _Frame, points: Sequence[_Point], lines: Sequence[_Line]) -> Iterator[str]:

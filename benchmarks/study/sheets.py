@@ -46,10 +46,10 @@ ACCURACY = Quantity(
     lambda q: q.accuracy,
     lambda q: q.best_accuracy,
     lambda q: q.majority,
-    "commoner label alone",
+    "majority class alone",
 )
 FIGURES = (AUC, LOG_LOSS, ACCURACY)
-BEST, WITHOUT = "best possible", "commoner label"
+BEST, WITHOUT = "best possible", "majority class"
 
 
 def study_summary(study: Study) -> RenderableType:
@@ -98,7 +98,7 @@ def _quality_sheet(study: Study) -> Sheet:
         f"On {counted(quality.rows if quality else 0, 'held-out row')}",
         (Column("kind"), *(Column(figure.name, numeric=True) for figure in FIGURES)),
         tuple(rows),
-        f"{note}'{WITHOUT}': always the commoner label, or the share of clicks, or a guess."
+        f"{note}'{WITHOUT}': always the majority class, or the share of clicks, or a guess."
         f"{_untaught(study)}",
     )
 

@@ -59,10 +59,10 @@ def words(svg: str) -> list[str]:
 
 def test_sheets_have_each_kind_the_best_possible_and_the_commoner_label() -> None:
     first, quarters, costs = study_sheets(study())
-    assert [row[0] for row in first.rows][-2:] == ["best possible", "commoner label"]
+    assert [row[0] for row in first.rows][-2:] == ["best possible", "majority class"]
     assert first.rows[0] == ("full", "0.8320 ±0.0028", "0.4180 ±0.0028", "0.8020 ±0.0028")
     assert first.rows[-2] == ("best possible", "0.8500", "0.4000", "0.8200")
-    assert first.rows[-1] == ("commoner label", "0.5000", "0.5600", "0.7500")
+    assert first.rows[-1] == ("majority class", "0.5000", "0.5600", "0.7500")
     assert quarters.rows[0][1] == "0.8420 ±0.0028"
     assert quarters.rows[0][3] == "0.8120 ±0.0028"
     assert "most often, 3,704 times, and the one of those seen least often, 2.5 times" in (
@@ -121,6 +121,10 @@ def test_a_picture_places_kinds_by_parameters_and_quality() -> None:
     assert boxes["full"][1] < boxes["qr collisions=10"][1]  # higher up
     assert "best possible 0.8500" in words(svg)
     assert "outside: guessing 0.5000" in words(svg)  # it would press the points together
+    texts = ElementTree.fromstring(svg).iter("text")
+    axis = [t for t in texts if re.search("outside|against", t.text or "")]
+    below = [float(t.get("y", "")) for t in axis]
+    assert len(below) == len(set(below)) == 2  # on lines of their own
 
 
 def test_names_in_a_picture_do_not_lie_on_one_another() -> None:

@@ -199,7 +199,7 @@ def test_a_module_of_one_s_own_is_measured_on_ranks_too(
     monkeypatch.syspath_prepend(os.fspath(tmp_path))
     answer = call("memory", "own.toml", "--real-ranks", 2)
     assert "two steps on 2 CPU ranks under fsdp2" in answer.out
-    assert "Peak predicted over measured: 1.0000 on the fullest rank" in answer.out
+    assert "Peak predicted over measured: 1.0000 at worst" in answer.out
 
 
 @pytest.mark.slow

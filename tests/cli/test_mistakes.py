@@ -145,7 +145,7 @@ COMMANDS = [
     ("explain plan.json --why-not row_wise", "--why-not", "--tensor NAME"),
     ("explain plan.json --tensor big --why-not rowise", "--why-not", "row_wise"),
     ("train plan.json --set batch.size=3", "--set", "Plan again"),
-    ("train plan.json -n 3", "-n", "Plan for 3 ranks"),
+    ("train plan.json -n 3", "-n", "shardwright plan JOB.toml -n 3 -o plan.json"),
     ("train nope.json", "nope.json", "shardwright plan"),
     ("compare nope", "nope", "train --out DIR"),
     ("compare run", "plan.json", "shardwright plan"),
@@ -181,8 +181,8 @@ COMMANDS = [
     ("calibrate -o run", "run", "a directory"),
     ("diff plan.json run", "run: expected a plan file, got a directory", "shardwright plan"),
     ("reshard plan.json --plan run", "plan.json: expected a folder", "train saved into"),
-    ("plan job.toml --rank 3", "'--rank'", "did you mean '--ranks'? See 'shardwright plan"),
-    ("explain plan.json --statistics gap", "'--statistics'", "did you mean '--statistic'?"),
+    ("plan job.toml --rank 3", "'--rank'", "Did you mean '--ranks'? See 'shardwright plan"),
+    ("explain plan.json --statistics gap", "'--statistics'", "Did you mean '--statistic'?"),
     ("diff plan.json plan.json plan.json", "shardwright diff: expected no 'plan.json'", "--help"),
     ("report plan.json -o x.pdf", "-o of a report", ".html"),
     ("init dlrm -o x.json", "--out", ".toml"),
@@ -196,9 +196,7 @@ def test_a_wrong_command_is_one_line(
     (tmp_path / "empty.toml").touch()
     (tmp_path / "text.txt").write_text("what I thought about it\n")
     (tmp_path / "run").mkdir()
-    answer = call(*command.split())
-    assert answer.code in (2, 4)
-    answer.refuses(answer.code, place, remedy)
+    call(*command.split()).refuses(2, place, remedy)
 
 
 @pytest.mark.slow

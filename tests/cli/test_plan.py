@@ -135,7 +135,7 @@ def test_the_report_of_tables_alone_has_what_a_reader_looks_for(
         "Lookups per table",
         "Time and traffic per rank",
         "How evenly it lies on the ranks",
-        "Fullest ranks, HBM",
+        "Ranks by peak, HBM",
         "Where the HBM of rank",
         "What the worst ranks hold",
         "Storage per table",

@@ -96,7 +96,7 @@ def test_a_long_recording_is_heard_until_the_search_begins(
         assert stream.said.wait(60)
         Watch(hear=listener, clock=lambda: 0.0).over()
     first = stream.getvalue().splitlines()[0]
-    assert first == "preparing for 0 s (Ctrl-C gives up)"
+    assert first == "recording and pricing a step of the model for 0 s (Ctrl-C gives up)"
 
 
 def test_a_search_without_a_bound_says_only_what_it_has() -> None:

@@ -38,7 +38,7 @@ def _on_a_terminal(*words: str, **more: str) -> bytes:
 
 def _faults(stderr: bytes) -> list[bytes]:
     """All lines but those on what takes long, as anything does on a busy machine."""
-    long = (b"planning for ", b"preparing for ")
+    long = (b"planning for ", b"recording and pricing ")
     return [line for line in stderr.splitlines() if not line.startswith(long)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,10 @@ from plans import plan
 
 from shardwright.core.document import encode_document
 from shardwright.job.job import read_job
+from shardwright.job.plan import Plan
+from shardwright.launcher.ending import OUTCOME_SCHEMA, RunOutcome
+from shardwright.runtime.checkpoint.files import MANIFEST
+from shardwright.train.session import Session
 
 CRITEO = Path(__file__).parents[2] / "examples" / "criteo_csv.toml"
 TRANSFORMER = CRITEO.with_name("transformer.toml")
@@ -164,8 +169,9 @@ def test_threads_are_of_a_dlrm(call: Any) -> None:
     call("plan", CRITEO, "--set", "train.forward=both").refuses(2, "train.forward", "'both'")
 
 
-def test_other_ranks_than_the_plans_are_4(call: Any, plan: Path) -> None:
-    call("train", plan, "-n", 4).refuses(4, "-n", "2", "got 4")
+def test_other_ranks_than_the_plans_are_bad_input(call: Any, plan: Path) -> None:
+    command = f"shardwright plan JOB.toml -n 4 -o {plan}"
+    call("train", plan, "-n", 4).refuses(2, "-n", "2", "got 4", command)
 
 
 def test_a_plan_takes_no_overrides(call: Any, plan: Path) -> None:
@@ -306,3 +312,34 @@ def test_what_a_model_of_one_s_own_cannot_be_trained_on(
         "[cluster]\nworld_size = 2\n"
     )
     call("train", job).refuses(2, text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "saved", "told"),
+    [
+        ((), (), "nothing was saved, for the job has no [checkpoint]; with one: shardwright train"),
+        (("checkpoint.every=5",), (), "to go on from its beginning, for nothing was saved yet"),
+        (("checkpoint.every=5",), (5, 10), "to go on after step 10: shardwright train job.toml"),
+    ],
+)
+def test_a_run_that_failed_names_the_command_that_goes_on_with_it(
+    call: Any, job: Path, monkeypatch: Any, settings: tuple[str], saved: tuple[int], told: str
+) -> None:
+    def failed(plan: Plan, folder: Path, *_: Any, **__: Any) -> Session:
+        for step in saved:
+            (folder / "checkpoints" / f"step-{step}").mkdir(parents=True)
+            (folder / "checkpoints" / f"step-{step}" / MANIFEST).touch()
+        versions: dict[str, str] = {}
+        end = RunOutcome(OUTCOME_SCHEMA, 5, "rank 1 died", 12, 2, (), (), 3.0, versions)
+        return Session(folder, plan, end, None, None)
+
+    monkeypatch.setattr("shardwright.cli.train.run", failed)
+    words = [word for setting in ("data.kind=synthetic", *settings) for word in ("--set", setting)]
+    answer = call("train", "job.toml", "--out", "a run", *words)
+    assert answer.code == 5
+    last = answer.err.splitlines()[-1]
+    assert last.startswith(told)
+    given = shlex.split(last[last.index("shardwright train") :])
+    assert given[:5] == ["shardwright", "train", "job.toml", "--out", "a run"]
+    assert "--resume" in given or "checkpoint.every=10 min" in given
+    assert "train.out=a run" not in given  # it is said once

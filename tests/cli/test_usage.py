@@ -12,11 +12,53 @@ from typing import Any
 import pytest
 
 from shardwright import __version__
-from shardwright.cli.main import COMMANDS
+from shardwright.cli.main import COMMANDS, parsers
 
 
-def test_without_a_command_it_asks_for_one(call: Any) -> None:
-    call().refuses(2, "command", "--help")
+def test_without_a_command_it_shows_its_help(call: Any) -> None:
+    bare = call()
+    assert bare == call("--help")
+    assert bare.code == 0
+    groups = ("before a run:", "run:", "after a run:", "tools:")
+    places = [bare.out.index(f"\n{group}\n") for group in groups]
+    assert places == sorted(places)
+
+
+def test_every_option_has_a_line() -> None:
+    _, found = parsers(*COMMANDS)
+    silent = [
+        (name, action.dest)
+        for name, parser in found.items()
+        for action in parser._actions
+        if not action.help
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_every_option(call: Any, shell: str) -> None:
+    script = call("completion", shell).out
+    _, found = parsers(*COMMANDS)
+    options = {n for p in found.values() for a in p._actions for n in a.option_strings}
+    if shell == "fish":
+        options = {f"-l {n[2:]} " if n[:2] == "--" else f"-s {n[1:]} " for n in options}
+    assert [each for each in (*options, *COMMANDS) if each not in script] == []
+
+
+def test_bash_completes_commands_options_and_values(call: Any) -> None:
+    script = call("completion", "bash").out
+    asked = {
+        "shardwright pl": "plan",
+        "shardwright train --fo": "--forward",
+        "shardwright train --forward par": "parallel",
+        "shardwright init ll": "llama",
+    }
+    for line, completed in asked.items():
+        words = line.split()
+        given = f"COMP_WORDS=({' '.join(words)}) COMP_CWORD={len(words) - 1}"
+        ask = f'{script}\n{given}; _shardwright; echo "${{COMPREPLY[@]}}"'
+        found = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
+        assert found.stdout.split() == [completed], (line, found)
 
 
 def test_an_unknown_command_is_answered_with_the_known_ones(call: Any) -> None:

@@ -170,7 +170,8 @@ def test_the_working_directory_comes_before_the_jobs_folder(
     [
         (
             {"file": "c.toml", "preset": "local"},
-            "job: cluster: expected a file or a preset, got both. Leave one of the two out.",
+            "job: cluster: expected a file or a preset, got both. Leave one of the two out; on the "
+            "command line --set cluster.preset= takes the preset away",
         ),
         ({"file": "no.toml"}, "no.toml: expected a cluster file, got no such file. Make one"),
         ({"file": "a\0b"}, "job: cluster.file: expected the name of a file, got 'a\\x00b'."),

@@ -35,8 +35,31 @@ def test_a_message_ends_with_what_to_do() -> None:
 
 def test_the_nearest_names_are_suggested_whatever_their_case() -> None:
     many = [f"feat_{k}" for k in range(800)]
-    assert errors.nearest("C3", ["c1", "c2"]) == "'c1', 'c2'"
-    assert errors.nearest("FEAT_44", many).startswith("'feat_44', ")
-    assert errors.nearest("feat_44", many).endswith(" and 795 more")
-    assert errors.nearest("zzz", many).startswith("'feat_0', ")
-    assert errors.nearest("x", []) == ""
+    assert errors.there_are("x3", ["c1", "c2"]) == "There are 'c1', 'c2'."
+    assert errors.there_are("FEAT_44", many).startswith(
+        "Did you mean 'feat_44'? There are 'feat_44', "
+    )
+    assert errors.there_are("feat_44", many).endswith(" and 795 more.")
+    assert errors.there_are("zzz", many).startswith("There are 'feat_0', ")
+    assert errors.there_are("x", []) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("row-wise", "row_wise"),  # but for separators
+        ("torch.bfloat16", "bf16"),  # as the field says it
+        ("col", "column_wise"),  # its beginning
+        ("grid_shards", "grid_shard"),  # one letter more
+        ("bf16_mixed", "bf16"),  # begins with it
+        ("zzz", ""),
+        ("", ""),
+        ("--", ""),
+    ],
+)
+def test_the_likeliest_name_is_the_one_that_was_meant(name: str, meant: str) -> None:
+    assert errors.likeliest(name, ["row_wise", "column_wise", "grid_shard", "bf16"]) == meant
+
+
+def test_every_alias_is_written_as_it_is_looked_up() -> None:
+    assert [name for name in errors.ALIASES if name != "".join(filter(str.isalnum, name))] == []

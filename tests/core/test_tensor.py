@@ -23,5 +23,6 @@ def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
         element_bytes("fp31", "tables[0].dtype")
     assert str(caught.value) == (
         "tables[0].dtype: expected one of fp64, fp32, bf16, fp16, fp8, fp8_e5m2, "
-        "complex128, complex64, int64, int32, int16, int8, uint8, bool, got 'fp31'."
+        "complex128, complex64, int64, int32, int16, int8, uint8, bool, got 'fp31'. "
+        "Did you mean 'fp32'?"
     )

@@ -309,7 +309,8 @@ def test_a_section_that_only_names_its_file_is_read_when_it_is_used(tmp_path: Pa
         (
             ClusterSection(file="c.toml", preset="local"),
             "cluster",
-            "job: cluster: expected a file or a preset, got both. Leave one of the two out.",
+            "job: cluster: expected a file or a preset, got both. Leave one of the two out; on the "
+            "command line --set cluster.preset= takes the preset away",
         ),
         (
             _with(memory_rat=_figure("memory_rate")),

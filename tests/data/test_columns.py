@@ -70,8 +70,10 @@ def test_a_bad_field_is_named(tmp_path: Path, line: str, message: str) -> None:
 
 
 def test_a_missing_column_is_named_with_those_that_are_there(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"the header: expected one column 'item', got 'click', "):
+    with pytest.raises(InputError, match=r"the header: expected one column 'item', got none"):
         log(tmp_path, "1,1", header="click,age")
+    with pytest.raises(InputError, match=r"Did you mean 'itms'\? There are 'click', 'age', 'itms'"):
+        log(tmp_path, "1,1,1", header="click,age,itms")
     with pytest.raises(InputError, match="expected one column 'age', got several"):
         log(tmp_path, "1", header=f"{HEADER},age")
     with pytest.raises(InputError, match="expected data rows, got only a header"):

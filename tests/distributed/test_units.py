@@ -66,7 +66,7 @@ def test_shards_of_a_buffer_are_views_of_it(pool: Pool) -> None:
 
 
 REFUSALS = {
-    "strategy": "InputError: shard_strategy: expected one of 'per_param', 'param_boundary',",
+    "strategy": "InputError: shard_strategy: expected one of per_param, param_boundary,",
     "offload of nothing": "InputError: cpu_offload: expected True or False, got 'states'",
     "offload beside NCCL alone": "InputError: cpu_offload: expected a process group that also "
     "moves tensors in host memory, got one of cuda:nccl. Begin with init_process_group('cpu:gloo,",

@@ -113,7 +113,7 @@ def test_what_is_frozen_and_what_is_narrower_explain_their_bytes(way: str) -> No
 
 
 def test_a_plan_that_does_not_fit_says_so() -> None:
-    with pytest.raises(NoPlanError, match="no plan found that fits: rank 0 is the fullest"):
+    with pytest.raises(NoPlanError, match="no plan found that fits: rank 0 needs most"):
         made(cluster={"preset": "local", "world_size": 2, "ddr_cap": "1 KiB"})
 
 

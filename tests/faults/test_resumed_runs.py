@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -118,6 +119,7 @@ def test_a_signal_ends_a_run_saved_and_resume_gives_the_curve_of_one_that_never_
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
     assert f"shardwright: stopped by {name} after step " in errors
     assert "the same command with --resume goes on" in errors
+    assert re.search(r"to go on after step \d+: shardwright train job.toml .*--resume\n", errors)
     call("train", "job.toml").refuses(2, "expected a folder without checkpoints")
     plan = folder / "run" / "plan.json"
     before = plan.read_bytes()

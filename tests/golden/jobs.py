@@ -43,7 +43,7 @@ NEAR = 1e-11  # relatively; sums differ in the last bits from one Python to the 
 LEFT_OUT = {"wall_seconds", "version", "fingerprint"}
 LONG = {"recording", "cluster", "blocks", "timeline", "modules", "largest", "memory_prices"}
 DIGESTED = 400  # characters of JSON above which what is long is a digest
-PROGRESS = re.compile(r"^(?:preparing for|planning for|\d+ estimates?;).*\n", re.MULTILINE)
+PROGRESS = re.compile(r"^(?:recording and pricing|planning for|\d+ estimates?;).*\n", re.MULTILINE)
 SEARCH = re.compile(r"^(The search \([^)]*\) tried [^.]*?\sin)\s[\d.,]+\s\S+\.$", re.MULTILINE)
 SHOWN = 12  # differing lines of a text
 

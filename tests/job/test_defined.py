@@ -63,5 +63,5 @@ def test_a_module_that_is_not_there_is_named(name: str) -> None:
 
 def test_what_is_installed_is_found() -> None:
     check_defined("numpy.linalg:norm", "x")
-    with pytest.raises(InputError, match="There is "):
+    with pytest.raises(InputError, match="There are "):
         check_defined("wsgiref.util:nothing_of_that_name", "x")

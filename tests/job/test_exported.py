@@ -211,7 +211,9 @@ def test_a_key_without_a_row_is_refused_by_every_other_engine() -> None:
 
 
 def test_an_engine_that_there_is_not_is_refused() -> None:
-    with pytest.raises(InputError, match=r"engine: expected one of .*'megatron'.*, got 'megatrom'"):
+    with pytest.raises(
+        InputError, match=r"engine: expected one of .*got 'megatrom'. Did you mean 'megatron'"
+    ):
         exported(job(), "megatrom")
 
 

@@ -100,7 +100,7 @@ def test_a_job_without_layers_data_and_training_is_of_tables_alone(
             {"tables": [TABLE], "train": {"optimizer": "adm"}},
             "job: train.optimizer: expected one of sgd, sgd_momentum, adam, adamw, adamw_bf16, "
             "adamw_8bit, adamw_8bit_torchao, adamw_8bit_bitsandbytes, muon, adafactor, adagrad, "
-            "got 'adm'.",
+            "got 'adm'. Did you mean 'adam'?",
         ),
         (
             {"tables": [TABLE], "train": {"learning_rate": float("nan")}},
@@ -112,15 +112,17 @@ def test_a_job_without_layers_data_and_training_is_of_tables_alone(
         ),
         (
             {"tables": [TABLE], "planner": {"units": {"top": "shrd"}}},
-            "job: planner.units.top: expected one of shard, replicate, offload, got 'shrd'.",
+            "job: planner.units.top: expected one of shard, replicate, offload, got 'shrd'. "
+            "Did you mean 'shard'?",
         ),
         (
             {"tables": [TABLE], "planner": {"units": {"bottom": "shard", "top": 3}}},
-            "job: planner.units.top: expected str, got 3.",
+            "job: planner.units.top: expected one of shard, replicate, offload, got 3.",
         ),
         (
             {"tables": [TABLE], "cluster": {"compute_device": "gpu"}},
-            "job: cluster.compute_device: expected one of cpu, cuda, got 'gpu'.",
+            "job: cluster.compute_device: expected one of cpu, cuda, got 'gpu'. "
+            "Did you mean 'cuda'?",
         ),
         (
             {"tables": [TABLE], "cluster": {"ddr_cap": True}},
@@ -136,12 +138,13 @@ def test_a_job_without_layers_data_and_training_is_of_tables_alone(
         ),
         (
             {"tables": [TABLE], "model": {"kind": "gpt"}},
-            "job: model.kind: expected one of dlrm, transformer, tables, llama, python, got 'gpt'.",
+            "job: model.kind: expected one of dlrm, transformer, tables, llama, python, got 'gpt'. "
+            "Did you mean 'transformer'?",
         ),
         (
             {"tables": [TABLE], "planner": {"constants": "torchrec"}},
             "job: planner.constants: expected one of cluster, torchrec-1.9, additive, got "
-            "'torchrec'.",
+            "'torchrec'. Did you mean 'torchrec-1.9'?",
         ),
         (
             {"tables": [TABLE], "planner": {"search": "greedy"}},
@@ -167,7 +170,7 @@ def test_a_job_without_layers_data_and_training_is_of_tables_alone(
         (
             {"tables": [TABLE], "planner": {"estimator": {"communication": ["fp32", "fp64"]}}},
             "job: planner.estimator.communication[1]: expected one of fp32, fp16, bf16, fp8, "
-            "int8, got 'fp64'.",
+            "int8, got 'fp64'. Did you mean 'fp16'?",
         ),
         (
             {"tables": [TABLE], "cluster": {"world_size": 16385}},
@@ -207,7 +210,8 @@ def test_a_bad_value_is_named_with_what_was_expected(
         (
             {"dtype": "fp31"},
             "tables[0] 'a'.dtype: expected one of fp64, fp32, bf16, fp16, fp8, fp8_e5m2, "
-            "complex128, complex64, int64, int32, int16, int8, uint8, bool, got 'fp31'.",
+            "complex128, complex64, int64, int32, int16, int8, uint8, bool, got 'fp31'. "
+            "Did you mean 'fp32'?",
         ),
         (
             {"pooling_factors": [1.0, 2.0], "num_poolings": [1.0]},
@@ -248,7 +252,8 @@ def test_a_bad_value_is_named_with_what_was_expected(
         (
             {"output_dtype": "half"},
             "tables[0] 'a'.output_dtype: expected one of fp64, fp32, bf16, fp16, fp8, fp8_e5m2, "
-            "complex128, complex64, int64, int32, int16, int8, uint8, bool, got 'half'.",
+            "complex128, complex64, int64, int32, int16, int8, uint8, bool, got 'half'. "
+            "Did you mean 'fp16'?",
         ),
         (
             {"kv_l1_mb": -1},
@@ -267,13 +272,13 @@ def test_a_bad_value_is_named_with_what_was_expected(
             "tables[0] 'a'.cache.stats: expected a value from 0 to 1000000000000000.0, got -1.0.",
         ),
         ({"optimizer": "adm"}, "tables[0].optimizer: expected one of none, sgd, adam, adagrad, "
-            "rowwise_adagrad, partial_rowwise_adam, got 'adm'."),
+            "rowwise_adagrad, partial_rowwise_adam, got 'adm'. Did you mean 'adam'?"),
         ({"compute_kernels": ["uvm"]}, "tables[0].compute_kernels[0]: expected one of dense, "
             "fused, fused_uvm, fused_uvm_caching, key_value, quant, quant_uvm, quant_uvm_caching, "
-            "got 'uvm'."),
+            "got 'uvm'. Did you mean 'fused_uvm'?"),
         ({"sharding_types": ["rowwise"]}, "tables[0].sharding_types[0]: expected one of "
             "data_parallel, table_wise, row_wise, column_wise, table_row_wise, "
-            "table_column_wise, grid_shard, got 'rowwise'."),
+            "table_column_wise, grid_shard, got 'rowwise'. Did you mean 'row_wise'?"),
     ],
 )  # fmt: skip
 def test_a_bad_table_is_named_with_what_was_expected(changes: dict[str, Any], message: str) -> None:
@@ -432,7 +437,10 @@ def test_a_step_with_dots_of_its_own_is_quoted(tmp_path: Path) -> None:
     ("override", "said"),
     [
         ("tables.rows=3", "--set tables.rows: expected the name of an entry first, got 'rows'."),
-        ("tables.no_such.rows=3", "--set tables.no_such: expected the name of an entry, such as "),
+        (
+            "tables.no_such.rows=3",
+            "--set tables.no_such: expected the name of an entry, got 'no_such'. There is 'a'",
+        ),
         ("batch.size.more=3", "--set batch.size: expected a section, got "),
     ],
 )

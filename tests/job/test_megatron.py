@@ -188,7 +188,13 @@ def test_what_changes_nothing_and_what_is_not_read_are_said_apart() -> None:
 @pytest.mark.parametrize(
     ("text", "ranks", "error", "words"),
     [
-        ("--num-layers 2", None, InputError, "--hidden-size: expected a number, got none"),
+        (
+            "--num-layers 2 --mtp-num-layers 1",
+            None,
+            InputError,
+            "further tokens, got 1; the arguments: expected numbers for --hidden-size, "
+            "--num-attention-heads, --seq-length, --vocab-size, got none.",
+        ),
         (
             "pretrain_t5.py --num-layers 2",
             None,

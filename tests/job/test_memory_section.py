@@ -37,7 +37,7 @@ def test_an_unknown_checkpointing_is_refused_with_the_known_ones(name: str) -> N
     with pytest.raises(InputError) as caught:
         _checked(MemorySection(checkpointing=name))
     assert str(caught.value).startswith("job: memory.checkpointing: expected one of none, full, ")
-    assert str(caught.value).endswith(f"got {name!r}.")
+    assert f"got {name!r}." in str(caught.value)
 
 
 def test_fsdp2_shares_everything() -> None:

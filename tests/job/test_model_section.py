@@ -267,7 +267,7 @@ def test_what_is_planned_learns_with_sgd_unless_it_says_otherwise() -> None:
 def test_an_optimizer_that_no_run_has_is_refused_by_name(name: str) -> None:
     with pytest.raises(InputError) as caught:
         described(_job(model={"kind": "transformer"}, train={"optimizer": name}))
-    assert str(caught.value) == (
+    assert str(caught.value).startswith(
         "train.optimizer: expected one of sgd, sgd_momentum, adam, adamw, adamw_8bit, adagrad, "
         f"got '{name}'."
     )

@@ -224,8 +224,8 @@ def test_an_unknown_tensor_is_refused_with_the_known_ones(made: Plan) -> None:
     with pytest.raises(InputError) as caught:
         explain.explain_tensor(made, "tpo")
     assert str(caught.value) == (
-        "--tensor or --unit: expected a table or unit of the plan, got 'tpo'. There are 'top' "
-        "and 5 more."
+        "--tensor or --unit: expected a table or unit of the plan, got 'tpo'. "
+        "Did you mean 'top'? There are 'top' and 5 more."
     )
 
 
@@ -685,7 +685,7 @@ def test_why_not_tries_what_a_search_looks_at_on_request_only(
 
 
 def test_why_not_needs_a_table_and_a_type_or_kernel(made: Plan) -> None:
-    known = r"^--tensor or --unit: expected a table or unit of the plan, got 'tpo'. There are '"
+    known = r"^--tensor or --unit: expected a table or unit of the plan, got 'tpo'. Did you mean '"
     with pytest.raises(InputError, match=known):
         explain.why_not(made, "tpo", "row_wise")
     with pytest.raises(InputError, match=r"^--why-not: expected one of data_parallel, .*quant_uvm"):

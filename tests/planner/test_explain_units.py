@@ -135,7 +135,7 @@ def test_facts_say_what_was_forced_and_what_was_chosen() -> None:
     )
     assert facts["layers of a unit"].value == "2 at most"
     assert facts["layers of a unit"].origin == "planner.dense.layers_per_unit"
-    assert facts["full weights freed after forward"].origin == "planner.dense.reshard"
+    assert facts["reshard_after_forward"].origin == "planner.dense.reshard"
     assert facts["gathered ahead"].origin.startswith("planner.dense.prefetch not given")
     assert "tables" not in facts["search"].value
 

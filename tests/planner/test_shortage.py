@@ -55,13 +55,13 @@ def _changed(job: Job, section: str, **values: Any) -> Job:
 def test_a_plan_that_does_not_fit_names_the_fullest_rank(too_large: Job) -> None:
     message = _refusal(too_large)
     peaks = smallest(make_problem(too_large, described(too_large))).peak_bytes
-    rank = _number("rank # is the fullest", message)
-    assert peaks[rank] == max(peaks) == _number("needs # B", message)
+    rank = _number("rank # needs most", message)
+    assert peaks[rank] == max(peaks) == _number("needs most, # B", message)
 
 
 def test_the_shortfall_is_the_need_less_the_capacity(too_large: Job) -> None:
     message = _refusal(too_large)
-    need = _number("needs # B", message)
+    need = _number("needs most, # B", message)
     assert _number(r"\) of # B", message) == CAP
     assert _number("# B too much", message) == need - CAP > 0
 
@@ -77,7 +77,7 @@ def test_a_larger_table_of_another_rank_is_no_part_of_the_fullest() -> None:
     table = {"dim": 16, "sharding_types": ["table_wise"], "compute_kernels": ["fused"]}
     sizes = [{"rows": size * 2**14} | table for size in (5, 3, 3)]
     message = _refusal(_tables(*sizes, cluster=_h100(2, hbm_cap=11 * MIB // 2)))
-    assert "rank 1 is the fullest" in message
+    assert "rank 1 needs most" in message
     assert "its largest part is t1" in message
 
 
@@ -260,9 +260,12 @@ def test_a_refusal_of_tables_names_rank_need_capacity_and_shortfall(
 ) -> None:
     _, message = refused
     known = r"( of TorchRec's options)?"
-    start = rf"no plan({known} can fit| found that fits): rank \d+ is the fullest and "
+    start = rf"no plan({known} can fit| found that fits): rank \d+ needs most, "
     assert re.match(start, message)
-    need, capacity = _number("needs # B", message), _number(r"needs [^)]*\) of # B", message)
+    need, capacity = (
+        _number("needs most, # B", message),
+        _number(r"needs most, [^)]*\) of # B", message),
+    )
     assert _number(", # B too much", message) == need - capacity > 0
     assert 0 < _number(r"its largest part is t\d+ with # B", message) <= need
 
@@ -376,7 +379,7 @@ def test_three_whole_tables_larger_than_a_rank_are_shown_as_they_are() -> None:
     limited = _tables_changed(job, {"t0", "t1", "t2"}, compute_kernels=("fused",))
     message = _refusal(limited)
     assert message.startswith("no plan can fit: ")
-    assert _number("needs # B", message) > 30_000_000 * 512 > _number(r"\) of # B", message)
+    assert _number("needs most, # B", message) > 30_000_000 * 512 > _number(r"\) of # B", message)
     assert "its largest part is t" in message
     assert "without the sharding_types and min_partition of t0, t1, t2 a plan fits" in message
     assert "ranks fit" not in message  # no number of ranks makes a shard smaller
@@ -389,7 +392,7 @@ def test_the_bytes_that_four_huge_tables_on_eight_ranks_lack_are_named() -> None
     job = _tables(*[table] * 4, profile="torchrec-1.9", cluster={"world_size": 8})
     message = _refusal(job)
     assert message.startswith("no plan can fit: ")
-    assert _number("needs # B", message) >= 4 * 2_000_000_000 * 512 // 8
+    assert _number("needs most, # B", message) >= 4 * 2_000_000_000 * 512 // 8
     assert "object at 0x" not in message
     for way in _ways(message):
         _fitting(_with_way(job, way))
@@ -480,7 +483,7 @@ def test_where_the_reservation_takes_all_the_memory_named_is_its_bytes_and_what_
     message = _refusal(job)
     assert "of 0 B left of 2,147,483,648 B (2.00 GiB) by the reservation" in message
     wanted = _number("cluster.hbm_cap of # B", message)
-    assert wanted == _number("needs # B", message) + 16 * GIB
+    assert wanted == _number("needs most, # B", message) + 16 * GIB
     _fitting(_changed(job, "cluster", hbm_cap=wanted))
 
 

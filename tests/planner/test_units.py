@@ -523,6 +523,6 @@ def test_of_layers_that_do_not_fit_it_is_said_what_would_help() -> None:
     with pytest.raises(NoPlanError) as caught:
         plan(make_layers(8, 64, cluster={"world_size": 2, "ddr_cap": "3 MiB"}))
     told = str(caught.value)
-    assert told.startswith("no plan found that fits: rank 0 is the fullest and needs ")
+    assert told.startswith("no plan found that fits: rank 0 needs most, ")
     assert "its largest part is layers.0 with " in told
     assert " ranks fit (" in told

@@ -59,18 +59,18 @@ NOTHING = made(
 
 def test_every_policy_has_its_largest_batch_and_tokens() -> None:
     text = flowed(made())
-    assert "none (the job's) 70.00 GiB 70.00 to 71.00 GiB fits 2 16,384" in text
+    assert "none (this job) 70.00 GiB 70.00 to 71.00 GiB fits 2 16,384" in text
     assert "full 30.00 GiB 30.00 to 31.00 GiB fits 7, perhaps 8 57,344" in text
 
 
 def test_what_a_policy_costs_in_time_stands_beside_what_it_needs() -> None:
     slow = msgspec.structs.replace(
-        estimate(30), step_seconds=2.345, device_tokens_per_second=6987.0
+        estimate(30), step_seconds=2.345, device_tokens_per_second=6987.0, mfu=0.36
     )
     policies = (PolicyFit("none", estimate(70), Largest(2)), PolicyFit("full", slow, Largest(7)))
     text = flowed(made(policies=policies))
-    assert "full 30.00 GiB 30.00 to 31.00 GiB fits 2.3 s 7,000 7 57,344" in text
-    assert "none (the job's) 70.00 GiB 70.00 to 71.00 GiB fits - - 2 16,384" in text
+    assert "full 30.00 GiB 30.00 to 31.00 GiB fits 2.3 s 7,000 36% 7 57,344" in text
+    assert "none (this job) 70.00 GiB 70.00 to 71.00 GiB fits - - - 2 16,384" in text
     assert "tokens/s" not in flowed(made())
 
 

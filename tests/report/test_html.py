@@ -19,6 +19,7 @@ from shardwright.core.measurement import (
 )
 from shardwright.job.model import ModelSection
 from shardwright.report.html import render
+from shardwright.report.marks import COLOURS
 
 CSP = (
     '<meta http-equiv="Content-Security-Policy" '
@@ -217,9 +218,9 @@ def test_a_plan_without_tables_is_a_report() -> None:
         ),
         (
             Quality(30_000, None, 1.4, bits_per_byte=2.0),
-            "Nats per token 1.4000 not known - Bits per byte 2.0000 not known -",
+            "figure reached Nats per token 1.4000 Bits per byte 2.0000 The",
         ),
-        (Quality(9, None, 0.4), "On 9 held-out rows figure reached best possible how far Log-loss"),
+        (Quality(9, None, 0.4), "On 9 held-out rows figure reached Log-loss"),
     ],
 )
 def test_held_out_text_is_shown_in_nats_and_bits_and_without_auc(
@@ -247,7 +248,7 @@ def test_held_out_clicks_are_shown_beside_what_is_reached_without_learning() -> 
     page = render(plan, samples.measurement(plan, quality=clicks), None)
     text = " ".join(" ".join(read(page).text).split())
     assert "Accuracy 0.8000 0.8500 50.0 % of the way from 0.75 to the best" in text
-    assert "Normalized entropy 0.9000 not known 1 is the share of clicks alone" in text
+    assert "Normalized entropy 0.9000 1 is the share of clicks alone" in text
     assert "Calibration 1.0200 1.0000 +2.0 % of clicks" in text
 
 
@@ -319,3 +320,78 @@ def test_long_tables_are_folded_away() -> None:
 
 def test_the_same_documents_give_the_same_page() -> None:
     assert full() == full()
+
+
+WIDEST = 390  # pixels of a telephone
+
+
+class Places(HTMLParser):
+    """Widths in pixels that a page asks for, ids, tables and pictures outside of what scrolls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widths: list[float] = []
+        self.ids: list[str] = []
+        self.loose: list[str] = []
+        self._open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.ids += [found["id"]] if "id" in found else []
+        if tag not in VOID:
+            self._open.append(found.get("class", ""))
+        inside_picture = "chart" in self._open[:-1]
+        if not inside_picture:
+            words = f"{found.get('style', '')};width:{found.get('width', '0')}"
+            self.widths += [float(px) for px in re.findall(r"width:\s*([\d.]+)(?:px)?", words)]
+        if tag in ("table", "svg") and "scroll" not in self._open:
+            self.loose.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open.pop()
+
+
+def test_the_page_fits_a_telephone_and_only_its_tables_and_pictures_scroll() -> None:
+    page = full("Finished.")
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    places = Places()
+    places.feed(page)
+    assert places.loose == []
+    assert max(places.widths) <= WIDEST
+    # Of the style only what scrolls by itself may be wider: .chart, in .scroll.
+    style = re.sub(r"\.chart \{[^}]*\}", "", page[page.index("<style>") : page.index("</style>")])
+    fixed = re.findall(r"(?<!max-)(?<![-\w])(?:min-)?width:\s*([\d.]+)(rem|px)", style)
+    assert all(float(n) * (16 if unit == "rem" else 1) <= WIDEST for n, unit in fixed)
+    assert re.search(r"\.scroll \{\s*overflow-x: auto", style)
+
+
+def test_every_id_of_the_page_is_used_once() -> None:
+    places = Places()
+    places.feed(full())
+    assert places.ids
+    assert len(places.ids) == len(set(places.ids))
+
+
+def test_colours_of_the_page_are_those_of_one_table() -> None:
+    page = full()
+    known = {(colour.variable, colour.colour) for colour in COLOURS} | {("sw-paper", "#fff")}
+    drawn = set(re.findall(r"var\(--(sw-[\w-]+),(#\w+)\)", page))
+    assert ("sw-orange", "#d98c00") in drawn
+    assert drawn <= known
+    bare = re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
+    assert not re.search(r"""(?:fill|stroke|color)[=:]["']?\s*(?:#|rgb)""", bare)
+    restated = re.findall(r"--(sw-[\w-]+):(#\w+);", page)
+    assert {(c.variable, c.dark) for c in COLOURS if c.dark} <= set(restated)
+
+
+def test_the_page_says_how_far_a_step_was_off_in_words() -> None:
+    whole = samples.plan()
+    run = samples.measurement(whole)
+    slow = [
+        msgspec.structs.replace(
+            each, event=msgspec.structs.replace(each.event, duration=40 * each.event.duration)
+        )
+        for each in run.timeline
+    ]
+    text = shown(render(whole, msgspec.structs.replace(run, timeline=tuple(slow)), None))
+    assert re.search(r"predicted about [\d.]+ ms, \d+ times slower than predicted", text)

@@ -8,9 +8,9 @@ import msgspec
 from footprints import GIB, footprint
 
 from shardwright.core.footprint import Footprint, Sample
+from shardwright.report.marks import MEMORY
 from shardwright.report.memory_timeline import (
     COLUMNS,
-    FILLS,
     HEIGHT,
     TOP,
     standalone,
@@ -134,7 +134,7 @@ def test_a_file_of_its_own_needs_no_variables_and_has_a_dark_side() -> None:
 
 
 def test_neighbours_differ_without_colour() -> None:
-    textures = [fill.texture for fill in FILLS.values() if fill.texture]
+    textures = [fill.texture for fill in MEMORY.values() if fill.texture]
     assert len(set(textures)) == len(textures)
-    plain = [kind for kind, fill in FILLS.items() if not fill.texture]
+    plain = [kind for kind, fill in MEMORY.items() if not fill.texture]
     assert plain == ["weight", "activation", "buffer"]

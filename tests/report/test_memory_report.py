@@ -47,7 +47,7 @@ def test_what_a_reader_looks_for_is_there() -> None:
         "llama: 8.03 billion parameters on 8 ranks",
         "data shard 4, pipeline 2",
         "checkpointing none",
-        "Classes of ranks, 40.00 GiB each",
+        "Identical ranks, 40.00 GiB each",
         "stage 0 4 22.98 GiB backward, layers.3 23.86 GiB",
         "stage 1 4 21.98 GiB",
         "By module",
@@ -96,7 +96,7 @@ def test_the_first_screen_is_one_screen_with_the_verdict_first(width: int) -> No
     for made in (footprint(), footprint(ranks=many)):
         text = printed(made, width)
         assert len(text.splitlines()) <= 40
-        assert text.index("Fits: 23.44 to 25.25 GiB of 40.00 GiB") < text.index("Classes of ranks")
+        assert text.index("Fits: 23.44 to 25.25 GiB of 40.00 GiB") < text.index("Identical ranks")
 
 
 def test_modules_sources_and_every_tensor_are_in_the_full_report() -> None:
@@ -128,15 +128,15 @@ def test_of_many_classes_the_fullest_are_shown() -> None:
         for k in range(40)
     )
     text = flowed(footprint(ranks=ranks))
-    assert "The other 37 classes hold less: --full." in text
-    assert "The other class holds less: --full." in flowed(footprint(ranks=ranks[:4]))
+    assert "The other 37 groups have lower peaks: --full." in text
+    assert "The other group has lower peaks: --full." in flowed(footprint(ranks=ranks[:4]))
     assert "stage 39" in flowed(footprint(ranks=ranks), full=True)
 
 
 def test_another_class_can_be_shown_and_says_who_has_the_details() -> None:
     made = footprint()
     text = flowed(made, rank=made.ranks[1])
-    assert "By category, rank class 'stage 1' (4 ranks)" in text
+    assert "By category, stage 1 (4 identical ranks)" in text
     assert "Modules, tensors and the timeline are followed for 'stage 0' only." in text
 
 
@@ -151,14 +151,14 @@ def test_what_the_device_needs_is_a_range_from_live_bytes_up() -> None:
 
 def test_a_job_that_fits_says_what_is_left() -> None:
     assert verdict_sentence(footprint()) == (
-        "Fits: 23.44 to 25.25 GiB of 40.00 GiB (63.1 %) on rank class 'stage 0' (4 ranks), most in "
+        "Fits: 23.44 to 25.25 GiB of 40.00 GiB (63.1 %) on stage 0 (4 identical ranks), most in "
         "backward, layers.3."
     )
 
 
 def test_a_job_that_does_not_fit_names_the_class_the_shortfall_and_the_largest() -> None:
     assert verdict_sentence(footprint(capacity=20 * GIB)) == (
-        "Does not fit: 23.44 GiB of 20.00 GiB (3.44 GiB too much) on rank class 'stage 0' (4 "
+        "Does not fit: 23.44 GiB of 20.00 GiB (3.44 GiB too much) on stage 0 (4 identical "
         "ranks), most in backward, layers.3. The largest are optimizer states 7.81 GiB, "
         "activations 7.47 GiB, weights 3.91 GiB."
     )
@@ -166,14 +166,14 @@ def test_a_job_that_does_not_fit_names_the_class_the_shortfall_and_the_largest()
 
 def test_what_hangs_on_a_range_is_perhaps() -> None:
     text = verdict_sentence(footprint(capacity=24 * GIB))
-    assert text.startswith("Perhaps fits: 23.44 to 25.25 GiB of 24.00 GiB (105.2 %) on rank class")
+    assert text.startswith("Perhaps fits: 23.44 to 25.25 GiB of 24.00 GiB (105.2 %) on stage 0")
 
 
 def test_without_a_capacity_nothing_is_said_about_fitting() -> None:
     text = flowed(footprint(capacity=None))
     assert "No capacity is known" in text
     assert "unknown" in text
-    assert "Classes of ranks class" in text
+    assert "Identical ranks ranks" in text
 
 
 def test_too_little_is_said_where_the_rest_is_negative() -> None:

@@ -126,7 +126,7 @@ def test_the_answer_comes_first_and_the_rest_where_it_is_asked_for() -> None:
     for title in (
         "Time and traffic per rank",
         "How evenly it lies on the ranks",
-        "Fullest ranks, HBM",
+        "Ranks by peak, HBM",
         "Where the HBM of rank",
         "What the worst ranks hold",
         "Storage per table",

@@ -6,9 +6,11 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 import samples
+from footprints import footprint
 
 from shardwright.core.measurement import Curve, Quality
-from shardwright.report.marks import FILLS, ticks
+from shardwright.report.marks import COLOURS, HELD, MEMORY, ticks
+from shardwright.report.memory_timeline import timeline_chart
 from shardwright.report.svg import loss_curve, memory_chart, phase_chart, sharding_map
 
 
@@ -104,7 +106,7 @@ def test_of_many_ranks_the_fullest_are_drawn() -> None:
     svg = memory_chart(msgspec.structs.replace(plan, ranks=ranks))
     assert "rank 39" in texts(svg)
     assert "rank 3" not in texts(svg)
-    assert "The 16 fullest of 40 ranks." in texts(svg, "desc")[0]
+    assert "Of 40 ranks the 16 with the highest peaks." in texts(svg, "desc")[0]
 
 
 def test_the_map_draws_each_block_where_it_lies() -> None:
@@ -194,8 +196,27 @@ def test_charts_on_one_page_do_not_share_ids() -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_every_fill_has_a_texture_of_its_own() -> None:
-    assert len({fill.texture for fill in FILLS}) == len(FILLS)
+def test_ways_to_hold_a_table_differ_without_colour() -> None:
+    assert len({fill.texture for fill in HELD}) == len(HELD)
+
+
+def test_one_colour_has_one_meaning() -> None:
+    """In light, in dark and by name: no two things share one."""
+    for colours in (
+        [fill.variable for fill in COLOURS],
+        [fill.colour for fill in COLOURS],
+        [fill.dark or fill.colour for fill in COLOURS],
+    ):
+        assert len(colours) == len(set(colours))
+
+
+def test_a_share_of_memory_has_one_colour_on_every_chart() -> None:
+    fills = {"gradients": "gradient", "weights": "weight", "optimizer states": "optimizer_state"}
+    for svg in (charts()["memory"], timeline_chart(footprint())):
+        for words, kind in fills.items():
+            swatch = re.search(rf'style="([^"]+)"/>[^t]*(<rect[^>]*>)?</g><text[^>]*>{words}<', svg)
+            assert swatch, words
+            assert swatch[1] == MEMORY[kind].style
 
 
 def test_byte_ticks_are_round_in_binary_units() -> None:

@@ -9,7 +9,7 @@ import pytest
 import samples
 from rich.console import Console, RenderableType
 
-from shardwright.core.cluster import SCHEMA, Calibration
+from shardwright.core.cluster import SCHEMA, Calibration, SourcedFigure
 from shardwright.core.measurement import ComparedNumber, Saved
 from shardwright.core.option import ShardRun
 from shardwright.core.quantities import format_bytes
@@ -20,6 +20,7 @@ from shardwright.report.comparison_sheets import time_verdict
 from shardwright.report.plan_report import plan_report
 from shardwright.report.plan_sheets import fits_line, longest_seconds
 from shardwright.report.table import (
+    calibration_summary,
     comparison_summary,
     differences,
     plan_difference,
@@ -220,12 +221,12 @@ def test_nothing_to_compare_is_not_a_success() -> None:
 @pytest.mark.parametrize(
     ("predicted", "measured", "shown", "style"),
     [
-        (1.0, 1.25, "1.25 s measured, 1 s predicted (-20.0 %)", ""),
-        (1.0, 9.0, "9 s measured, 1 s predicted (0.11x)", "yellow"),
-        (5.0, 2.0, "2 s measured, 5 s predicted (2.5x)", "yellow"),
+        (1.0, 1.25, "1.25 s measured, 1 s predicted (25.0 % slower than predicted)", ""),
+        (1.0, 9.0, "9 s measured, 1 s predicted (9 times slower than predicted)", "yellow"),
+        (5.0, 2.0, "2 s measured, 5 s predicted (2.5 times faster than predicted)", "yellow"),
     ],
 )
-def test_a_step_is_shown_with_its_error_and_as_a_ratio_beyond_twice(
+def test_a_step_is_shown_with_its_error_and_as_so_many_times_beyond_twice(
     predicted: float, measured: float, shown: str, style: str
 ) -> None:
     line = ComparedNumber(1, "forward", "time", "forward", predicted, measured)
@@ -372,7 +373,7 @@ def test_many_equal_ranks_share_a_row_and_many_different_ones_show_the_fullest()
     assert "all  5.00 MiB 40.00 KiB" in text
     uneven = tuple(msgspec.structs.replace(t, seconds=t.rank / 1e3) for t in equal)
     text = flowed(first_screen(msgspec.structs.replace(plan, cluster=cluster, ranks=uneven)))
-    assert "Memory and time per rank, the fullest and slowest" in text
+    assert "Memory and time per rank, those with the highest peak and the slowest" in text
     assert "63 ms" in text
     assert "12 ms" not in text
 
@@ -388,3 +389,23 @@ def test_what_saving_took_names_saves_that_failed_and_where_a_run_went_on() -> N
     said = "saved 2 times; 2.00 KiB in 250 ms; training stood still for 500 ms; 1 save failed"
     assert saved_text(saved) == f"{said}; resumed 2 times, after step 4, 7"
     assert "failed" not in saved_text(msgspec.structs.replace(saved, failed=0))
+
+
+def test_a_machine_is_shown_in_ten_lines_with_what_varies_and_all_in_the_full_report() -> None:
+    figures = {
+        name: SourcedFigure(2e9, "B/s", "two ranks", "2026-11", 9, spread)
+        for name, spread in (
+            ("compute_rate", 0.1),
+            ("memory_rate", 0.97),
+            *((f"other_{k}_rate", 0.2) for k in range(30)),
+        )
+    }
+    found = Calibration(SCHEMA, "2026-11", 2, "cpu", "gloo", {"cores": "2"}, {}, figures)
+    text, full = printed(calibration_summary(found)), printed(calibration_summary(found, full=True))
+    assert len(text.splitlines()) <= 12
+    assert "memory_rate" in text
+    assert "97.0 % !" in text
+    assert "30 more: --full. More than 30.0 % apart (!): memory_rate." in text
+    assert "other_29_rate" not in text
+    assert "other_29_rate" in full
+    assert "two ranks" in full

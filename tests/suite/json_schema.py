@@ -24,7 +24,15 @@ BOUNDS = {
 SIZES = {"minItems": (list, operator.ge), "maxItems": (list, operator.le)} | {
     "minLength": (str, operator.ge)
 }
-SAID = {"$schema", "$defs", "title", "description", "default", "then"}  # nothing, or elsewhere
+SAID = {
+    "$schema",
+    "$defs",
+    "title",
+    "description",
+    "default",
+    "examples",
+    "then",
+}  # nothing, or elsewhere
 
 
 def wrong(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str = "") -> Iterator[str]:

@@ -100,7 +100,7 @@ def test_a_log_of_named_columns_is_checked_before_anything_starts(tmp_path: Path
     assert f"{path}:2, column 'user': expected ids from 0 to 39" in _refused(right)
     taken = _bags(tmp_path, dense=["age", "price"], ids="modulo", **named)
     source_of(taken).check()
-    assert "one column 'I1', got 'click', " in _refused(_bags(tmp_path, **named))
+    assert "one column 'I1', got none. There are 'click', " in _refused(_bags(tmp_path, **named))
     short = _bags(tmp_path, dense=["age"], **named)
     assert _refused(short) == "data.dense: expected 2 columns, as model.dense_features, got 1."
 

@@ -23,7 +23,7 @@ DAYS_OF = {"d": 1.0, "h": 1 / 24, "w": 7.0}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``advise``."""
     parser.epilog = (
-        "Held are the global batch, the sequence, dtypes and the optimizer of the job; its degrees "
+        "The global batch, the sequence, dtypes and the optimizer of the job are kept; its degrees "
         "are not looked at. Exit code 3: no layout fits. Ctrl-C shows what was found."
     )
     shared.job_argument(parser)
@@ -34,16 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         default="",
         metavar="NAME",
-        help="whose layouts: torchtitan, megatron, fsdp2 ...",
+        help="only layouts that it runs: torchtitan, megatron ...",
     )
     parser.add_argument(
-        "--fix", action="append", default=[], metavar="AXIS=VALUE", help="such as tensor=8"
+        "--fix",
+        action="append",
+        default=[],
+        metavar="AXIS=VALUE",
+        help="only layouts with it, such as tensor=8",
     )
-    parser.add_argument("--headroom", metavar="SIZE", help='stays free of each device: "6 GiB"')
+    parser.add_argument(
+        "--headroom", metavar="SIZE", help='memory to leave free on each device: "6 GiB"'
+    )
     parser.add_argument(
         "--measured", type=float, metavar="SECONDS", help="a step of the job as it is took so long"
     )
-    parser.add_argument("--tokens", type=float, metavar="N", help="of the whole training: 15e12")
+    shared.tokens_option(parser)
     parser.add_argument(
         "--fewest-gpus", action="store_true", help="as few as fit, or as meet --deadline"
     )
@@ -51,8 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--export", default="", metavar="ENGINE", help="write the answer as ENGINE reads it to FILE"
     )
-    parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="of --export; a new one")
-    parser.add_argument("--picture", type=Path, metavar="out.svg", help="time against memory")
+    parser.add_argument(
+        "-o", "--out", type=Path, metavar="FILE", help="where --export writes; a new file"
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="out.svg", help="all layouts, time against memory"
+    )
     parser.add_argument("--full", action="store_true", help="everything that was looked at")
     shared.json_option(parser)
 
@@ -70,8 +80,7 @@ def execute(options: argparse.Namespace) -> int:
         raise InputError(expected("--measured", "seconds above 0", f"{options.measured:g}"))
     if options.global_batch < 0:
         raise InputError(expected("--global-batch", "at least 1", str(options.global_batch)))
-    if options.tokens is not None and not options.tokens > 0:
-        raise InputError(expected("--tokens", "a number above 0", f"{options.tokens:g}"))
+    shared.check_tokens(options)
     deadline = _deadline(options)
     if bool(options.export) != bool(options.out):
         raise InputError(expected("--export", "ENGINE and -o FILE beside it", "one of the two"))

@@ -30,15 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JOB.toml",
         help="measure for this job, which is run at smaller batches",
     )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override its keys"
-    )
+    shared.set_option(parser)
     parser.add_argument(
         "-n", "--ranks", type=int, metavar="N", help="ranks to measure with (2, or the job's)"
     )
     parser.add_argument(
         "--quick", action="store_true", help="a few seconds, and figures that vary more"
     )
+    parser.add_argument("--full", action="store_true", help="every constant and its source")
     shared.json_option(parser)
 
 
@@ -70,7 +69,7 @@ def execute(options: argparse.Namespace) -> int:
     else:
         from shardwright.report.table import calibration_summary
 
-        shared.show(calibration_summary(found))
+        shared.show(calibration_summary(found, full=options.full))
     print(f"cluster written to {options.output}{changed}", file=sys.stderr)
     shared.warn_of_busy(found, str(options.output))
     return 0

@@ -22,7 +22,7 @@ from shardwright.train.session import check, run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``demo``."""
     parser.add_argument("--out", default="runs/demo", help="the run's folder (runs/demo)")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    shared.set_option(parser)
 
 
 def execute(options: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from shardwright.cli import options as shared
 from shardwright.job.plan import read_plan
@@ -11,8 +10,8 @@ from shardwright.job.plan import read_plan
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``diff``."""
-    parser.add_argument("first", type=Path, metavar="a.json")
-    parser.add_argument("second", type=Path, metavar="b.json")
+    shared.plan_argument(parser, "first", "a.json")
+    shared.plan_argument(parser, "second", "b.json")
     parser.add_argument("--full", action="store_true", help="every difference on its own")
     shared.json_option(parser)
 

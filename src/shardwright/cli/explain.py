@@ -6,7 +6,6 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from msgspec import UNSET
 
@@ -39,7 +38,7 @@ NOISE = 1e-12  # shares below this are rounding
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``explain``."""
-    parser.add_argument("plan", type=Path, metavar="plan.json")
+    shared.plan_argument(parser)
     parser.add_argument("--tensor", "--unit", metavar="T", help="a table, a unit, a dense tensor")
     parser.add_argument("--rank", type=int, metavar="R", help="only this rank")
     parser.add_argument(
@@ -180,8 +179,10 @@ def _ranks(plan: Plan, wanted: int | None) -> list[str]:
     fits = [] if plan.needs is UNSET else [fits_line(plan)]  # else the peak below is all there is
     return [
         *fits,
-        *_grouped([(totals.rank, _seconds(totals, order)) for totals in slowest], "faster"),
-        *_grouped([(totals.rank, _bytes(plan, totals, peaks)) for totals in fullest], "emptier"),
+        *_grouped([(totals.rank, _seconds(totals, order)) for totals in slowest], "are faster"),
+        *_grouped(
+            [(totals.rank, _bytes(plan, totals, peaks)) for totals in fullest], "have lower peaks"
+        ),
     ]
 
 
@@ -198,7 +199,7 @@ def _grouped(texts: Sequence[tuple[int, list[str]]], rest: str) -> list[str]:
         found += [f"  {line}" for line in more]
     left = len(texts) - sum(len(ranks) for _, ranks in shown)
     if left:
-        found.append(f"{left} more ranks are {rest}; one of them: --rank R")
+        found.append(f"{left} more ranks {rest}; one of them: --rank R")
     return found
 
 

@@ -12,6 +12,8 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import Any, NoReturn
 
 from shardwright import __version__
@@ -19,36 +21,49 @@ from shardwright.core.errors import (
     EXIT_BUG,
     EXIT_INPUT,
     EXIT_INTERRUPTED,
+    EXIT_OK,
     InputError,
     ShardwrightError,
+    did_you_mean,
     expected,
-    likeliest,
+    not_one_of,
 )
 from shardwright.launcher.exhausted import REMEDY, how_exhausted, out_of_memory, room_for_torch
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 LONGEST_MESSAGE = 4000  # characters; a list of known names may be long
 
-COMMANDS = {
-    "demo": "plan, run, compare and report on this machine, 2 ranks, about a minute",
-    "init": "write a commented job to begin with: tables, a DLRM, a llama, a module of your own",
-    "plan": "choose a placement for every table and unit of a job",
-    "explain": "every step behind the numbers of a plan",
-    "memory": "what every rank of a job takes, before it runs: by category, module and tensor",
-    "fit": "the largest batch and sequence of a job that fit, and the fewest ranks",
-    "advise": "the fastest layout of a model on a cluster that fits, for an engine that runs it",
-    "export": "a job's layout for TorchTitan, Megatron-LM, FSDP2 or Accelerate",
-    "train": "run a job or a plan under torchrun on this machine",
-    "compare": "predicted against measured, of a finished run",
-    "report": "one HTML file about a plan or a run",
-    "inspect": "how often ids of a click log repeat, as tables of a job",
-    "reshard": "a checkpoint cut anew for another plan: ranks, sharding types, units",
-    "diff": "two plans side by side",
-    "calibrate": "measure this machine's memory, compute and links, for plans that rest on them",
-    "schema": "what a job may say, as a JSON Schema, for editors",
-    "doctor": "versions, backends, and what works here",
-    "run": "one rank of a run, started by torchrun",
+GROUPS = {
+    "before a run": {
+        "init": "write a commented job to begin with: tables, DLRM, llama, a module of your own",
+        "plan": "choose a placement for every table and unit (a module wrapped as one, as by FSDP)",
+        "explain": "every step behind the numbers of a plan",
+        "memory": "what every rank of a job takes, before it runs: by category, module and tensor",
+        "fit": "the largest batch and sequence of a job that fit, and the fewest ranks",
+        "advise": "the fastest layout of a model that fits a cluster, for the engine that runs it",
+        "export": "a job's layout for TorchTitan, Megatron-LM, FSDP2 or Accelerate",
+        "inspect": "how often ids of a click log repeat, as tables of a job",
+    },
+    "run": {
+        "demo": "plan, run, compare and report on this machine, 2 ranks, about a minute",
+        "train": "run a job or a plan under torchrun on this machine",
+        "run": "one rank of a run, started by torchrun",
+    },
+    "after a run": {
+        "compare": "predicted against measured, of a finished run",
+        "report": "one HTML file about a plan or a run",
+        "reshard": "a checkpoint cut anew for another plan: ranks, sharding types, units",
+        "diff": "two plans side by side",
+    },
+    "tools": {
+        "calibrate": "measure this machine's memory, compute and links, for plans that rest on "
+        "them",
+        "doctor": "versions, backends, and what works here",
+        "schema": "what a job may say, as a JSON Schema, for editors",
+        "completion": "what bash, zsh or fish completes for this command",
+    },
 }
+COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 
 MOVED = {  # commands of earlier versions, and what in the repository does it now
     "study": "PYTHONPATH=benchmarks python -m study JOB.toml",
@@ -56,7 +71,7 @@ MOVED = {  # commands of earlier versions, and what in the repository does it no
 }
 
 EPILOG = """\
-example:
+examples:
   shardwright init python -o my_model.toml
   shardwright plan examples/demo.toml -o plan.json
   shardwright explain plan.json --tensor C3
@@ -73,9 +88,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)  # --rank and --ranks are two
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """A wrong choice is told as a wrong value of a job is."""
+        if action.choices is not None and value not in action.choices:
+            told = not_one_of("", str(value), action.choices).removeprefix(": ")
+            raise argparse.ArgumentError(action, told)
+
     def error(self, message: str) -> NoReturn:
         """One line instead of the usage text, which --help shows."""
-        end = "" if message.endswith("?") else "."
+        end = "" if message.endswith(("?", ".")) else "."
         self.exit(EXIT_INPUT, f"{self.prog}: {_line(message)}{end} See '{self.prog} --help'.\n")
 
 
@@ -110,41 +131,66 @@ def exit_code(run: Callable[[], int]) -> int:
 
 
 def _run(given: Sequence[str]) -> int:
-    parser = Parser(
-        prog="shardwright",
-        description="Plans, explains and runs sharded PyTorch training.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    version = f"shardwright {__version__}"
-    parser.add_argument("-V", "--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     wanted = next((word for word in given if not word.startswith("-")), "")
     if wanted in MOVED:
         remedy = f"In a checkout of the repository: {MOVED[wanted]}"
         raise InputError(expected(f"'{wanted}'", "a command of the package", "none", remedy))
-    # Only the command that runs is imported. The others get a parser without options, which is
-    # enough for the list of --help.
-    for name, text in COMMANDS.items():
-        sub = commands.add_parser(name, help=text, description=text.capitalize() + ".")
-        if name == wanted:
-            importlib.import_module(f"shardwright.cli.{name}").add_arguments(sub)
+    # Only the command that runs is imported. The others get a parser without options.
+    parser, commands = parsers(wanted)
     # Not parse_args, whose message names the words and neither the command nor the option that was
     # meant.
     options, left = parser.parse_known_args(given)
     if left:
-        _refuse_left(commands.choices[options.command], left)
+        _refuse_left(commands[options.command] if options.command else parser, left)
+    if options.command is None:
+        parser.print_help()
+        return EXIT_OK
     module = importlib.import_module(f"shardwright.cli.{options.command}")
     code: int = module.execute(options)
     return code
 
 
+def parsers(*wanted: str) -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
+    """The parser of the command line and those of all commands, of which the ``wanted`` ones know
+    their options."""
+    parser = Parser(
+        prog="shardwright",
+        usage="%(prog)s [-h] [-V] COMMAND ...",
+        description=_listing(),
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    version = f"shardwright {__version__}"
+    said = "show the version and exit"
+    parser.add_argument("-V", "--version", action="version", version=version, help=said)
+    # Hidden, for argparse would list the commands without their groups.
+    commands = parser.add_subparsers(
+        dest="command", metavar="command", prog="shardwright", help=argparse.SUPPRESS
+    )
+    for name, text in COMMANDS.items():
+        sub = commands.add_parser(name, description=f"{text[0].upper()}{text[1:]}.")
+        if name in wanted:
+            importlib.import_module(f"shardwright.cli.{name}").add_arguments(sub)
+    return parser, commands.choices
+
+
+def _listing() -> str:
+    """What the program is, and its commands in groups, in the terminal's width."""
+    indent, width = " " * (6 + max(map(len, COMMANDS))), get_terminal_size().columns
+    lines = ["Plans, explains and runs sharded PyTorch training."]
+    for group, commands in GROUPS.items():
+        lines += ["", f"{group}:"]
+        for name, text in commands.items():
+            head = f"    {name}".ljust(len(indent))
+            lines += wrap(text, width, initial_indent=head, subsequent_indent=indent)
+    return "\n".join(lines)
+
+
 def _refuse_left(command: argparse.ArgumentParser, left: list[str]) -> NoReturn:
     """Of words that ``command`` does not take, and of the option that the first may have meant."""
     known = [name for action in command._actions for name in action.option_strings]
-    near = likeliest(left[0].partition("=")[0], known)
-    guess = f", did you mean '{near}'?" if near else ""
-    command.error(f"expected no {' '.join(map(repr, left))}{guess}")
+    near = did_you_mean(left[0].partition("=")[0], known)
+    command.error(f"expected no {' '.join(map(repr, left))}. {near}".rstrip(". "))
 
 
 def _unforeseen(error: Exception) -> int:

@@ -10,7 +10,7 @@ import msgspec
 
 from shardwright.cli import options as shared
 from shardwright.core.document import PICTURE, TRACE, check_output, write_atomically
-from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, expected, nearest
+from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, expected, there_are
 from shardwright.core.footprint import Footprint, RankMemory, Tracked
 from shardwright.job.job import Job, named_files
 
@@ -20,16 +20,17 @@ PICTURES = {".svg": PICTURE, ".json": TRACE}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``memory``."""
     parser.epilog = (
-        "Exit code 3: a rank class does not fit its capacity. JSON has the figures of the class "
-        "with the highest peak at the top and every class under 'ranks'; the timeline is only in "
-        "its own file."
+        "Exit code 3: some ranks do not fit their capacity. JSON has the figures of those with the "
+        "highest peak at the top and of all under 'ranks', identical ones once; the timeline is "
+        "only in its own file."
     )
     shared.job_argument(parser)
-    parser.add_argument("--rank", metavar="NAME", help="the class of ranks to show in detail")
+    shared.tokens_option(parser)
+    parser.add_argument("--rank", metavar="NAME", help="which ranks to show in detail")
     parser.add_argument(
         "--full",
         action="store_true",
-        help="every class, module and tensor; of what is measured, every step and module, too",
+        help="every rank, module and tensor; of what is measured, every step and module, too",
     )
     parser.add_argument(
         "--timeline",
@@ -55,6 +56,7 @@ def execute(options: argparse.Namespace) -> int:
     """Estimate, write, show; 3 where something is known not to fit."""
     # Before minutes of tracing, as everything that can be refused by looking at options.
     _check_timeline(options.timeline)
+    shared.check_tokens(options)
     job = shared.job_of(options)
     if options.timeline:
         inputs = (options.job, *named_files(job, options.job))
@@ -64,6 +66,9 @@ def execute(options: argparse.Namespace) -> int:
 
     with SearchListener(sys.stderr) as listener:
         found = footprint(job, details=True, rank=options.rank or "", hear=listener)
+    if options.tokens and not found.time:
+        wanted = "a job whose seconds are known: a preset of accelerators, and no plan"
+        raise InputError(expected("--tokens", wanted, "another"))
     rank = _chosen(found, options.rank)
     if options.timeline:
         _write_timeline(found, rank, options.timeline)
@@ -81,7 +86,7 @@ def execute(options: argparse.Namespace) -> int:
             }
         shared.print_json(report)
     else:
-        _show(found, rank, real, full=options.full)
+        _show(found, rank, real, options)
     return EXIT_NO_PLAN if found.verdict == "does not fit" else EXIT_OK
 
 
@@ -94,12 +99,12 @@ def _show(
     footprint: Footprint,
     rank: RankMemory,
     real: tuple[Footprint, list[Tracked]] | None,
-    *,
-    full: bool,
+    options: argparse.Namespace,
 ) -> None:
     from shardwright.report.memory_report import memory_report
 
-    shared.show(memory_report(footprint, rank, full=full))
+    full = options.full
+    shared.show(memory_report(footprint, rank, tokens=options.tokens, full=full))
     if real:
         from shardwright.report.memory_report import rehearsal_report
 
@@ -152,8 +157,8 @@ def _chosen(footprint: Footprint, name: str | None) -> RankMemory:
         alone = len(footprint.ranks) == 1 and name in map(str, range(rank.ranks))
         if alone or name in (rank.name, rank.name.removeprefix("rank ")):
             return rank
-    known = nearest(name, (rank.name for rank in footprint.ranks))
-    raise InputError(expected("--rank", f"one of {known}", f"'{name}'"))
+    known = there_are(name, [rank.name for rank in footprint.ranks])
+    raise InputError(expected("--rank", "ranks by their name", f"'{name}'", known))
 
 
 def _check_timeline(path: Path | None) -> None:
@@ -168,9 +173,7 @@ def _write_timeline(footprint: Footprint, rank: RankMemory, path: Path) -> None:
     from shardwright.report.traces import chrome_trace
 
     if not rank.timeline:
-        raise InputError(
-            expected("--timeline", "a class whose step was followed", f"'{rank.name}'")
-        )
+        raise InputError(expected("--timeline", "ranks whose step was followed", f"'{rank.name}'"))
     if path.suffix == ".svg":
         text = standalone(timeline_chart(footprint, rank))
     else:

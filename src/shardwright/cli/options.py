@@ -20,13 +20,7 @@ def job_argument(parser: argparse.ArgumentParser, *, also_plan: bool = False) ->
     """JOB.toml with overrides."""
     name = "JOB.toml|plan.json" if also_plan else "JOB.toml"
     parser.add_argument("job", type=Path, metavar=name, help="what to train, on what")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override a key of the job; may be repeated",
-    )
+    set_option(parser)
     parser.add_argument(
         "--on",
         default="",
@@ -34,6 +28,25 @@ def job_argument(parser: argparse.ArgumentParser, *, also_plan: bool = False) ->
         help="instead of the job's [cluster]: 8xH100, 2x8xA100-40, a preset or a cluster file",
     )
     parser.add_argument("-n", "--ranks", type=int, metavar="N", help="number of ranks")
+
+
+def set_option(parser: argparse.ArgumentParser) -> None:
+    """--set."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override a key of the job; may be repeated",
+    )
+
+
+def plan_argument(
+    parser: argparse.ArgumentParser, name: str = "plan", metavar: str = "plan.json"
+) -> None:
+    """A plan."""
+    said = "a plan, as shardwright plan JOB.toml -o plan.json writes it"
+    parser.add_argument(name, type=Path, metavar=metavar, help=said)
 
 
 def job_of(options: argparse.Namespace) -> Job:
@@ -103,6 +116,18 @@ def check_profile(options: argparse.Namespace) -> None:
         raise InputError(
             expected("--profile", "a number of steps", found, "Leave it out for none.")
         )
+
+
+def tokens_option(parser: argparse.ArgumentParser) -> None:
+    """--tokens."""
+    said = "of the whole training, such as 15e12: shows days and GPU-hours"
+    parser.add_argument("--tokens", type=float, metavar="N", help=said)
+
+
+def check_tokens(options: argparse.Namespace) -> None:
+    """InputError where --tokens is no number of tokens."""
+    if options.tokens is not None and not options.tokens > 0:
+        raise InputError(expected("--tokens", "a number above 0", f"{options.tokens:g}"))
 
 
 def json_option(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ FIRST, LONGER = 2.0, 1.5  # seconds until the first line; by how much each waits
 # Of estimates: seconds before the first line, between two where nobody watches, and where somebody
 # does.
 QUIET, EVERY, WATCHED = 2.0, 5.0, 0.2
+PREPARING = "recording and pricing a step of the model"  # before there is a search
 LONG = 10.0  # seconds after which a limit is worth a hint
 
 
@@ -55,7 +56,7 @@ class SearchPatience:
 
 
 class SearchListener:
-    """Says how long a search is being prepared, then how it goes when it is called.
+    """Says how long a step is being recorded, then how it goes when it is called.
     The first Ctrl-C inside ends a search that has a plan, and interrupts anything else; the second
     interrupts any."""
 
@@ -95,7 +96,7 @@ class SearchListener:
             print(progress_line(watch), file=self.stream, flush=True)
 
     def _recording(self, elapsed: float) -> None:
-        line = f"preparing for {elapsed:.0f} s (Ctrl-C gives up)"  # a model's step is recorded
+        line = f"{PREPARING} for {elapsed:.0f} s (Ctrl-C gives up)"
         print(line, file=self.stream, flush=True)
 
     def _search_begins(self) -> None:
@@ -137,7 +138,7 @@ class EstimateProgress:
         self._shown = False
         self._estimated = ""
         self._patience = SearchPatience(
-            lambda seconds: self._show(f"first estimate; preparing for {seconds:.0f} s")
+            lambda seconds: self._show(f"first estimate: {PREPARING} for {seconds:.0f} s")
         )
 
     def hear(self, watch: Watch) -> None:

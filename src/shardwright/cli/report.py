@@ -10,18 +10,28 @@ from shardwright.cli import options as shared
 from shardwright.core.document import REPORT, TRACE, check_output, read_bytes, write_atomically
 from shardwright.core.errors import InputError, expected
 from shardwright.core.measurement import Curve, read_measurement
+from shardwright.core.quantities import format_seconds
 from shardwright.job.job import named_files
 from shardwright.job.plan import read_plan
-from shardwright.launcher.ending import decode_outcome
+from shardwright.launcher.ending import RunOutcome, decode_outcome
 from shardwright.launcher.folder import is_going_on, measurement_file, outcome_file, plan_file
 from shardwright.launcher.progress import so_far
+from shardwright.report.wording import counted
 from shardwright.train.compare import compare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``report``."""
-    parser.add_argument("run", type=Path, metavar="RUN_DIR|plan.json")
-    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"))
+    said = "the folder of a run, or a plan alone"
+    parser.add_argument("run", type=Path, metavar="RUN_DIR|plan.json", help=said)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        metavar="report.html",
+        help="the page to write (report.html)",
+    )
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="a step planned and measured, for Perfetto"
     )
@@ -57,7 +67,7 @@ def write_report(source: Path, output: Path) -> None:
         measurement = read_measurement(measured) if measured.exists() else None
         comparison = compare(plan, measurement) if measurement else None
         found = read_bytes(ended, "outcome") if ended.exists() else b""
-        text = decode_outcome(found, str(ended)).reason if found else ""
+        text = _how_it_ended(decode_outcome(found, str(ended))) if found else ""
         curve = None
         if measurement is None and (run := so_far(source)):
             steps, losses = zip(*run.points, strict=True) if run.points else ((), ())
@@ -66,6 +76,14 @@ def write_report(source: Path, output: Path) -> None:
             text += f"{'. ' * bool(text)}The run {how} up to step {run.step:,} of {run.steps:,}."
         page = render(plan, measurement, comparison, text, curve)
     write_atomically(output, page.encode())
+
+
+def _how_it_ended(outcome: RunOutcome) -> str:
+    """A run's end as a sentence of its own."""
+    if outcome.code:
+        return outcome.reason
+    took, ranks = format_seconds(outcome.seconds), counted(outcome.world_size, "rank")
+    return f"The run finished on {ranks}, in {took} with its start."
 
 
 def write_trace(source: Path, output: Path) -> None:

@@ -23,7 +23,7 @@ from shardwright.launcher.heartbeat import Heartbeat, read_status
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``run``."""
-    parser.add_argument("plan", type=Path, metavar="plan.json")
+    shared.plan_argument(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/latest"), help="the run's folder")
     parser.add_argument("--store", type=Path, help="a file to meet at, instead of a port")
     parser.add_argument("--threads", action="store_true", help="every rank is a thread of this one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,9 @@ from msgspec import UNSET
 
 from shardwright.cli import options as shared
 from shardwright.core.cluster import Cluster
-from shardwright.core.errors import InputError, MismatchError, expected
+from shardwright.core.errors import EXIT_PREEMPTED, EXIT_RUN_FAILED, InputError, expected
 from shardwright.core.measurement import Quality, scores_text
-from shardwright.job.job import DataSection, Job
+from shardwright.job.job import DataSection, Job, checkpoint_folder
 from shardwright.job.plan import Plan, read_plan, sealed
 from shardwright.job.train import Forward, TrainSection
 from shardwright.launcher.folder import outcome_file, plan_file
@@ -42,11 +43,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Plan unless a plan is given, run, compare; the code is the run's."""
     shared.check_profile(options)
+    again = _again(options)  # before --out and --forward become overrides of the job
     plan = _plan_of(options)
     _check_device(plan.cluster)
     out, begin = Path(plan.job.train.out), {"resume": options.resume, "profile": options.profile}
     session = run(plan, out, sys.stderr, given=options.job, **begin)
-    return finish(session, json=options.json, full=options.full)
+    code = finish(session, json=options.json, full=options.full)
+    if code in (EXIT_RUN_FAILED, EXIT_PREEMPTED):
+        print(_how_to_go_on(session, again), file=sys.stderr)
+    return code
+
+
+def _again(options: argparse.Namespace) -> list[str]:
+    """The command that trains the same once more."""
+    given = {"-n": options.ranks, "--on": options.on, "--out": options.out}
+    given["--forward"] = options.forward
+    words = [word for name, value in given.items() if value for word in (name, str(value))]
+    settings = [word for each in options.set for word in ("--set", each)]
+    return ["shardwright", "train", str(options.job), *words, *settings]
+
+
+def _how_to_go_on(session: Session, words: list[str]) -> str:
+    """The command that goes on with a run that did not come to its end."""
+    job = session.plan.job
+    if job.checkpoint is UNSET:
+        again = shlex.join([*words, "--set", "checkpoint.every=10 min"])
+        return f"nothing was saved, for the job has no [checkpoint]; with one: {again}"
+    from shardwright.runtime.checkpoint.folders import complete_steps  # it brings torch
+
+    saved = complete_steps(checkpoint_folder(job, session.folder))
+    where = f"after step {saved[-1]}" if saved else "from its beginning, for nothing was saved yet"
+    return f"to go on {where}: {shlex.join([*words, '--resume'])}"
 
 
 def finish(session: Session, *, json: bool = False, full: bool = False, brief: bool = False) -> int:
@@ -70,6 +97,7 @@ def finish(session: Session, *, json: bool = False, full: bool = False, brief: b
         from shardwright.report.table import profile_summary
 
         shared.show(profile_summary(session.measurement.profile, full=full))
+    print()
     shared.show(prose("\n".join(result_lines(session))))
     print(f"results in {session.folder}", file=sys.stderr)
     return 0
@@ -144,7 +172,7 @@ def _quality_lines(quality: Quality) -> Iterator[str]:
     if quality.accuracy is not None:
         yield (
             f"accuracy {quality.accuracy:.4f}{beside(quality.best_accuracy)}, "
-            f"{quality.majority:.4f} by always giving the commoner label"
+            f"{quality.majority:.4f} by always giving the majority class"
         )
 
 
@@ -184,14 +212,9 @@ def _plan_of(options: argparse.Namespace) -> Plan:
     given = read_plan(options.job, check=True)
     shared.warn_of_busy(given.job.cluster.measured, given.job.cluster.file)
     if options.ranks not in (None, given.world_size):
-        raise MismatchError(
-            expected(
-                "-n",
-                f"{given.world_size}, as the plan",
-                str(options.ranks),
-                f"Plan for {options.ranks} ranks first.",
-            )
-        )
+        planned_for = f"{given.world_size}, as the plan"
+        remedy = f"Plan for {options.ranks} ranks first: {_plan_command(options)}."
+        raise InputError(expected("-n", planned_for, str(options.ranks), remedy))
     if options.forward and not given.job.model.traits.reads_clicks:
         wanted = f"none beside model.kind '{given.job.model.kind}'"
         raise InputError(expected("--forward", wanted, f"'{options.forward}'"))
@@ -202,6 +225,10 @@ def _plan_of(options: argparse.Namespace) -> Plan:
     return sealed(
         msgspec.structs.replace(given, job=msgspec.structs.replace(given.job, train=train))
     )
+
+
+def _plan_command(options: argparse.Namespace) -> str:
+    return f"shardwright plan JOB.toml -n {options.ranks} -o {options.job}"
 
 
 def _planned_before(job: Job) -> Plan | None:

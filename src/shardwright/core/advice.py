@@ -113,4 +113,4 @@ class Advice(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def days(self, tokens: float) -> float:
         """How long so many tokens take with the answer."""
         assert self.answer is not None
-        return tokens / self.answer.time.tokens_per_second / 86_400
+        return self.answer.time.days(tokens)

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 import shardwright
-from shardwright.core.errors import InputError, expected, likeliest
+from shardwright.core.errors import InputError, did_you_mean, expected, not_one_of
 
 MAX_DOCUMENT_BYTES = 256 * 2**20
 MAX_TOML_BYTES = 16 * 2**20
@@ -264,9 +264,11 @@ def convert(
 def unknown_key(where: str, spot: str, key: str, known: Collection[str]) -> InputError:
     """An error that names the nearest known key, if one is near."""
     ordered = sorted(known)
-    near = likeliest(key, ordered)
-    guess = f"Did you mean '{near}'? " if near else ""
-    return InputError(f"{where}: unknown key '{spot}'. {guess}Known here: {', '.join(ordered)}.")
+    guess = did_you_mean(key, ordered)
+    known_here = f"Known here: {', '.join(ordered)}."
+    return InputError(
+        " ".join(filter(None, (f"{where}: unknown key '{spot}'.", guess, known_here)))
+    )
 
 
 def _refuse_unknown_keys(
@@ -307,7 +309,7 @@ def _explain(message: str, document: Any, kind: Any, where: str, at: str) -> str
     # msgspec says what is wrong in text alone. Where a later version words it otherwise nothing
     # fails: its own text is shown with the key, just less like our other messages.
     text, _, place = message.partition(" - at `$")
-    keys = re.findall(r"(?<=\[)\.\.\.|[^.\[\]`]+", place)
+    keys, told = re.findall(r"(?<=\[)\.\.\.|[^.\[\]`]+", place), []
     spot = (at + place.rstrip("`.")).lstrip(".") or "job"
     found: Any = document
     for key in keys:
@@ -317,7 +319,7 @@ def _explain(message: str, document: Any, kind: Any, where: str, at: str) -> str
             if wrong is None:
                 continue
             key, spot = wrong, spot.replace("[...]", f".{wrong}", 1)
-        kind = _inner(kind, key)
+        told, kind = _told(kind, key), _inner(kind, key)
         if isinstance(found, list) and key.isdigit() and int(key) < len(found):
             found = found[int(key)]
         elif isinstance(found, dict) and key in found:
@@ -331,12 +333,15 @@ def _explain(message: str, document: Any, kind: Any, where: str, at: str) -> str
     wanted = text.replace("`", "").removeprefix("Expected ")
     # msgspec repeats the wrong value and not those that are allowed, which is what a reader wants
     # to know; they are read off the type.
-    if text.startswith("Invalid enum value"):
-        wanted = f"one of {', '.join(dict.fromkeys(_choices(kind)))}"
+    allowed = told or list(dict.fromkeys(_choices(kind)))
+    if text.startswith("Invalid enum value") and isinstance(found, str):
+        return not_one_of(f"{where}: {spot}", found, allowed)
+    if text.startswith(("Invalid enum value", "Expected `str`")) and allowed:
+        wanted = f"one of {', '.join(allowed)}"
     if ", got" in wanted:
         wanted = wanted.partition(", got")[0]
     remedy = ""
-    if isinstance(found, dict) and wanted == "str" and found:
+    if isinstance(found, dict) and text.startswith("Expected `str`") and found:
         inside, _, last = spot.rpartition(".")
         remedy = f"""Quote a name with dots: {inside}."{last}.{next(iter(found))}"."""
     if wanted == "object":
@@ -347,17 +352,33 @@ def _explain(message: str, document: Any, kind: Any, where: str, at: str) -> str
 
 def _known(kind: Any) -> Collection[str]:
     """The keys of a section, which may be one that is left out; none where any is one."""
+    section = _section(kind)
+    return _fields(section) if _is_section(section) else ()
+
+
+def _section(kind: Any) -> Any:
+    """The type of a section that may be left out; any other as it is."""
     if typing.get_origin(kind) is types.UnionType:
-        kind = next((inner for inner in typing.get_args(kind) if _is_section(inner)), kind)
-    return _fields(kind) if _is_section(kind) else ()
+        return next((inner for inner in typing.get_args(kind) if _is_section(inner)), kind)
+    return kind
+
+
+def _told(kind: Any, key: str) -> list[str]:
+    """What a section says that a key may be, beside what its type allows: its examples."""
+    section = _section(kind)
+    if not _is_section(section):
+        return []
+    hint = typing.get_type_hints(section, include_extras=True).get(key)
+    parts = (hint, *typing.get_args(hint))
+    notes = (note for part in parts for note in getattr(part, "__metadata__", ()))
+    return [each for note in notes for each in note.examples or ()]
 
 
 def _inner(kind: Any, key: str) -> Any:
     """The type of a field of a struct, or of the elements of a tuple; of a section that may be
     left out too."""
-    if typing.get_origin(kind) is types.UnionType:
-        kind = next((inner for inner in typing.get_args(kind) if _is_section(inner)), kind)
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+    kind = _section(kind)
+    if _is_section(kind):
         return _fields(kind).get(key)
     arguments = typing.get_args(kind)
     if isinstance(typing.get_origin(kind), type) and issubclass(typing.get_origin(kind), Mapping):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from itertools import chain
 
 EXIT_OK = 0
 EXIT_BUG = 1
@@ -69,25 +70,128 @@ class PeerError(RunError):
 
 NEAREST = 5  # names that a message suggests
 
+# What people of the field write, without separators, and the names that mean it here; the first
+# that is known where it was written is the one that was meant.
+ALIASES = {
+    # degrees and sizes
+    "tp": ("tensor",),
+    "pp": ("pipeline",),
+    "cp": ("context",),
+    "ep": ("expert",),
+    "etp": ("expert_tensor",),
+    "sp": ("sequence",),
+    "dp": ("data_shard", "data_parallel", "ddp"),
+    "fsdp": ("data_shard", "fsdp2", "shard"),
+    "hsdp": ("data_replicate",),
+    "ddp": ("data_replicate", "data_parallel"),
+    "gradaccum": ("microbatches",),
+    "gradientaccumulationsteps": ("microbatches",),
+    "bs": ("size",),
+    "batchsize": ("size",),
+    "microbatchsize": ("size", "micro_batch"),
+    "seqlen": ("sequence",),
+    "seqlength": ("sequence",),
+    "sequencelength": ("sequence",),
+    "ngpus": ("world_size",),
+    "gpus": ("world_size",),
+    "nproc": ("world_size", "--ranks"),
+    "lr": ("learning_rate",),
+    # dtypes
+    "bfloat16": ("bf16",),
+    "float16": ("fp16",),
+    "half": ("fp16",),
+    "float32": ("fp32",),
+    "float": ("fp32",),
+    "single": ("fp32",),
+    "float8": ("fp8",),
+    # devices, runtimes and engines
+    "gpu": ("cuda",),
+    "nvidia": ("cuda",),
+    "host": ("cpu", "cpu-host"),
+    "fullyshard": ("fsdp2", "shard"),
+    "deepspeed": ("accelerate",),
+    "mcore": ("megatron",),
+    "titan": ("torchtitan",),
+    # checkpointing, optimizers, kernels
+    "activationcheckpointing": ("checkpointing",),
+    "gradientcheckpointing": ("checkpointing",),
+    "recompute": ("checkpointing", "full"),
+    "sac": ("selective",),
+    "zerostage": ("zero",),
+    "reshardafterforward": ("resharded",),
+    "adam8bit": ("adamw_8bit",),
+    "fa": ("flash",),
+    "fa2": ("flash",),
+    "sdpa": ("flash",),
+    "flashattention": ("flash",),
+    "math": ("eager",),
+    # sharding types and kernels of tables
+    "rw": ("row_wise",),
+    "tw": ("table_wise",),
+    "cw": ("column_wise",),
+    "twrw": ("table_row_wise",),
+    "twcw": ("table_column_wise",),
+    "uvm": ("fused_uvm",),
+    "uvmcaching": ("fused_uvm_caching",),
+    "ssd": ("key_value",),
+    # models and commands
+    "gpt": ("transformer", "llama"),
+    "estimate": ("memory",),
+    "launch": ("train",),
+    "start": ("train",),
+    "new": ("init",),
+    "check": ("doctor",),
+    "benchmark": ("calibrate",),
+    "info": ("explain",),
+}
+
+
+def _plain(name: str) -> str:
+    """A name without case, separators and torch's own prefix."""
+    return "".join(filter(str.isalnum, name.lower().removeprefix("torch.")))
+
 
 def likeliest(name: str, known: Iterable[str]) -> str:
-    """The known name that was meant, one that begins with ``name`` first; empty where none is like
-    it."""
-    names = list(known)
-    near = [each for each in names if name and each.startswith(name)]
-    return next(iter(near or get_close_matches(name, names, n=1)), "")
+    """The known name that was meant: the same but for case and separators, or by what the field
+    calls it; then one that begins with ``name``, the most alike, and one that ``name`` begins with;
+    empty where none is like it."""
+    names = {_plain(each): each for each in reversed(list(known))}
+    bare = _plain(name)
+    meant = (names[each] for each in (bare, *map(_plain, ALIASES.get(bare, ()))) if each in names)
+    begins = (names[each] for each in reversed(names) if bare and each.startswith(bare))
+    alike = (names[each] for each in get_close_matches(bare, names, n=1))
+    within = (names[each] for each in reversed(names) if len(each) > 2 and bare.startswith(each))
+    return next(chain(meant, begins, alike, within), "")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known names most like ``name``, whatever their case, in quotes; all where there are few;
-    empty where there are none."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The question that every message about a wrong name ends in, of a key, a value, a command or
+    what a file has; empty where nothing is like it."""
+    near = likeliest(name, known)
+    return f"Did you mean '{near}'?" if near else ""
+
+
+def not_one_of(where: str, name: str, known: Iterable[str], remedy: str = "") -> str:
+    """What is said of a ``name`` where only ``known`` ones may stand."""
     names = list(known)
+    said = " ".join(filter(None, (did_you_mean(name, names), remedy)))
+    return expected(where, f"one of {', '.join(names)}", f"'{name}'", said)
+
+
+def there_are(name: str, known: Iterable[str]) -> str:
+    """What was meant by ``name``, and the known names most like it, all where there are few; empty
+    where there are none."""
+    names = list(known)
+    if not names:
+        return ""
     lower = {each.lower(): each for each in reversed(names)}
     close = [lower[each] for each in get_close_matches(name.lower(), lower, NEAREST, cutoff=0.4)]
     within = [each for each in names if name.lower() in each.lower() and each not in close]
     shown = names if len(names) <= NEAREST else ([*close, *within] or names)[:NEAREST]
     more = f" and {len(names) - len(shown):,} more" if len(names) > len(shown) else ""
-    return ", ".join(f"'{each}'" for each in shown) + more
+    listing = ", ".join(f"'{each}'" for each in shown)
+    there = f"There {'are' if len(names) > 1 else 'is'} {listing}{more}."
+    return " ".join(filter(None, (did_you_mean(name, names), there)))
 
 
 def listed(names: Sequence[str], most: int) -> str:

@@ -105,6 +105,9 @@ class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeline: tuple[Sample, ...] = ()
 
 
+DAY = 24 * 3600.0  # seconds
+
+
 class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a step, with the range in which 80 of 100 runs are to lie, and ``parts`` that add
     up to them, of the rank of a pipeline that has most to do.
@@ -130,6 +133,10 @@ class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def tokens_per_second(self) -> float:
         """Of all devices."""
         return self.tokens / self.seconds
+
+    def days(self, tokens: float) -> float:
+        """How long a training on so many tokens takes."""
+        return tokens / self.tokens_per_second / DAY
 
     @property
     def mfu(self) -> float:
@@ -285,7 +292,7 @@ FIT_SCHEMA = "shardwright.fit/1"
 class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a variant of a job asks of its fullest rank: live bytes at the peak, and the least and
     the most that it needs of its device; and how long a step takes, with the tokens of one device
-    in a second, where that is known."""
+    in a second and its MFU, where that is known."""
 
     peak_bytes: int
     peak_phase: str
@@ -296,6 +303,7 @@ class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     by_category: dict[Kind, int]
     step_seconds: float | UnsetType = UNSET
     device_tokens_per_second: float | UnsetType = UNSET
+    mfu: float | UnsetType = UNSET
 
 
 class Largest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -189,7 +189,7 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Of text, ``rows`` are tokens, ``log_loss`` is in nats per token and there is nothing else;
     clicks of one kind have no AUC and no normalized entropy either. ``majority`` is the accuracy
-    of the commoner label everywhere, ``normalized_entropy`` the log loss over that of the share of
+    of the majority class everywhere, ``normalized_entropy`` the log loss over that of the share of
     clicks everywhere (below 1 something was learned), ``calibration`` predicted clicks over real
     ones.
     """

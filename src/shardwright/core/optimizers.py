@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError, expected, not_one_of
 from shardwright.core.optimizer_states import (
     BLOCK_ELEMENTS,
     CODES,
@@ -485,7 +485,7 @@ def optimizer_named(
     implementation that it does not have.
     """
     if name not in among:
-        raise InputError(expected(where, f"one of {', '.join(among)}", f"'{name}'"))
+        raise InputError(not_one_of(where, name, among))
     row = OPTIMIZERS[name]
     if implementation and implementation not in row.steps:
         wanted = f"one that {name} has: {', '.join(row.steps)}"

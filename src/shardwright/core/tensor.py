@@ -9,7 +9,7 @@ import math
 
 import msgspec
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, not_one_of
 
 ELEMENT_BYTES = {
     "fp64": 8,
@@ -41,7 +41,7 @@ TORCH_NAMES = {
 def element_bytes(dtype: str, where: str = "dtype") -> int:
     """Bytes of one element of ``dtype``."""
     if dtype not in ELEMENT_BYTES:
-        raise InputError(expected(where, f"one of {', '.join(ELEMENT_BYTES)}", f"'{dtype}'"))
+        raise InputError(not_one_of(where, dtype, ELEMENT_BYTES))
     return ELEMENT_BYTES[dtype]
 
 

@@ -13,7 +13,7 @@ from shardwright.core.cluster import (
     decisive,
 )
 from shardwright.core.document import unknown_key
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, expected, not_one_of
 from shardwright.core.quantities import parse_bytes
 from shardwright.cost.presets import HARDWARE, LOCAL, MODELS, OF_A_JOB, PRESETS, Preset
 from shardwright.job.cluster import ClusterSection, with_calibration
@@ -98,8 +98,7 @@ def _preset_name(section: ClusterSection, profile: Profile) -> str:
             return profile
         return ACCELERATED if section.compute_device == "cuda" else PLAIN
     if name not in (*HARDWARE, *MODELS):
-        wanted = f"one of {', '.join((*HARDWARE, *MODELS))}"
-        raise InputError(expected("cluster.preset", wanted, f"'{name}'"))
+        raise InputError(not_one_of("cluster.preset", name, (*HARDWARE, *MODELS)))
     if profile in MODELS and name != profile:
         raise InputError(
             expected(

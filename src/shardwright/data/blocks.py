@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.errors import InputError, expected, nearest
+from shardwright.core.errors import InputError, expected, listed
 from shardwright.data.lines import BROKEN, CHECK, Row, RowFile, arrow_of, broken
 
 LABEL = "label"  # the column that an array of labels is
@@ -74,7 +74,7 @@ class Parquet(RowFile):
                 self._rows += file.metadata.num_rows
             self.names = self.names or names
             if names != self.names:
-                wanted, found = f"columns as in {files[0].name}", nearest("", names)
+                wanted, found = f"columns as in {files[0].name}", listed(names, 5)
                 raise InputError(expected(str(each), wanted, found))
         if not self._rows:
             raise InputError(expected(str(path), "data rows", "a file without one", CHECK))

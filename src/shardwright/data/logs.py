@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.core.errors import InputError, expected, listed, nearest
+from shardwright.core.errors import InputError, expected, listed, there_are
 from shardwright.data.blocks import LABEL
 from shardwright.data.files import open_rows
 from shardwright.data.lines import Line, Row, RowFile, TextRows, as_lines, fields_of, shown
@@ -291,8 +291,10 @@ class ColumnLog(FileLog):
         self._width = len(names)
         for name in self._columns:
             if self._file.names.count(name) != 1:
-                found = "several" if name in self._file.names else nearest(name, self._file.names)
-                raise InputError(expected(where, f"one column '{name}'", found, _NAMES))
+                several = name in self._file.names
+                remedy = _NAMES if several else f"{there_are(name, self._file.names)} {_NAMES}"
+                found = "several" if several else "none"
+                raise InputError(expected(where, f"one column '{name}'", found, remedy))
         self._place = {name: names.index(name) for name in self._columns}
 
     def parse(self, lines: Sequence[Line]) -> ClickBatch | None:

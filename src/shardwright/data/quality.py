@@ -63,7 +63,7 @@ def accuracy(labels: ArrayLike, probabilities: ArrayLike) -> float:
 
 
 def majority(labels: ArrayLike) -> float:
-    """Accuracy of the commoner label everywhere."""
+    """Accuracy of the majority class everywhere."""
     share = float(_labels(labels).mean())
     return max(share, 1.0 - share)
 

@@ -78,7 +78,7 @@ def _planned(
     if watch.cut_short:
         source += f" Not searched to its end: {watch.cut_short}."
     if draft is None and problem.model.is_trained:
-        source = "No plan was found that fits: this is what asks least of the fullest rank."
+        source = "No plan was found that fits: this is the one whose highest peak is lowest."
         draft = smallest(problem)
     if draft is None:
         raise shortage.error(found, watch) if ways else NoPlanError("no plan found that fits")
@@ -158,11 +158,12 @@ def settings_of(job: Job, device: str, policy: str = "") -> dict[str, str]:
         if value != getattr(usual, name)
     }
     return {
+        # First what most asks for: bytes and seconds hang on it.
+        "param_dtype": section.param_dtype or OWN_DTYPE,
+        "reduce_dtype": section.reduce_dtype or OWN_DTYPE,
         "runtime": section.runtime,
         "checkpointing": policy or section.policy,
         "lowering": device,
-        "param_dtype": section.param_dtype or OWN_DTYPE,
-        "reduce_dtype": section.reduce_dtype or OWN_DTYPE,
         "optimizer": job.train.optimizer,
         **batch,
         "sequence": str(job.batch.sequence),

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwright.core.errors import InputError, ShardwrightError, expected, nearest
+from shardwright.core.errors import InputError, ShardwrightError, expected, there_are
 from shardwright.job.job import Job
 from shardwright.launcher.exhausted import out_of_memory
 from shardwright.launcher.worker import from_a_peer
@@ -186,13 +186,12 @@ def python_function(name: str, where: str) -> Callable[..., Any]:
         found = getattr(found, part, None)
     if not callable(found):
         own = [n for n, v in vars(module).items() if callable(v) and v.__module__ == path]
-        near = nearest(rest, own)
         raise InputError(
             expected(
                 where,
                 f"a function '{rest}' in {path}",
                 "nothing of that name" if found is None else type(found).__name__,
-                f"There is {near}." if near else "",
+                there_are(rest, own),
             )
         )
     if _is_pythons(found):

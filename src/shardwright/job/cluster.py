@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from shardwright.core.cluster import CAPACITIES, Calibration, Device, Ranks, read_calibration
-from shardwright.core.errors import InputError, expected, nearest
+from shardwright.core.errors import InputError, expected, there_are
 from shardwright.core.llama import MAX_WORLD
 from shardwright.core.quantities import LEAST_BARE, check_unit
 from shardwright.job.model import beside
@@ -71,7 +71,13 @@ def with_calibration(
     beside the job."""
     if section.preset:
         raise InputError(
-            expected(f"{where}: cluster", "a file or a preset", "both", "Leave one of the two out.")
+            expected(
+                f"{where}: cluster",
+                "a file or a preset",
+                "both",
+                "Leave one of the two out; on the command line --set cluster.preset= takes the "
+                "preset away, --set cluster.file= the file.",
+            )
         )
     measured = read_calibration(beside(section.file, job_path, f"{where}: cluster.file"))
     return msgspec.structs.replace(section, measured=measured)
@@ -134,7 +140,7 @@ def in_one_word(text: str, where: str = "--on") -> dict[str, Any]:
     preset = known.get(found["device"].lower())
     if preset is None:
         wanted = "a known device, a preset or a cluster file"
-        remedy = f"Did you mean {nearest(found['device'], DEVICES)}?"
+        remedy = there_are(found["device"], DEVICES)
         raise InputError(expected(where, wanted, f"'{found['device']}'", remedy))
     hosts, each = found["hosts"], int(found["each"])
     section = {"preset": preset, "world_size": int(hosts or 1) * each}

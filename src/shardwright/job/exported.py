@@ -4,7 +4,7 @@ there.
 
 from __future__ import annotations
 
-from shardwright.core.errors import InputError, UnsupportedError, expected, nearest
+from shardwright.core.errors import InputError, UnsupportedError, not_one_of
 from shardwright.job.engines import accelerate, fsdp2, megatron, own, torchtitan
 from shardwright.job.engines.layout import Engine, layout_of
 from shardwright.job.job import Job
@@ -43,5 +43,5 @@ def exported(job: Job, engine: str) -> str:
 
 def _engine(name: str) -> Engine:
     if name not in ENGINES:
-        raise InputError(expected("engine", f"one of {nearest(name, ENGINES)}", f"'{name}'"))
+        raise InputError(not_one_of("engine", name, ENGINES))
     return ENGINES[name]

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.core.cluster import MAX_PLANNED
 from shardwright.core.document import convert, parse_toml, read_bytes
-from shardwright.core.errors import InputError, check_type, expected
+from shardwright.core.errors import InputError, check_type, expected, there_are
 from shardwright.core.kinds import EmbeddingsSection, members_of
 from shardwright.core.model import TableSpec
 from shardwright.core.quantities import parse_bytes
@@ -464,7 +463,6 @@ def _inside(target: Any, step: str, spot: str) -> Any:
         entries = {str(e["name"]): e for e in target if isinstance(e, dict) and "name" in e}
         if step in entries:
             return entries[step]
-        near = difflib.get_close_matches(step, entries, n=3, cutoff=0.0)
-        wanted = f"the name of an entry, such as {', '.join(near)}" if near else "an entry"
-        raise InputError(expected(f"--set {spot}", wanted, f"'{step}'"))
+        wanted, near = "the name of an entry", there_are(step, entries)
+        raise InputError(expected(f"--set {spot}", wanted, f"'{step}'", near))
     raise InputError(expected(f"--set {spot}", "a section", repr(target)))

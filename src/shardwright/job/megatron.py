@@ -15,7 +15,7 @@ from typing import Any
 from shardwright.core.errors import InputError, ShardwrightError, UnsupportedError, expected
 from shardwright.core.llama import MegatronSettings
 from shardwright.job.imported import Document, Imported, Keys
-from shardwright.job.megatron_model import ALL, model, needed, settings
+from shardwright.job.megatron_model import ALL, lacks, model, needed, settings
 from shardwright.job.parallel import dealt
 
 HARMLESS = re.compile(
@@ -107,6 +107,11 @@ def job_of(text: str | Mapping[str, Any], world_size: int | None) -> Imported:
             keys.refuse(ALL, name, f"none, for no estimate follows {brings}")
     if str(keys.value(ALL, "tokenizer-type", "")).startswith("Bert"):
         keys.refuse(ALL, "tokenizer-type", "one of a GPT")
+    if lacking := [f"--{name}" for name in lacks(keys)]:
+        # Together with what is refused: whoever adds them one by one would come back each time.
+        wanted, remedy = f"numbers for {', '.join(lacking)}", "Add them to the arguments."
+        text = expected("the arguments", wanted, "none", remedy)
+        raise InputError("; ".join([*keys.refusals, text]))
     try:
         document = _document(keys, world_size)
     except ShardwrightError as error:

@@ -49,6 +49,17 @@ def needed(keys: Keys, name: str) -> int:
     return keys.number(ALL, name, default=1)
 
 
+NEEDED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
+
+
+def lacks(keys: Keys) -> list[str]:
+    """Numbers that no default is known for and that are not there."""
+    missing = [name for name in NEEDED if keys.value(ALL, name, None) is None]
+    sizes = ("vocab-size", "padded-vocab-size")
+    told = any(keys.value(ALL, name, None) is not None for name in sizes)
+    return missing if told or _known_words(keys) else [*missing, "vocab-size"]
+
+
 def model(keys: Keys, tensor: int) -> dict[str, Any]:
     """The ``[model]`` of a decoder, its vocabulary padded for ``tensor`` ranks."""
     dim, heads = needed(keys, "hidden-size"), needed(keys, "num-attention-heads")
@@ -141,20 +152,25 @@ def _vocab(keys: Keys, tensor: int) -> int:
     padded = keys.value(ALL, "padded-vocab-size", None)
     if padded is not None:
         return keys.number(ALL, "padded-vocab-size", default=1)
-    names = ("tokenizer-type", "tokenizer-model", "tokenizer-name-or-path", "vocab-file")
-    kind, *rest = (str(keys.value(ALL, name, "")) for name in names)
     if keys.value(ALL, "vocab-size", None) is not None:
+        kind = str(keys.value(ALL, "tokenizer-type", ""))
         words = keys.number(ALL, "vocab-size", default=1) + (kind == "NullTokenizer")
     else:
-        text = " ".join((kind, *rest)).lower()
-        words = next((words for part, words in WORDS if part in text), 0)
-        # A file of words and merges is GPT-2's, whose tokenizer is Megatron's default.
-        if not words and kind in ("", "GPT2BPETokenizer") and (rest[-1] or kind):
-            words = dict(WORDS)["gpt2"]
-        if not words:
-            return needed(keys, "vocab-size")
+        words = _known_words(keys)
         keys.assume(f"--vocab-size {words}, by its tokenizer")
     return math.ceil(words / multiple) * multiple
+
+
+def _known_words(keys: Keys) -> int:
+    """How many words a tokenizer of a known name has; 0 of another."""
+    names = ("tokenizer-type", "tokenizer-model", "tokenizer-name-or-path", "vocab-file")
+    kind, *rest = (str(keys.value(ALL, name, "")) for name in names)
+    text = " ".join((kind, *rest)).lower()
+    words = next((words for part, words in WORDS if part in text), 0)
+    # A file of words and merges is GPT-2's, whose tokenizer is Megatron's default.
+    if not words and kind in ("", "GPT2BPETokenizer") and (rest[-1] or kind):
+        return dict(WORDS)["gpt2"]
+    return words
 
 
 def _latent(keys: Keys, heads: int) -> dict[str, Any]:

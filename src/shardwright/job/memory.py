@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, expected, not_one_of
 from shardwright.core.llama import LossKind, MegatronSettings
 from shardwright.core.optimizers import Implementation
 from shardwright.core.placement import TwoZeros, Zero
@@ -30,6 +30,8 @@ NormKernel = Literal["fused", "composite"]
 # What is kept of a block for its backward. "layers:N" computes every Nth block again as a whole,
 # "save:aten.mm,..." all but the results of these operators.
 CHECKPOINTING = ("none", "full", "selective", "selective_op", "core_attention")
+POLICIES = (*CHECKPOINTING, "layers:N", "save:OPERATOR,...")
+Policy = Annotated[str, msgspec.Meta(examples=list(POLICIES))]
 # What "selective" keeps of a block: every second product, and what is costly. _scaled_mm: a product
 # in fp8, which TorchTitan's policy sees as mm of torchao's tensors
 PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::linear", "aten::_scaled_mm"))
@@ -120,7 +122,7 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         megatron: of a llama beside ``runtime = "megatron"``: how it is set, by its arguments
     """
 
-    checkpointing: str | UnsetType = UNSET
+    checkpointing: Policy | UnsetType = UNSET
     lowering: Literal["cpu", "cuda"] | None = None
     runtime: Runtime = "shardwright"
     param_dtype: ComputeDtype | UnsetType = UNSET
@@ -273,5 +275,4 @@ def check_memory(section: MemorySection, where: str) -> None:
 def check_policy(name: str, where: str) -> None:
     """InputError unless it has the form of a checkpointing policy's name."""
     if name not in CHECKPOINTING and not _PARAMETRIC.fullmatch(name):
-        known = f"one of {', '.join(CHECKPOINTING)}, layers:N, save:OPERATOR,..."
-        raise InputError(expected(where, known, repr(name)))
+        raise InputError(not_one_of(where, name, POLICIES))

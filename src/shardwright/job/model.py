@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from shardwright.core.errors import InputError, expected, nearest
+from shardwright.core.errors import InputError, expected, there_are
 from shardwright.core.llama import (
     LATENT,
     LLAMA_EXPERTS,
@@ -447,8 +447,7 @@ def check_defined(name: str, where: str) -> None:
     if function.partition(".")[0] in names or {"*", "__getattr__"}.intersection(names):
         return
     own = [node.name for node in tree.body if isinstance(node, SCOPES)]
-    near = nearest(function, own)
-    wanted, remedy = f"a function '{function}' in {path}", f"There is {near}." if near else ""
+    wanted, remedy = f"a function '{function}' in {path}", there_are(function, own)
     raise InputError(expected(where, wanted, "nothing of that name", remedy))
 
 

@@ -23,7 +23,7 @@ from typing import Literal
 
 import msgspec
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, expected, not_one_of
 
 # A backward may be split: the gradient of the input first, for the rank before waits for it, the
 # gradients of the weights when there is time.
@@ -320,8 +320,7 @@ def named(schedule: str) -> Schedule:
     """The schedule of a name, in our spelling or PyTorch's, capitals and dashes apart."""
     plain = schedule.lower().replace("-", "").replace("_", "")
     if plain not in _BY_ANY_NAME:
-        names = ", ".join(SCHEDULES)
-        raise InputError(expected("[parallel] schedule", f"one of {names}", repr(schedule)))
+        raise InputError(not_one_of("[parallel] schedule", schedule, SCHEDULES))
     return _BY_ANY_NAME[plain]
 
 

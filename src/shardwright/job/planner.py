@@ -152,8 +152,7 @@ class DenseSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             whatever is [fastest and fits](planner.md#dense-units), units of modules among it
         prefetch (free): 1: the next unit is gathered and the last one reduced while one computes;
             0: nothing overlaps
-        reshard (free): ``true``: every sharded unit lets its full weights go after forward;
-            ``false``: none does
+        reshard (free): ``reshard_after_forward`` of every sharded unit, as FSDP calls it
         checkpointing (``["none", "selective", "full"]``): policies of ``[memory] checkpointing``
             that the plan may choose from where that is not given; all blocks get the same
     """

@@ -108,7 +108,7 @@ def _refusal(found: Found, draft: Draft, whole: Watch, *, proven: bool) -> NoPla
     text = f"Needed by checkpointing: {needs}. " if needs else ""
     text = f"{found.remark} {text}" if found.remark else text
     return NoPlanError(
-        f"{what}: rank {short.rank} is the fullest and needs {exact_bytes(short.needed)} of "
+        f"{what}: rank {short.rank} needs most, {exact_bytes(short.needed)} of "
         f"{exact_bytes(short.capacity)}{_reserved(problem, short)}, "
         f"{short.over:,} B too much; {_largest(draft, short.rank)}. "
         f"{text}{_ways(found, short, whole, helps)}"

@@ -9,16 +9,26 @@ from rich.console import RenderableType
 
 from shardwright.core.advice import Advice, Advised, Priced
 from shardwright.core.quantities import format_bytes, format_seconds
-from shardwright.report.marks import FILLS, LINE, WIDTH, chart, element, label, legend, line, ticks
+from shardwright.report.marks import (
+    LINE,
+    VERDICTS,
+    WIDTH,
+    chart,
+    element,
+    label,
+    legend,
+    line,
+    ticks,
+)
 from shardwright.report.memory_timeline import standalone
 from shardwright.report.sheet import Cell, Sheet, number, sheet_of, text
 from shardwright.report.table import assumed_line, drawn, listed, prose, spaced
 from shardwright.report.wording import (
     TEXT_LIMIT,
-    percent,
     printable,
     range_text,
     step_time_sentence,
+    tokens_sentence,
     two_digits,
 )
 
@@ -66,11 +76,7 @@ def _answer(advice: Advice, answer: Advised, tokens: float | None) -> str:
         f"{format_bytes(advice.capacity)}: {format_bytes(spare)} to spare.",
     ]
     if tokens:
-        days = advice.days(tokens)
-        hours = days * 24 * advice.world_size
-        lines.append(
-            f"{tokens:,.0f} tokens: about {two_digits(days)} days, {two_digits(hours)} GPU-hours."
-        )
+        lines.append(tokens_sentence(answer.time, tokens))
     return "\n".join(lines)
 
 
@@ -107,8 +113,8 @@ def _rows_sheet(advice: Advice, rows: tuple[Advised, ...], *, full: bool) -> She
     rate = f"{first.time.counted}/s a device"
     cells: list[Cell[Advised]] = [
         text("layout", lambda row: row.layout.words),
-        number("a step", lambda row: f"{row.time.seconds:.4g} s"),
-        number("MFU", lambda row: percent(row.time.mfu)),
+        number("a step", lambda row: f"{two_digits(row.time.seconds)} s"),
+        number("MFU", lambda row: f"{row.time.mfu:.0%}"),
         number("needs", lambda row: format_bytes(row.most_bytes)),
         text("loses by", lambda row: _largest(_losses(row, first))),
     ]
@@ -129,7 +135,7 @@ def _faster_sheet(advice: Advice, faster: tuple[Advised, ...]) -> Sheet:
 
     cells: list[Cell[Advised]] = [
         text("layout", lambda row: row.layout.words),
-        number("a step", lambda row: f"{row.time.seconds:.4g} s"),
+        number("a step", lambda row: f"{two_digits(row.time.seconds)} s"),
         text("lacks", lacks),
     ]
     return sheet_of("Faster, that lack least", faster, cells)
@@ -167,7 +173,6 @@ def _next(advice: Advice, answer: Advised | None, *, full: bool) -> str:
 
 _LEFT, _TOP, _HEIGHT, _PREFIX = 66.0, 40.0, 320.0, "advice"
 KINDS = ("fits", "perhaps", "does not fit", "may fit, and is slower")
-COLOURS = (FILLS[0], FILLS[1], FILLS[6], FILLS[3])
 FARTHEST = 4.0  # times the answer, or the capacity, that are drawn
 
 
@@ -188,7 +193,7 @@ def picture(advice: Advice) -> str:
 
     bottom = _TOP + _HEIGHT
     swatches, height = legend(
-        [(name, k) for k, name in enumerate(KINDS)], bottom + 40, _PREFIX, fills=COLOURS
+        [(name, k) for k, name in enumerate(KINDS)], bottom + 40, _PREFIX, VERDICTS
     )
     parts = [
         label(0, 12, f"{advice.layouts:,} layouts: time of a step against memory", bold=True),
@@ -224,7 +229,7 @@ def picture(advice: Advice) -> str:
     parts.append(swatches)
     said = _proof(advice) if answer else _nothing(advice)
     total = bottom + 40 + height
-    return standalone(chart(_PREFIX, "Layouts", said, total, parts, fills=COLOURS))
+    return standalone(chart(_PREFIX, "Layouts", said, total, parts, VERDICTS))
 
 
 def _kind(advice: Advice, point: Priced) -> int:
@@ -235,7 +240,7 @@ def _kind(advice: Advice, point: Priced) -> int:
 
 def _dot(x: float, y: float, kind: int) -> str:
     place: dict[str, str | float] = {"cx": x, "cy": y, "r": 4 if kind == 0 else 2}
-    return element("circle", {**place, "style": COLOURS[kind].style, "fill-opacity": 0.7})
+    return element("circle", {**place, "style": VERDICTS[kind].style, "fill-opacity": 0.7})
 
 
 def _frontier(points: list[Priced]) -> list[Priced]:

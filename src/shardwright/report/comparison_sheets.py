@@ -18,6 +18,7 @@ from shardwright.job.plan import Plan
 from shardwright.report.sheet import Cell, Sheet, number, sheet_of, text
 from shardwright.report.wording import (
     TEXT_LIMIT,
+    about_seconds,
     counted,
     error_text,
     percent,
@@ -25,6 +26,7 @@ from shardwright.report.wording import (
     ranks_text,
     seconds_text,
     signed_bytes,
+    slower_text,
 )
 
 # Its name, its peak and its seconds.
@@ -33,10 +35,7 @@ _Phase = tuple[str, ComparedNumber | None, ComparedNumber | None]
 MOST_RANKS = 4
 MOST_DIFFERENCES = 20
 MOST_PEAKS = 16
-_NOTE = (
-    "Errors are (predicted - measured) / measured; where one is more than twice the other, "
-    "predicted / measured."
-)
+_NOTE = "Errors are (predicted - measured) / measured."
 CALIBRATE = (
     "Seconds rest on constants of a preset: shardwright calibrate -o cluster.toml measures this "
     "machine's, and a job names that file as cluster.file."
@@ -107,7 +106,7 @@ def time_verdict(comparison: Comparison) -> Judgement | None:
     return Judgement(
         bool(why) or 1 / TIMES_OFF <= predicted / measured <= TIMES_OFF,
         f"Step on rank {rank}, the slowest: {format_seconds(measured)} measured, "
-        f"{format_seconds(predicted)} predicted ({error_text(predicted, measured)}){without}."
+        f"{about_seconds(predicted)} predicted ({slower_text(predicted, measured)}){without}."
         f"{unjudged}",
     )
 

@@ -177,7 +177,7 @@ def _unit_facts(unit: UnitPlan) -> Facts:
         "bytes per rank": (unit.bytes_per_rank, "bytes"),
         "padding": (unit.padding_bytes, "bytes"),
         "collectives per step": (unit.collectives, ""),
-        "moved per step": (unit.bytes_per_step, "bytes"),
+        "communication volume": (unit.bytes_per_step, "bytes"),
         "seconds": (unit.seconds, "seconds"),
     }
 

@@ -42,7 +42,7 @@ def fit_report(fit: Fit, *, full: bool = False) -> RenderableType:
     return spaced(
         prose(headline(fit), style="bold"),
         prose(job_line(fit), style=VERDICT_STYLES[fit.own.estimate.verdict]),
-        drawn(policies_sheet(fit, full=full)),
+        drawn(policies_sheet(fit, full=full), short=not full),
         prose("\n".join(answers(fit))),
         None if fits else prose(refusal(fit), style=REFUSED[fit.own.largest_batch.next_perhaps]),
         drawn(remedies_sheet(fit, full=full)) if fit.remedies else None,
@@ -67,7 +67,8 @@ def job_line(fit: Fit) -> str:
     its = fit.own.estimate
     where = f"the rank that needs most, in {printable(its.peak_phase)}" if its.peak_phase else "all"
     text = fitting(its.least_bytes, its.most_bytes, fit.capacity, where)
-    return f"As it is ({_batch_text(fit)}, {fit.checkpointing}): {text[0].lower()}{text[1:]}"
+    how = f"{_batch_text(fit)}, {_policy_words(fit.checkpointing)}"
+    return f"As it is ({how}): {text[0].lower()}{text[1:]}"
 
 
 def policies_sheet(fit: Fit, *, full: bool = True) -> Sheet:
@@ -75,14 +76,20 @@ def policies_sheet(fit: Fit, *, full: bool = True) -> Sheet:
     cells: list[Cell[PolicyFit]] = [
         text(
             "checkpointing",
-            lambda row: printable(row.checkpointing) + (" (the job's)" if row is fit.own else ""),
+            lambda row: (
+                _policy_words(row.checkpointing) + (" (this job)" if row is fit.own else "")
+            ),
         ),
         *_estimate_cells(fit, f"peak, batch {fit.batch}", fit.policies, full=full),
         number("largest batch", lambda row: largest_words(row.largest_batch)),
     ]
     if fit.sequence > 1 and any(row.largest_batch.size for row in fit.policies):
-        cells.append(number("tokens per rank", lambda row: _tokens(row, fit.sequence)))
+        cells.append(number("tokens per rank", lambda row: _tokens(row, fit.sequence), 1))
     return sheet_of("By checkpointing policy", fit.policies, cells)
+
+
+def _policy_words(policy: str) -> str:
+    return "chosen by the plan" if policy == "as planned" else printable(policy)
 
 
 def _tokens(row: PolicyFit, sequence: int) -> str:
@@ -103,8 +110,9 @@ def _estimate_cells(
     if any(each.estimate.step_seconds for each in rows):
         if full:
             cells.append(number("a step", lambda e: _rounded(e.estimate.step_seconds, " s")))
-        rate = f"{_counted(fit)}/s a device"
+        rate = f"{_counted(fit)}/s/GPU"
         cells.append(number(rate, lambda e: _rounded(e.estimate.device_tokens_per_second)))
+        cells.append(number("MFU", lambda e: f"{e.estimate.mfu:.0%}" if e.estimate.mfu else "-"))
     return cells
 
 
@@ -124,11 +132,14 @@ def answers(fit: Fit) -> list[str]:
         unit = f" (in steps of {longest.step:,})" if longest.step > 1 and longest.size else ""
         words = f"{largest_words(longest)} tokens{unit}" if longest.size else "none fits"
         words += "; the model does not run with more" if longest.refused else ""
-        lines.append(f"Longest sequence with batch {fit.batch}, {fit.checkpointing}: {words}.")
+        lines.append(
+            f"Longest sequence with batch {fit.batch}, {_policy_words(fit.checkpointing)}: {words}."
+        )
     if fit.fewest_ranks is not None:
         none = "no number is enough, for more ranks only divide the data"
         ranks = counted(fit.fewest_ranks, "rank") if fit.fewest_ranks else none
-        lines.append(f"Fewest ranks for {_batch_text(fit)} each, {fit.checkpointing}: {ranks}.")
+        how = f"{_batch_text(fit)} each, {_policy_words(fit.checkpointing)}"
+        lines.append(f"Fewest ranks for {how}: {ranks}.")
     if not all(row.largest_batch.even for row in fit.policies):
         lines.append("A larger batch was seen to need less: sizes were tried one by one there.")
     return lines

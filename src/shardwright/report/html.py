@@ -22,8 +22,9 @@ from shardwright.core.measurement import Comparison, Curve, Measurement, Quality
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.job.plan import Plan
 from shardwright.report import comparison_sheets, plan_sheets, svg
+from shardwright.report.marks import dark_colours
 from shardwright.report.profile_sheets import profile_sheets
-from shardwright.report.sheet import Column, Sheet, number, sheet_of, text
+from shardwright.report.sheet import Cell, Column, Sheet, number, sheet_of, text
 from shardwright.report.svg import measured_peaks, slowest, step_seconds
 from shardwright.report.wording import (
     TEXT_LIMIT,
@@ -31,6 +32,7 @@ from shardwright.report.wording import (
     percent,
     printable,
     saved_text,
+    slower_text,
     straggler_text,
 )
 
@@ -111,7 +113,7 @@ def templates() -> tuple[Environment, Markup]:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment, Markup(here.joinpath("report.css").read_text("utf-8"))
+    return environment, Markup(here.joinpath("report.css").read_text("utf-8") + dark_colours())
 
 
 def _page(
@@ -211,10 +213,10 @@ def _figures(plan: Plan, measurement: Measurement | None) -> tuple[HeadlineFigur
     peak = max((totals.peak_bytes for totals in plan.ranks), default=0)
     budget = plan.budget
     used = f"{percent(peak / budget)} of {format_bytes(budget)}" if budget else ""
-    step = format_seconds(plan.max_rank_seconds)
+    step = plan_sheets.step_text(plan)
     if measurement is None:
         return (
-            HeadlineFigure("Peak of the fullest rank", format_bytes(peak), used),
+            HeadlineFigure("Highest peak of a rank", format_bytes(peak), used),
             HeadlineFigure(
                 "Step on the slowest rank", step, f"gap to the bound {percent(plan.gap)}"
             ),
@@ -224,7 +226,7 @@ def _figures(plan: Plan, measurement: Measurement | None) -> tuple[HeadlineFigur
     if peaks:
         highest = max(p.nbytes for p in peaks.values())
         remark = f"predicted {format_bytes(peak)}"
-        found.append(HeadlineFigure("Peak of the fullest rank", format_bytes(highest), remark))
+        found.append(HeadlineFigure("Highest peak of a rank", format_bytes(highest), remark))
     seconds = step_seconds(measurement.timeline)
     # The slowest as measured, beside what was predicted of the slowest as planned: a step is as
     # long as that, whichever rank it is.
@@ -237,6 +239,7 @@ def _figures(plan: Plan, measurement: Measurement | None) -> tuple[HeadlineFigur
         compared = sum(each for phase, each in seconds[rank].items() if phase in predicted)
         part = f"{format_seconds(compared)} of it " if compared < took else ""
         remark = f"{part}predicted as {step}" if part else f"predicted {step}"
+        remark += f", {slower_text(sum(predicted.values()), compared)}" if predicted else ""
         found.append(HeadlineFigure("Step on the slowest rank", format_seconds(took), remark))
     found.append(HeadlineFigure("Samples per second", f"{measurement.samples_per_second:,.0f}"))
     if measurement.saved is not UNSET:
@@ -259,9 +262,11 @@ def _quality_figures(quality: Quality) -> tuple[HeadlineFigure, ...]:
 
 
 def _memory_caption(plan: Plan, measurement: Measurement | None) -> str:
-    text = "Live bytes of each rank at its fullest moment."
+    text = "Live bytes of each rank at its peak."
     if len(plan.ranks) > svg.MOST_RANKS:
-        text += f" The {svg.MOST_RANKS} fullest of {len(plan.ranks)} ranks are drawn."
+        text += (
+            f" Of {len(plan.ranks)} ranks the {svg.MOST_RANKS} with the highest peaks are drawn."
+        )
     if measurement and measurement.memory_steps:
         steps = ", ".join(str(step) for step in measurement.memory_steps[:8])
         text += f" Measured on step {steps}."
@@ -331,7 +336,7 @@ def _scores_sheet(scores: tuple[Scores, ...]) -> Sheet:
             number("normalized\nentropy", lambda s: _figure(s.normalized_entropy)),
             number("calibration", lambda s: _figure(s.calibration)),
             number("accuracy", lambda s: _figure(s.accuracy)),
-            number("commoner\nlabel", lambda s: _figure(s.majority)),
+            number("majority\nclass", lambda s: _figure(s.majority)),
         ),
         "Rows of all ranks since the line before, each as it was predicted before it was learned. "
         f"AUC is off by {worst:.1g} at most.{left}",
@@ -366,12 +371,12 @@ def reached(quality: Quality) -> Iterator[tuple[str, float, float | None, str]]:
 def _share_of_way(reached: float, start: float, best: float | None) -> str:
     # Where the best possible is no better than guessing there is no way to be a share of.
     if best is None or best <= start:
-        return "-"
+        return ""
     return f"{percent((reached - start) / (best - start))} of the way from {start:.4g} to the best"
 
 
 def _beyond(reached: float, best: float | None, unit: str) -> str:
-    return "-" if best is None else f"{reached - best:+.4f} {unit} from the best"
+    return "" if best is None else f"{reached - best:+.4f} {unit} from the best"
 
 
 def _held_out_sheet(quality: Quality, of: str = "") -> Sheet:
@@ -384,16 +389,14 @@ def _held_out_sheet(quality: Quality, of: str = "") -> Sheet:
         else "AUC does not depend on how rare clicks are: 0.5 is guessing. The best possible is "
         "known where the rows were generated from a known click model."
     )
-    return sheet_of(
-        f"On {counted(quality.rows, 'held-out token' if of_text else 'held-out row')}{of}",
-        reached(quality),
-        (
-            text("figure", lambda each: each[0]),
-            number("reached", lambda each: f"{each[1]:.4f}"),
-            number(
-                "best possible", lambda each: "not known" if each[2] is None else _figure(each[2])
-            ),
-            text("how far", lambda each: each[3]),
-        ),
-        note,
-    )
+    figures = list(reached(quality))
+    cells: list[Cell[tuple[str, float, float | None, str]]] = [
+        text("figure", lambda each: each[0]),
+        number("reached", lambda each: f"{each[1]:.4f}"),
+    ]
+    if any(best is not None for _, _, best, _ in figures):
+        cells.append(number("best possible", lambda e: "" if e[2] is None else _figure(e[2])))
+    if any(far for *_, far in figures):
+        cells.append(text("how far", lambda each: each[3]))
+    of_rows = "held-out token" if of_text else "held-out row"
+    return sheet_of(f"On {counted(quality.rows, of_rows)}{of}", figures, cells, note)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.report.wording import NAME_LIMIT, TEXT_LIMIT, printable
 
@@ -26,26 +26,63 @@ _GLYPH = 6.6  # pixels an average character of 12 px text takes
 
 @dataclass(frozen=True, slots=True)
 class FillStyle:
-    """A colour variable with its fallback, and the path of a 6 x 6 texture, empty for none."""
+    """A colour variable with its fallback and what it is on dark paper, where that is another, and
+    the path of a 6 x 6 texture, empty for none."""
 
     variable: str
     colour: str
     texture: str = ""
+    dark: str = ""
 
     @property
     def style(self) -> str:
         return f"fill:var(--{self.variable},{self.colour})"
 
 
-FILLS = (
-    FillStyle("sw-blue", "#0072b2"),
-    FillStyle("sw-orange", "#e69f00", "M-1,7L7,-1M-1,1L1,-1M5,7L7,5"),
-    FillStyle("sw-green", "#009e73", "M3,0V6"),
-    FillStyle("sw-grey", "#7f868f", "M0,0L6,6M6,0L0,6"),
-    FillStyle("sw-purple", "#cc79a7", "M0,3H6"),
-    FillStyle("sw-sky", "#56b4e9", "M-1,-1L7,7M-1,5L1,7M5,-1L7,1"),
-    FillStyle("sw-vermilion", "#d55e00", "M0,3H6M3,0V6"),
+# Every colour of a chart, by what it means: no two things have one, on whatever page they are
+# drawn. Of memory what belongs together has one hue; a texture distinguishes areas without colour.
+MEMORY: dict[str, FillStyle] = {
+    "weight": FillStyle("sw-blue", "#0072b2", dark="#2b82c9"),
+    "gathered_weight": FillStyle("sw-sky", "#56b4e9", "M-1,-1L7,7M-1,5L1,7M5,-1L7,1"),
+    "optimizer_state": FillStyle("sw-green", "#009e73", "M3,2V4"),
+    "gradient": FillStyle("sw-orange", "#d98c00", "M-1,7L7,-1M-1,1L1,-1M5,7L7,5"),
+    "unreduced_gradient": FillStyle("sw-yellow", "#e3cf3f", "M0,3H3"),
+    "activation": FillStyle("sw-vermilion", "#d55e00", dark="#e8762c"),
+    "temporary": FillStyle("sw-salmon", "#f0a07a", "M0,3H6M3,0V6"),
+    "all_gather": FillStyle("sw-purple", "#a8609a", "M0,3H6"),
+    "reduce_scatter": FillStyle("sw-rose", "#cc79a7", "M3,0V3"),
+    "communication": FillStyle("sw-plum", "#7a4a8c", "M0,0L6,6M6,0L0,6", "#9a66b0"),
+    "buffer": FillStyle("sw-grey", "#7f868f", dark="#98a0a9"),
+    "input": FillStyle("sw-silver", "#a9afb6", "M0,0L6,6"),
+    "output": FillStyle("sw-slate", "#5d6874", "M2,2H4V4H2Z", "#6f7b88"),
+    "other": FillStyle("sw-ash", "#8b8f86", "M0,1H6M0,4H6"),
+}
+# How a table is held: sharding types, kinds of embeddings.
+HELD = (
+    FillStyle("sw-brown", "#8c6d31"),
+    FillStyle("sw-olive", "#637939", "M-1,7L7,-1M-1,1L1,-1M5,7L7,5", "#8aa552"),
+    FillStyle("sw-maroon", "#843c39", "M3,0V6", "#b45f5b"),
+    FillStyle("sw-teal", "#17766f", "M0,0L6,6M6,0L0,6", "#2f9c94"),
+    FillStyle("sw-magenta", "#b0338f", "M0,3H6", "#cf5bb0"),
+    FillStyle("sw-indigo", "#3f4c9a", "M-1,-1L7,7M-1,5L1,7M5,-1L7,1", "#7380d0"),
+    FillStyle("sw-lime", "#9aa51f", "M0,3H6M3,0V6"),
 )
+# Seconds are drawn in ink, those that were predicted hatched.
+INK = FillStyle("sw-ink", "#1d2125", dark="#e4e6e8")
+SIDES = {"predicted": replace(INK, texture="M-1,7L7,-1M-1,1L1,-1M5,7L7,5"), "measured": INK}
+VERDICTS = (
+    FillStyle("sw-fits", "#1a7f37", dark="#4fcf70"),
+    FillStyle("sw-perhaps", "#b08800", "M-1,7L7,-1M-1,1L1,-1M5,7L7,5"),
+    FillStyle("sw-does-not-fit", "#cf222e", "M0,3H6M3,0V6", "#ff6a69"),
+    FillStyle("sw-slower", "#8c959f", "M0,0L6,6M6,0L0,6"),
+)
+COLOURS = (*MEMORY.values(), *HELD, INK, *VERDICTS)
+
+
+def dark_colours() -> str:
+    """What a page has on dark paper instead of some colours."""
+    restated = "".join(f"--{c.variable}:{c.dark};" for c in COLOURS if c.dark)
+    return f"@media screen and (prefers-color-scheme:dark){{:root{{{restated}}}}}"
 
 
 def element(tag: str, attributes: dict[str, str | float], *children: str) -> str:
@@ -86,8 +123,8 @@ def box(
     place: tuple[float, float, float, float],
     fill: int,
     prefix: str,
+    fills: Sequence[FillStyle],
     tooltip: str = "",
-    fills: Sequence[FillStyle] = FILLS,
 ) -> str:
     """A filled rectangle (x, y, width, height) in the colour and texture of ``fills[fill]``."""
     x, y, width, height = place
@@ -111,12 +148,26 @@ def line(x1: float, y1: float, x2: float, y2: float, dashes: str = "", weight: f
     return element("line", attributes)
 
 
+def trace(points: list[tuple[float, float]], weight: float, opacity: float) -> str:
+    """A line of ink from point to point."""
+    return element(
+        "polyline",
+        {
+            "points": " ".join(f"{x:.1f},{y:.1f}" for x, y in points),
+            "style": f"fill:none;stroke:var(--{INK.variable},{INK.colour})",
+            "stroke-width": weight,
+            "stroke-opacity": opacity,
+            "stroke-linejoin": "round",
+        },
+    )
+
+
 def legend(
     items: Sequence[tuple[str, int]],
     y: float,
     prefix: str,
+    fills: Sequence[FillStyle],
     x: float = 0,
-    fills: Sequence[FillStyle] = FILLS,
 ) -> tuple[str, float]:
     """Swatches with their words, in as many lines as they need; also the height they take."""
     parts: list[str] = []
@@ -126,7 +177,7 @@ def legend(
         # The first of a line stays there, however long it is.
         if across > x and across + width > WIDTH:
             across, down = x, down + LINE + 2
-        parts.append(box((across, down, 12, 12), fill, prefix, fills=fills))
+        parts.append(box((across, down, 12, 12), fill, prefix, fills))
         parts.append(label(across + 18, down + 10.5, words))
         across += width
     return "".join(parts), down + LINE - y
@@ -143,7 +194,7 @@ def chart(
     description: str,
     height: float,
     parts: Iterable[str],
-    fills: Sequence[FillStyle] = FILLS,
+    fills: Sequence[FillStyle] = (),
 ) -> str:
     """The whole picture, its textures named after ``prefix`` so that charts can share a page."""
     textures = "".join(

@@ -33,6 +33,7 @@ from shardwright.report.wording import (
     settings_lines,
     signed_bytes,
     step_time_sentence,
+    tokens_sentence,
     two_digits,
     verdict_sentence,
 )
@@ -46,10 +47,15 @@ MORE = "More: --full. Over time: --timeline x.svg. What fits: shardwright fit JO
 
 
 def memory_report(
-    footprint: Footprint, rank: RankMemory | None = None, *, full: bool = False
+    footprint: Footprint,
+    rank: RankMemory | None = None,
+    *,
+    tokens: float | None = None,
+    full: bool = False,
 ) -> RenderableType:
-    """Whether the job fits, every class of ranks, then one of them in detail: ``rank``, or the one
-    with the highest peak. ``full`` leaves nothing out."""
+    """Whether the job fits, all ranks, identical ones once, then one of them in detail: ``rank``,
+    or the one with the highest peak; what training on so many ``tokens`` takes. ``full`` leaves
+    nothing out."""
     rank = rank or footprint.worst
     lines = [headline(footprint), *settings_lines(footprint)]
     if footprint.source:
@@ -57,17 +63,19 @@ def memory_report(
     assumed = tuple(printable(text, TEXT_LIMIT) for text in footprint.assumptions)
     return spaced(
         prose("\n".join(lines)),
-        Group(*_answers(footprint)),
+        Group(*_answers(footprint, tokens)),
         *(_every_sheet if full else _first_sheets)(footprint, rank),
         listed("Assumptions", assumed) if full else assumed_line(assumed, FIRST_ASSUMPTIONS),
         prose(MORE, style="dim"),
     )
 
 
-def _answers(footprint: Footprint) -> Iterator[RenderableType]:
+def _answers(footprint: Footprint, tokens: float | None) -> Iterator[RenderableType]:
     yield prose(verdict_sentence(footprint), style=VERDICT_STYLES[footprint.verdict])
     if footprint.time:
         yield prose(step_time_sentence(footprint.time))
+        if tokens:
+            yield prose(tokens_sentence(footprint.time, tokens))
 
 
 # Rows of a first screen.
@@ -118,8 +126,8 @@ def classes_sheet(footprint: Footprint, most: int = EVERYTHING) -> Sheet:
         shown = tuple(sorted(shown, key=lambda rank: -rank.peak_bytes)[:most])
     left = len(footprint.ranks) - len(shown)
     cells: list[Cell[RankMemory]] = [
-        text("class", lambda rank: printable(rank.name)),
-        number("ranks", lambda rank: f"{rank.ranks:,}", spare=1),
+        text("ranks", lambda rank: printable(rank.name)),
+        number("count", lambda rank: f"{rank.ranks:,}", spare=1),
         number("peak", lambda rank: format_bytes(rank.peak_bytes)),
         text("in", peak_text, spare=2),
         number("needs of its device", lambda rank: range_text(*footprint.needs(rank))),
@@ -128,9 +136,9 @@ def classes_sheet(footprint: Footprint, most: int = EVERYTHING) -> Sheet:
     if any(rank.reserved_bytes for rank in shown):
         cells.insert(4, number("allocator holds", _held))
     capacity = "" if footprint.capacity is None else f", {format_bytes(footprint.capacity)} each"
-    rest = "class holds" if left == 1 else f"{left:,} classes hold"
-    note = f"The other {rest} less: --full." if left else ""
-    return sheet_of(f"Classes of ranks{capacity}", shown, cells, note)
+    rest = "group has" if left == 1 else f"{left:,} groups have"
+    note = f"The other {rest} lower peaks: --full." if left else ""
+    return sheet_of(f"Identical ranks{capacity}", shown, cells, note)
 
 
 def _held(rank: RankMemory) -> str:
@@ -351,7 +359,7 @@ def rehearsal_report(
     ratios = sorted(predicted.worst.peak_bytes / peak for peak in peaks)
     text = f"Peak predicted over measured: {ratios[0]:.4f}"
     if measured[1:]:
-        text += f" on the fullest rank, {ratios[-1]:.4f} on the emptiest"
+        text += f" at worst, {ratios[-1]:.4f} at best"
     return spaced(
         Text(title, style="bold"),
         prose(f"{text}."),

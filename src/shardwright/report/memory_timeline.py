@@ -17,6 +17,7 @@ from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import Kind, category, in_order
 from shardwright.report.marks import (
     LINE,
+    MEMORY,
     WIDTH,
     FillStyle,
     chart,
@@ -30,24 +31,7 @@ from shardwright.report.marks import (
 )
 from shardwright.report.wording import counted, headline, peak_text, shortened, verdict_sentence
 
-# What belongs together has one hue; a texture distinguishes areas without colour.
-FILLS: dict[Kind, FillStyle] = {
-    "weight": FillStyle("sw-blue", "#0072b2"),
-    "gathered_weight": FillStyle("sw-sky", "#56b4e9", "M-1,-1L7,7M-1,5L1,7M5,-1L7,1"),
-    "optimizer_state": FillStyle("sw-green", "#009e73", "M3,2V4"),
-    "gradient": FillStyle("sw-orange", "#d98c00", "M-1,7L7,-1M-1,1L1,-1M5,7L7,5"),
-    "unreduced_gradient": FillStyle("sw-yellow", "#e3cf3f", "M0,3H3"),
-    "activation": FillStyle("sw-vermilion", "#d55e00"),
-    "temporary": FillStyle("sw-salmon", "#f0a07a", "M0,3H6M3,0V6"),
-    "all_gather": FillStyle("sw-purple", "#a8609a", "M0,3H6"),
-    "reduce_scatter": FillStyle("sw-rose", "#cc79a7", "M3,0V3"),
-    "communication": FillStyle("sw-plum", "#7a4a8c", "M0,0L6,6M6,0L0,6"),
-    "buffer": FillStyle("sw-grey", "#7f868f"),
-    "input": FillStyle("sw-silver", "#a9afb6", "M0,0L6,6"),
-    "output": FillStyle("sw-slate", "#5d6874", "M2,2H4V4H2Z"),
-}
 SHADES = {"setup": 0.08, "forward": 0.12, "backward": 0.26, "step": 0.4}
-OTHER = FillStyle("sw-grey", "#7f868f", "M0,1H6M0,4H6")
 LEFT, TOP, HEIGHT = 66.0, 58.0, 300.0
 LONGEST = 64  # characters of what is said of the peak
 MARGIN = 14  # around a file of its own
@@ -97,7 +81,7 @@ def timeline_chart(footprint: Footprint, rank: RankMemory | None = None) -> str:
         [(category(kind), place) for place, kind in enumerate(kinds)],
         bottom + BAND + 24,
         _PREFIX,
-        fills=_fills(kinds),
+        _fills(kinds),
     )
     shades, more = _phase_legend(bands, bottom + BAND + 26 + height)
     title = shortened(f"Live memory of a step: {footprint.model}, {rank.name}", LONGEST)
@@ -137,7 +121,7 @@ def standalone(picture: str) -> str:
 
 
 def _fills(kinds: Sequence[Kind]) -> tuple[FillStyle, ...]:
-    return tuple(FILLS.get(kind, OTHER) for kind in kinds)
+    return tuple(MEMORY.get(kind, MEMORY["other"]) for kind in kinds)
 
 
 def _grid(frame: _Axes, nbytes: float) -> str:

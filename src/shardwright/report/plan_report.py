@@ -83,7 +83,9 @@ def _first_sheets(plan: Plan) -> list[Sheet]:
     placed = [
         plan_sheets.tables_sheet(plan, FIRST_TABLES) if plan.tables else None,
         plan_sheets.units_sheet(plan, FIRST_UNITS) if plan.units else None,
-        replace(ranks, title=f"{ranks.title}, the fullest and slowest") if left else ranks,
+        replace(ranks, title=f"{ranks.title}, those with the highest peak and the slowest")
+        if left
+        else ranks,
     ]
     return [replace(sheet, note="") for sheet in placed if sheet is not None]
 

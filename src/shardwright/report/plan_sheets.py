@@ -19,6 +19,7 @@ from shardwright.job.plan import Plan, RankTotals, TablePlan, UnitPlan
 from shardwright.report.sheet import Cell, Column, Sheet, number, sheet_of, text
 from shardwright.report.wording import (
     TEXT_LIMIT,
+    about_seconds,
     counted,
     fitting,
     percent,
@@ -79,11 +80,11 @@ def _dtypes(plan: Plan) -> str:
 
 
 def fits_line(plan: Plan) -> str:
-    """What the fullest rank needs beside what it may fill."""
+    """What the rank that needs most needs, beside what it may fill."""
     held = f"{plan.cluster.decisive_tier}_bytes"
     fullest = max(plan.ranks, key=lambda totals: getattr(totals, held))
-    inside = f" in {fullest.peak_phase}" if plan.units else ""
-    where = f"rank {fullest.rank}, the fullest{printable(inside)}"
+    inside = f", most in {printable(fullest.peak_phase)}" if plan.units else ""
+    where = f"rank {fullest.rank}{inside}"
     text = fitting(*plan.needed, plan.budget, where, plan.cluster.decisive_tier.upper())
     return f"{text}{_elsewhere(plan)}"
 
@@ -98,19 +99,37 @@ def _elsewhere(plan: Plan) -> str:
 
 def speed_line(plan: Plan) -> str:
     """How fast the plan is, beside the proven bound."""
-    slowest = f"The slowest rank takes {format_seconds(plan.max_rank_seconds)} per step"
+    said = about_seconds if is_rough(plan) else format_seconds
+    slowest = f"The slowest rank takes {step_text(plan)} per step"
     known = " of TorchRec's options" if plan.job.planner.as_torchrec else ""
     if plan.search.tried and any(unit.checkpointed for unit in plan.units):
         known = " with this checkpointing"
     if plan.search.tried and plan.search.tried[0].zero is not UNSET:
         known += " at this stage"
     proven = (
-        f"; no plan{known} can take less than {format_seconds(plan.lower_bound_seconds)} "
+        f"; no plan{known} can take less than {said(plan.lower_bound_seconds)} "
         f"(gap {percent(plan.gap)})."
     )
     if plan.gap < NO_GAP:
         proven = f", and no plan{known} can take less (gap 0 %)."
     return f"{slowest}{proven}"
+
+
+def is_rough(plan: Plan) -> bool:
+    """Whether seconds rest on constants of a preset, which nobody measured on this machine."""
+    return plan.job.planner.constants == "cluster" and plan.job.cluster.measured is None
+
+
+def step_text(plan: Plan) -> str:
+    """Seconds of a step, those of a preset with their range and without a third digit."""
+    seconds = plan.max_rank_seconds
+    if not is_rough(plan):
+        return format_seconds(seconds)
+    about, range_of = f"about {about_seconds(seconds)}", plan.cluster.constants.get("range")
+    if range_of is None:
+        return about
+    low, high = seconds / (1 + range_of.value), seconds * (1 + range_of.value)
+    return f"{about} ({about_seconds(low)} to {about_seconds(high)})"
 
 
 def hidden_line(plan: Plan) -> str:
@@ -260,10 +279,10 @@ def units_sheet(plan: Plan, most: int = MOST_UNITS) -> Sheet:
     facts: list[Cell[UnitPlan]] = [
         text("placement", _placements),
         text("optimizer", lambda unit: printable(unit.optimizer), spare=3),
-        text("full weights", _full_weights, spare=1),
+        text("reshard after\nforward", _resharded, spare=1),
         number("bytes/rank", lambda unit: format_bytes(unit.bytes_per_rank)),
         number("padding", lambda unit: format_bytes(unit.padding_bytes), spare=5),
-        number("moved/step", lambda unit: format_bytes(unit.bytes_per_step), spare=2),
+        number("communication\nvolume", lambda unit: format_bytes(unit.bytes_per_step), spare=2),
         number("calls", lambda unit: str(unit.collectives), spare=4),
         number("s/step", lambda unit: format_seconds(unit.seconds)),
     ]
@@ -271,12 +290,13 @@ def units_sheet(plan: Plan, most: int = MOST_UNITS) -> Sheet:
         facts.insert(1, text("checkpointing", _checkpointing))
     words = sum(not column.numeric for column, _ in facts)
     return Sheet(
-        "Dense units",
+        "Dense units (modules wrapped as one, as by FSDP)",
         (Column("unit"), *(column for column, _ in facts)),
         tuple(_unit_rows(plan.units, most, [cell for _, cell in facts], words)),
-        "Gathered full weights are freed after a pass or kept from forward to backward"
+        "Without resharding after forward gathered weights stay until backward"
         f"{AHEAD if plan.prefetch else ''}. Padding is the part of a rank's bytes that belongs to "
-        "no tensor. What moves are the full buffers of all calls of collectives.",
+        "no tensor. The communication volume is that of a step: full buffers of all calls of "
+        "collectives.",
     )
 
 
@@ -352,10 +372,11 @@ def checkpointing_line(plan: Plan) -> str:
     return f"By {by}: {'; '.join(found)}."
 
 
-def _full_weights(unit: UnitPlan) -> str:
+def _resharded(unit: UnitPlan) -> str:
+    """FSDP's ``reshard_after_forward``, which says nothing of weights that are whole anyway."""
     if isinstance(unit.parameter, Replicate):
-        return "always"
-    return "freed" if unit.reshard_after_forward else "kept"
+        return "-"
+    return str(unit.reshard_after_forward).lower()
 
 
 def ranks_sheet(plan: Plan, most: int = MOST_RANKS) -> Sheet:
@@ -406,7 +427,7 @@ def by_rank(
     groups, more = list(alike.items()), ""
     if len(groups) > most:
         groups = worst(plan, groups, most)
-        more = f" Of {plan.world_size} ranks the fullest and slowest are shown."
+        more = f" Of {plan.world_size} ranks those with the highest peak and the slowest are shown."
     columns = (Column("rank"), *(column for column, _ in cells))
     rows = tuple((ranks_text(ranks, plan.world_size), *row) for row, ranks in groups)
     return Sheet(title, columns, rows), more

@@ -133,7 +133,7 @@ def _amount(of: Measure, value: float) -> str:
 def tiers_sheet(plan: Plan, statistics: Statistics) -> Sheet:
     """The fullest ranks, those within 1 MiB of each other together."""
     return sheet_of(
-        f"Fullest ranks, {statistics.decisive.upper()}",
+        f"Ranks by peak, {statistics.decisive.upper()}",
         list(enumerate(statistics.peak_tiers, start=1)),
         (
             text("tier", lambda each: str(each[0])),
@@ -141,7 +141,7 @@ def tiers_sheet(plan: Plan, statistics: Statistics) -> Sheet:
             number("bytes", lambda each: f"{each[1].nbytes:,}"),
             text("rank", lambda each: ranks_text(each[1].ranks, plan.world_size)),
         ),
-        "A tier is the ranks within 1 MiB of its fullest one.",
+        "A tier is the ranks within 1 MiB of its highest one.",
     )
 
 
@@ -151,7 +151,7 @@ def ledger_sheet(ledger: MemoryLedger) -> Sheet:
         (LEDGER_WORDS.get(line.what) or category(line.what), line.nbytes) for line in ledger.lines
     ]
     return sheet_of(
-        f"Where the {ledger.tier.upper()} of rank {ledger.rank} goes, the fullest",
+        f"Where the {ledger.tier.upper()} of rank {ledger.rank} goes",
         [*lines, ("capacity", ledger.capacity)],
         (
             text("what", lambda line: line[0]),
@@ -161,7 +161,7 @@ def ledger_sheet(ledger: MemoryLedger) -> Sheet:
                 "share", lambda line: percent(line[1] / ledger.capacity if ledger.capacity else 0.0)
             ),
         ),
-        "The lines sum to the capacity.",
+        "The rank that needs most of it. The lines sum to the capacity.",
     )
 
 

@@ -28,7 +28,10 @@ from shardwright.core.timeline import (
 )
 from shardwright.job.plan import Plan, TablePlan
 from shardwright.report.marks import (
+    HELD,
     LINE,
+    MEMORY,
+    SIDES,
     WIDTH,
     box,
     chart,
@@ -38,6 +41,7 @@ from shardwright.report.marks import (
     line,
     text_width,
     ticks,
+    trace,
 )
 from shardwright.report.plan_sheets import budget_sentence, table_bytes
 from shardwright.report.wording import counted, percent, printable, shortened
@@ -48,8 +52,11 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("activations", ("activation", "temporary", "output")),
     ("batch and other", ()),
 )
+# Each has the colour of the first of its kinds.
+_PART_FILLS = tuple(MEMORY.get((*kinds, "input")[0], MEMORY["other"]) for _, kinds in PARTS)
 _PART_OF = {kind: part for part, kinds in PARTS for kind in kinds}
 OTHER = PARTS[-1][0]
+_SIDE_FILLS = tuple(SIDES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +158,14 @@ def memory_chart(plan: Plan, measurement: Measurement | None = None) -> str:
         parts.append(label(at, top - 11, f"budget {format_bytes(budget)}", "end", bold=True))
     used = {p for s in (predicted, measured) for k in ranks if k in s for p in s[k].parts}
     items = [(part, i) for i, (part, _) in enumerate(PARTS) if part in used]
-    swatches, height = legend(items, bottom + 30, "memory")
+    swatches, height = legend(items, bottom + 30, "memory", _PART_FILLS)
     return chart(
         "memory",
         "Memory per rank at the peak",
         _memory_words(ranks, predicted, measured, budget_sentence(plan)),
         bottom + 30 + height,
         (*grid, *parts, swatches),
+        _PART_FILLS,
     )
 
 
@@ -187,7 +195,7 @@ def _memory_bar(peak: Peak, side: str, y: float, scale: float, budget_line: floa
         if nbytes > 0:
             width = nbytes * scale
             tip = f"{side}, rank {peak.rank}: {part} {exact_bytes(nbytes)}"
-            parts.append(box((x, y, width, _BAR), i, "memory", tip))
+            parts.append(box((x, y, width, _BAR), i, "memory", _PART_FILLS, tip))
             x += width
     end = budget_line if x < budget_line < x + _FIGURE else x
     parts.append(label(end + 6, y + 13, format_bytes(peak.nbytes)))
@@ -207,7 +215,7 @@ def _memory_words(
         said.append(f"Rank {rank}: {', '.join(sides)}.")
     every = len({*predicted, *measured})
     if every > len(ranks):
-        said.append(f"The {len(ranks)} fullest of {every} ranks.")
+        said.append(f"Of {every} ranks the {len(ranks)} with the highest peaks.")
     return f"{' '.join(said)} {budget}"
 
 
@@ -224,7 +232,7 @@ def phase_chart(plan: Plan, measurement: Measurement | None = None) -> str:
         return ""
     sides = [
         (name, index, seconds[rank])
-        for name, index, seconds in (("predicted", 1, predicted), ("measured", 0, measured))
+        for index, (name, seconds) in enumerate(zip(SIDES, (predicted, measured), strict=True))
         if rank in seconds
     ]
     phases = [phase for phase in PHASES if any(phase in s for _, _, s in sides)]
@@ -240,20 +248,24 @@ def phase_chart(plan: Plan, measurement: Measurement | None = None) -> str:
             words = f"not {name}" if took is None else format_seconds(took)
             width = (took or 0.0) * scale
             tip = f"{phase}, {name}: {words}"
-            parts.append(box((_LEFT, y, width, 14), fill, "phases", tip) if width > 0 else "")
+            bar = box((_LEFT, y, width, 14), fill, "phases", _SIDE_FILLS, tip)
+            parts.append(bar if width > 0 else "")
             parts.append(label(_LEFT + width + 6, y + 11.5, words, faint=took is None))
             y += 16
         y += 9
     marks = ticks(highest)
     grid = [_tick(_LEFT + t * scale, top, y - 4, format_seconds(t)) for t in marks]
     totals = ", ".join(f"{name} {format_seconds(sum(s.values()))}" for name, _, s in sides)
-    swatches, height = legend([(name, fill) for name, fill, _ in sides], y + 24, "phases")
+    swatches, height = legend(
+        [(name, fill) for name, fill, _ in sides], y + 24, "phases", _SIDE_FILLS
+    )
     return chart(
         "phases",
         f"Phases of a step on rank {rank}, the slowest",
         f"A step in all: {totals}.",
         y + 24 + height,
         (*grid, *parts, swatches),
+        _SIDE_FILLS,
     )
 
 
@@ -283,8 +295,8 @@ def loss_curve(curve: Curve, quality: Quality | None = None) -> str:
     marks = ticks(last, most=6, lowest=first)
     grid += [label(at(t, low)[0], bottom + 16, f"{t:,.0f}", "middle", faint=True) for t in marks]
     drawn = [
-        _path([at(*p) for p in _thinned(points)], 1, 0.35),
-        _path([at(s, m) for (s, _), m in _thinned(list(zip(points, smooth, strict=True)))], 2.2, 1),
+        trace([at(*p) for p in _thinned(points)], 1, 0.35),
+        trace([at(s, m) for (s, _), m in _thinned(list(zip(points, smooth, strict=True)))], 2.2, 1),
         *(line(left, at(0, v)[1], WIDTH - 12, at(0, v)[1], dashes, 1.6) for _, v, dashes in levels),
         label(left, bottom + 34, "training step", faint=True),
     ]
@@ -319,8 +331,8 @@ def _loss_legend(
 ) -> tuple[str, float]:
     """What each line is, with its last value, two to a row."""
     entries = [
-        (f"Running mean, {mean:.4f} at the end", _path([(0, 0), (28, 0)], 2.2, 1)),
-        (f"Every step, {raw:.4f} at the end", _path([(0, 0), (28, 0)], 1, 0.5)),
+        (f"Running mean, {mean:.4f} at the end", trace([(0, 0), (28, 0)], 2.2, 1)),
+        (f"Every step, {raw:.4f} at the end", trace([(0, 0), (28, 0)], 1, 0.5)),
         *(
             (f"{name} {value:.4f}", line(0, 0, 28, 0, dashes, 1.6))
             for name, value, dashes in levels
@@ -361,19 +373,6 @@ def _thinned(points: list[T]) -> list[T]:
     return [points[round(k * stride)] for k in range(MOST_POINTS)]
 
 
-def _path(points: list[tuple[float, float]], weight: float, opacity: float) -> str:
-    return element(
-        "polyline",
-        {
-            "points": " ".join(f"{x:.1f},{y:.1f}" for x, y in points),
-            "style": "fill:none;stroke:var(--sw-blue,#0072b2)",
-            "stroke-width": weight,
-            "stroke-opacity": opacity,
-            "stroke-linejoin": "round",
-        },
-    )
-
-
 # The sharding map: every table's blocks where they lie inside the table, rank beside rank.
 
 MOST_TABLES = 60
@@ -406,13 +405,16 @@ def sharding_map(plan: Plan) -> str:
         parts.extend(_cell(table, r, left + r * pitch, y, pitch, blocks) for r in range(ranks))
     bottom = _TOP + len(shown) * _ROW + 10
     used = {table.sharding_type for table in tables}
-    swatches, height = legend([(t, i) for i, t in enumerate(TYPES) if t in used], bottom, "map")
+    swatches, height = legend(
+        [(t, i) for i, t in enumerate(TYPES) if t in used], bottom, "map", HELD
+    )
     return chart(
         "map",
         "Which rank holds which part of each table",
         _map_words(plan, len(shown), ranks),
         bottom + height,
         (*parts, swatches),
+        HELD,
     )
 
 
@@ -478,7 +480,7 @@ def _block(table: TablePlan, block: Block, x: float, y: float, width: float) -> 
     share = _part(rows, table.rows) * _part(columns, table.dim)
     where = f"rows {row:,} to {row + rows - 1:,}, columns {column:,} to {column + columns - 1:,}"
     tip = f"{table.name} on rank {block.rank}, {table.sharding_type}: {where}, {percent(share)}"
-    return box(place, TYPES.index(table.sharding_type), "map", tip)
+    return box(place, TYPES.index(table.sharding_type), "map", HELD, tip)
 
 
 def _part(part: int, whole: int) -> float:

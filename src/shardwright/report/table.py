@@ -16,6 +16,7 @@ import os
 import re
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -23,6 +24,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.core import errors
 from shardwright.core.cluster import Calibration, SourcedFigure
 from shardwright.core.measurement import MOST_KERNELS, Comparison, ProfiledStage
 from shardwright.core.quantities import format_bytes, format_seconds
@@ -357,19 +359,41 @@ _SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SMALL = ((1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
 
 
-def calibration_summary(found: Calibration) -> RenderableType:
-    """The machine, then what was measured, then what was not."""
+# What most seconds hang on, of those constants that a machine has.
+FIRST_CONSTANTS = (
+    "compute_rate",
+    "memory_rate",
+    "operation_latency",
+    "all_reduce_latency",
+    "all_reduce_rate",
+    "all_gather_rate",
+    "all_to_all_rate",
+)
+WIDE = 0.3  # a spread above it is marked
+
+
+def calibration_summary(found: Calibration, *, full: bool = False) -> RenderableType:
+    """The machine, then what was measured, then what was not; unless ``full`` what most hangs on,
+    and what varies."""
     facts = (f"{key.replace('_', ' ')} {value}" for key, value in found.machine.items())
     machine = ", ".join(printable(fact) for fact in facts)
     head = f"{counted(found.world_size, 'rank')} over {found.backend} on {found.date}: {machine}"
     figures = {**found.capacities, **found.constants}
     measured = {name: f for name, f in figures.items() if f.median_of}
     others = {name: f for name, f in figures.items() if not f.median_of}
-    return spaced(
-        Text(head, style="bold"),
-        drawn(_sheet("Measured", measured)),
-        drawn(_sheet("Not measured", others)) if others else None,
-    )
+    if full:
+        return spaced(
+            prose(head, style="bold"),
+            drawn(_sheet("Measured", measured)),
+            drawn(_sheet("Not measured", others)) if others else None,
+        )
+    first = {name: measured[name] for name in FIRST_CONSTANTS if name in measured}
+    wide = [name for name, figure in measured.items() if figure.spread > WIDE]
+    names = errors.listed(wide, 3)
+    varying = f" More than {percent(WIDE)} apart (!): {names}." if wide else ""
+    note = f"{len(figures) - len(first)} more: --full.{varying}"
+    short = _sheet("Measured", first).only(range(4))
+    return Group(prose(head, style="bold"), drawn(replace(short, title="", note=note)))
 
 
 def _sheet(title: str, figures: dict[str, SourcedFigure]) -> Sheet:
@@ -380,11 +404,18 @@ def _sheet(title: str, figures: dict[str, SourcedFigure]) -> Sheet:
             text("constant", lambda each: printable(each[0])),
             number("value", lambda each: _scaled(each[1].value, each[1].unit)[0]),
             text("unit", lambda each: _scaled(each[1].value, each[1].unit)[1]),
-            number("spread", lambda each: percent(each[1].spread) if each[1].median_of else ""),
+            number("spread", lambda each: _spread(each[1])),
             number("median of", lambda each: str(each[1].median_of or "")),
             text("source", lambda each: printable(each[1].source, TEXT_LIMIT)),
         ),
     )
+
+
+def _spread(figure: SourcedFigure) -> str:
+    """How far measurements lie apart, with a mark where that is far."""
+    if not figure.median_of:
+        return ""
+    return f"{percent(figure.spread)}{' !' if figure.spread > WIDE else ''}"
 
 
 def _scaled(value: float, unit: str) -> tuple[str, str]:

@@ -133,18 +133,29 @@ def percent(share: float, signed: bool = False) -> str:
 
 
 def error_text(predicted: float | None, measured: float | None) -> str:
-    """``(predicted - measured) / measured``, beyond a factor of two the ratio of both: ``+3.5 %``,
-    ``9.1x``, ``0.11x``; ``equal`` where they are, ``-`` where it cannot be said."""
+    """``(predicted - measured) / measured``: ``+3.5 %``; ``equal`` where they are, ``-`` where it
+    cannot be said."""
     if predicted is None or measured is None:
         return "-"
     if predicted == measured:
         return "equal"
-    if not measured:
-        return "-"
-    ratio = predicted / measured
-    # Percent of what is far too small all look alike (-89 %, -99 %), while a ratio says how far off
-    # it is on both sides.
-    return percent(ratio - 1, signed=True) if 0.5 <= ratio <= 2 else f"{ratio:.2g}x"
+    return percent(predicted / measured - 1, signed=True) if measured else "-"
+
+
+def slower_text(predicted: float, measured: float) -> str:
+    """How a measured time is beside a predicted one, in words: ``12 % slower than predicted``,
+    ``7 times slower than predicted``."""
+    # Percent of what is far too small all look alike (-89 %, -99 %), while a factor says how far
+    # off it is on both sides.
+    if not predicted or not measured or predicted == measured:
+        return "as predicted"
+    ratio = max(predicted, measured) / min(predicted, measured)
+    word = "slower" if measured > predicted else "faster"
+    share = percent(abs(measured / predicted - 1))
+    return f"{f'{two_digits(ratio)} times' if ratio >= TIMES else share} {word} than predicted"
+
+
+TIMES = 2.0  # from this factor on it is told as one
 
 
 def signed_bytes(difference: float) -> str:
@@ -205,11 +216,15 @@ def headline(footprint: Footprint) -> str:
     return f"{model}: {parameters} on {counted(footprint.world_size, 'rank')}"
 
 
+# Settings whose keys are no words of the field.
+SETTINGS = {"lowering": "kernels of"}
+
+
 def settings_lines(footprint: Footprint) -> tuple[str, ...]:
     """Degrees and settings, as ``name value`` lists."""
     degrees = [f"{_spaced(name)} {size}" for name, size in footprint.parallel.items() if size > 1]
     settings = [
-        f"{_spaced(name)} {printable(setting)}"
+        f"{SETTINGS.get(name) or _spaced(name)} {printable(setting)}"
         for name, setting in footprint.settings.items()
         if setting and (name, setting) != ("sequence", "1")
     ]
@@ -221,9 +236,10 @@ def _spaced(name: str) -> str:
 
 
 def class_text(footprint: Footprint, rank: RankMemory) -> str:
-    """Which ranks are meant: ``each of 8 ranks``, ``rank class 'stage 0' (4 ranks)``."""
+    """Which ranks are meant: ``each rank``, ``stage 0 (4 identical ranks)``."""
     if len(footprint.ranks) > 1:
-        return f"rank class '{printable(rank.name)}' ({counted(rank.ranks, 'rank')})"
+        alike = f" ({rank.ranks:,} identical ranks)" if rank.ranks > 1 else ""
+        return f"{printable(rank.name)}{alike}"
     return "each rank" if rank.ranks > 1 else "the rank"
 
 
@@ -275,6 +291,20 @@ def step_time_sentence(time: StepTime) -> str:
         f"{two_digits(time.high)}), {two_digits(rate)} {time.counted}/s, "
         f"{two_digits(rate / time.devices)} a device, MFU {time.mfu:.0%}."
     )
+
+
+def tokens_sentence(time: StepTime, tokens: float) -> str:
+    """What a training on so many tokens takes."""
+    days = time.days(tokens)
+    hours = two_digits(days * 24 * time.devices)
+    return f"{tokens:,.0f} {time.counted}: about {two_digits(days)} days, {hours} GPU-hours."
+
+
+def about_seconds(seconds: float) -> str:
+    """A duration of two digits."""
+    text = format_seconds(seconds, 12)
+    figure, _, unit = text.partition(" ")
+    return f"{two_digits(float(figure))} {unit}".strip()
 
 
 def two_digits(value: float) -> str:

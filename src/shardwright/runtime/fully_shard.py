@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError, expected, not_one_of
 from shardwright.core.layout import balanced_owners
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard, Zero
 from shardwright.runtime.comm import Comm, check_mesh
@@ -365,8 +365,7 @@ def _placements(
     """The placement of every parameter by fqn."""
     _check_frozen_parts(members, zero)
     if strategy not in STRATEGIES:
-        known = ", ".join(f"'{s}'" for s in STRATEGIES)
-        raise InputError(expected("shard_strategy", f"one of {known}", f"'{strategy}'"))
+        raise InputError(not_one_of("shard_strategy", strategy, STRATEGIES))
     if not isinstance(placements, Sequence) or len(placements) != 1:
         remedy = "shard_placement_fn gives single parameters another one."
         wanted = "one placement in a tuple, such as (Shard(0),)"

@@ -234,13 +234,19 @@ def check_resume(job: Job, folder: Path, world_size: int, *, resume: bool) -> No
     saved = checkpoint_folder(job, folder)
     found, where = complete_steps(saved), str(saved)
     if found and not resume:
-        remedy = "Go on with --resume, choose another train.out, or remove the checkpoints."
-        got = f"one with step-{found[-1]}"
+        before = read_manifest(step_folder(saved, found[-1]) / MANIFEST, found[-1]).world_size
+        remedy = (
+            "Go on with --resume, for more steps with --set train.steps=N beside it; or choose "
+            "another --out, or remove the checkpoints."
+        )
+        if before != world_size:
+            remedy += " -n is the number of ranks."
+        got = f"one with step-{found[-1]} of {before} ranks"
         raise InputError(expected(where, "a folder without checkpoints", got, remedy))
     steps, is_over = job.train.steps, measurement_file(folder).exists()
     # A run that was saved at its last step and never measured has still its evaluation to do.
     if found and (found[-1] > steps or (found[-1] == steps and is_over)):
-        remedy = "Nothing is left to train: raise train.steps."
+        remedy = "Nothing is left to train: more steps are --set train.steps=N."
         wanted = f"a checkpoint before step {steps}"
         raise InputError(expected(where, wanted, f"step-{found[-1]}", remedy))
     if found and isinstance(job.data.python, str):

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, did_you_mean, expected
 from shardwright.launcher.progress import ProgressLog, Writer, writer_for
 
 WRITERS: Final = ("tensorboard", "wandb")  # names in `log`, and of the packages they need
@@ -30,7 +30,8 @@ def check_log(log: Iterable[str], where: str = "train.log") -> None:
     """InputError unless every name is of a writer whose package is installed."""
     for name in log:
         if name not in WRITERS:
-            raise InputError(expected(where, f"some of {', '.join(WRITERS)}", repr(name)))
+            wanted, near = f"some of {', '.join(WRITERS)}", did_you_mean(name, WRITERS)
+            raise InputError(expected(where, wanted, repr(name), near))
         if name not in sys.modules and importlib.util.find_spec(name) is None:
             remedy = f"pip install {name}, or leave it out: progress.jsonl has the same."
             raise InputError(expected(where, f"{name} to be installed", "no such package", remedy))

@@ -207,7 +207,7 @@ def test_the_fewest_ranks_that_are_fast_enough() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"fixed": {"width": "3"}}, "--fix: expected an axis"),
+        ({"fixed": {"width": "3"}}, "--fix: expected one of tensor, "),
         ({"fixed": {"tensor": "x"}}, "--fix tensor: expected a whole number"),
         (
             {"fixed": {"tensor": "3"}},

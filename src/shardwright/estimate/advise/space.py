@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from shardwright.core.advice import Layout
-from shardwright.core.errors import InputError, expected, nearest
+from shardwright.core.errors import InputError, expected, not_one_of
 from shardwright.core.llama import LlamaShape
 from shardwright.estimate.unplanned import treatment_of
 from shardwright.job.cluster import device_of
@@ -62,7 +62,7 @@ def for_engine(job: Job, engine: str) -> Job:
     if not engine:
         return job
     if engine not in ENGINES:
-        raise InputError(expected("--engine", f"one of {nearest(engine, ENGINES)}", f"'{engine}'"))
+        raise InputError(not_one_of("--engine", engine, ENGINES))
     limits, section = ENGINES[engine].limits, msgspec.structs.asdict(memory_of(job))
     for key, allowed in limits.items():
         where, _, name = key.partition(".")
@@ -137,7 +137,7 @@ class Space:
 
     def _fixed(self, axis: str, text: str) -> Any:
         if axis not in AXES:
-            raise InputError(expected("--fix", f"an axis, {nearest(axis, AXES)}", f"'{axis}'"))
+            raise InputError(not_one_of("--fix", axis, AXES))
         where = f"--fix {axis}"
         if axis == "checkpointing":
             check_policy(text, where)

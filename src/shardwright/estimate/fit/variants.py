@@ -102,6 +102,7 @@ def estimate_of(footprint: Footprint) -> Estimate:
         verdict=footprint.verdict,
         by_category=fullest.by_category,
         step_seconds=time.seconds if time else UNSET,
+        mfu=time.mfu if time else UNSET,
         device_tokens_per_second=time.tokens_per_second / time.devices if time else UNSET,
     )
 

@@ -256,7 +256,7 @@ def _units(plan: Plan) -> Iterator[Fact]:
     if sharded:
         count = sum(unit.reshard_after_forward for unit in sharded)
         text = f"of {count} of {len(sharded)} sharded units"
-        yield Fact("full weights freed after forward", text, origin("reshard"))
+        yield Fact("reshard_after_forward", text, origin("reshard"))
     ran = {unit.checkpointing for unit in plan.units if unit.checkpointed}
     if ran:
         count = sum(len(unit.checkpointed) for unit in plan.units)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from shardwright.core.batch import INDEX_BYTES
-from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected, nearest
+from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected, there_are
 from shardwright.core.model import ModelSpec
 from shardwright.core.placement import Roles, describe
 from shardwright.core.recording import Recording, check_recording
@@ -85,7 +85,7 @@ def unit_of(plan: Plan, name: str) -> UnitPlan | None:
 def unknown(plan: Plan, name: str) -> InputError:
     """Of a name that no table and no unit of the plan has."""
     known = [u.name for u in plan.units] + [t.name for t in plan.tables]
-    remedy = f"There are {nearest(name, known)}."
+    remedy = there_are(name, known)
     wanted = "a table or unit of the plan"
     return InputError(expected("--tensor or --unit", wanted, f"'{name}'", remedy))
 

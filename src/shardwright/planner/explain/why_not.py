@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from shardwright.core.errors import InputError, ShardwrightError, expected
+from shardwright.core.errors import InputError, ShardwrightError, expected, not_one_of
 from shardwright.core.model import ComputeKernel
 from shardwright.core.option import Option
 from shardwright.core.quantities import SAME_SECONDS, exact_bytes, format_seconds
@@ -118,7 +118,7 @@ def _of_table(plan: Plan, name: str, wanted: str, again: ModelOf | None, watch: 
     if index is None:
         raise unknown(plan, name)
     if wanted not in WANTED:
-        raise InputError(expected("--why-not", f"one of {', '.join(WANTED)}", f"'{wanted}'"))
+        raise InputError(not_one_of("--why-not", wanted, WANTED))
     draft = draft_of(plan)
     table = plan.tables[index]
     chosen = table.sharding_type if wanted in TYPES else table.compute_kernel
@@ -157,8 +157,7 @@ def _of_unit(
     :raises InputError: there is no such way.
     """
     if wanted not in WAYS:
-        where = f"--why-not of unit '{unit.name}'"
-        raise InputError(expected(where, f"one of {', '.join(WAYS)}", f"'{wanted}'"))
+        raise InputError(not_one_of(f"--why-not of unit '{unit.name}'", wanted, WAYS))
     draft = draft_of(plan)
     assert isinstance(draft, StepDraft)
     choice = draft.units[plan.units.index(unit)]
@@ -212,7 +211,7 @@ def _judged(answer: WhyNot, draft: Draft, option: str, trial: Draft) -> WhyNot:
     where = f"rank {fullest.rank}"
     filled = f"{exact_bytes(fullest.needed)} of {fullest.capacity:,} B {fullest.tier.upper()}"
     before, after = draft.max_rank_seconds, trial.max_rank_seconds
-    fits = f"{what} fits ({where} is the fullest with {filled})"
+    fits = f"{what} fits ({where} needs most, {filled})"
     verdict: Verdict = "slower" if after > before else "faster"
     text = f"{fits} and is {verdict}: {instead(before, after)}."
     if fullest.over > 0:
