@@ -158,11 +158,11 @@ def settings_of(job: Job, device: str, policy: str = "") -> dict[str, str]:
         if value != getattr(usual, name)
     }
     return {
+        "param_dtype": section.param_dtype or OWN_DTYPE,
+        "reduce_dtype": section.reduce_dtype or OWN_DTYPE,
         "runtime": section.runtime,
         "checkpointing": policy or section.policy,
         "lowering": device,
-        "param_dtype": section.param_dtype or OWN_DTYPE,
-        "reduce_dtype": section.reduce_dtype or OWN_DTYPE,
         "optimizer": job.train.optimizer,
         **batch,
         "sequence": str(job.batch.sequence),

@@ -15,11 +15,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.cluster import MAX_PLANNED
-from shardwright.core.document import convert, parse_toml, read_bytes
+from shardwright.core.document import convert, parse_toml
 from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.kinds import EmbeddingsSection, members_of
 from shardwright.core.model import TableSpec
 from shardwright.core.quantities import parse_bytes
+from shardwright.job.asked import document_of
 from shardwright.job.cluster import (
     ClusterSection,
     check_units,
@@ -245,15 +246,25 @@ def named_files(job: Job, path: Path | None = None) -> tuple[Path, ...]:
     return (*named, *(Path(name) for name in (job.data.path, job.data.test_path) if name))
 
 
-def read_job(path: Path | str, overrides: Iterable[str] = (), on: str = "") -> Job:
-    """Read a job file; ``overrides`` are ``section.key=value`` texts that win over the file, ``on``
-    a machine in one word (:func:`shardwright.job.cluster.in_one_word`) in place of its cluster."""
-    raw = read_bytes(path, "job", "Name a job in TOML, such as examples/demo.toml.")
-    document = parse_toml(raw, str(path), "a job")
+def asked(model: Path | str, overrides: Iterable[str] = (), on: str = "") -> dict[str, Any]:
+    """The document of a job file, or of what stands for one (:func:`document_of`): with ``on``, a
+    machine in one word (:func:`shardwright.job.cluster.in_one_word`), in place of its cluster, and
+    ``overrides``, ``section.key=value`` texts that win over the file."""
+    document = document_of(model)
     if on:
         document["cluster"] = in_one_word(on)
     for override in overrides:
         set_key(document, override)
+    return document
+
+
+def read_job(path: Path | str, overrides: Iterable[str] = (), on: str = "") -> Job:
+    """The job that is :func:`asked` for."""
+    return job_in(asked(path, overrides, on), path)
+
+
+def job_in(document: dict[str, Any], path: Path | str) -> Job:
+    """Check the document of a job; errors say ``path``, which is where it comes from."""
     check_units(document.get("cluster"), str(path))
     job = parse_job(document, str(path), Path(path))
     if isinstance(job.data.python, str):  # which only a run imports

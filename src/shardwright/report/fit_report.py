@@ -59,6 +59,7 @@ def headline(fit: Fit) -> str:
     capacity = format_bytes(fit.capacity)
     ranks = counted(fit.world_size, "rank")
     dtype = f", computing in {printable(fit.dtype)}" if fit.dtype else ""
+    dtype += f" and reducing in {printable(fit.reduce_dtype)}" if fit.reduce_dtype else ""
     return f"What fits of {printable(fit.model)} on {ranks} of {capacity} each{dtype}"
 
 

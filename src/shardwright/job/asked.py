@@ -1,0 +1,130 @@
+"""What a command is asked about: a job file, or what stands for one, such as the name of a public
+model. Both are the document of a job, and short options are keys of it.
+"""
+
+# A name that builds another model than the published one would be answered as if it did not, so a
+# test holds every entry of the list to the number of its parameters. A file wins over a name: who
+# has a file `gpt2` means that one.
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shardwright.core.document import convert, parse_toml, read_bytes
+from shardwright.core.errors import InputError, expected, likeliest
+
+LIST = "public_models.toml"
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+# Options of every command and keywords of every call that take a model, and the keys they set.
+SHORT = {
+    "batch": "batch.size",
+    "seq": "batch.sequence",
+    "dtype": "memory.param_dtype",
+    "optimizer": "train.optimizer",
+    "runtime": "memory.runtime",
+    "checkpointing": "memory.checkpointing",
+    "zero": "memory.zero",
+    "offload": "memory.offload",
+    "tp": "parallel.tensor",
+    "pp": "parallel.pipeline",
+    "cp": "parallel.context",
+    "ep": "parallel.expert",
+}
+LONGEST = 4096  # tokens of a sample where nobody names them, unless the model was made for fewer
+A_JOB = "Name a job in TOML, such as examples/demo.toml."
+POSITIONS = ("max_position_embeddings", "n_positions")
+
+
+class PublicModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model that was published as ``id`` on a ``date``: what its ``config.json`` says, but for
+    its ``nulls``, and how many numbers its files have, ``beside`` of which are no parameters,
+    ``because`` of what."""
+
+    id: str
+    date: str
+    parameters: int
+    config: dict[str, Any]
+    beside: int = 0
+    because: str = ""
+    nulls: tuple[str, ...] = ()  # TOML has no word for them
+
+
+@cache
+def public_models() -> dict[str, PublicModel]:
+    """All of them, by the names that commands take."""
+    text = resources.files("shardwright.job").joinpath(LIST).read_text(encoding="utf-8")
+    read = parse_toml(text, LIST, "a list of models")
+    return {name: convert(each, PublicModel, LIST, name) for name, each in read.items()}
+
+
+def public_model(name: str) -> PublicModel | None:
+    """The model of a name, or of its ``id`` with or without the owner; capitals, dashes and dots
+    do not count."""
+    wanted, models = _plain(name), public_models()
+    by = {_plain(each): model for each, model in models.items()}
+    for model in models.values():
+        by.setdefault(_plain(model.id), model)
+        by.setdefault(_plain(model.id.partition("/")[2]), model)
+    return by.get(wanted)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]", "", name.lower())
+
+
+def misspelled(name: str) -> str:
+    """The name that may have been meant, as a question; without one like it, how names look."""
+    near = likeliest(name.lower(), public_models())
+    return f"Did you mean '{near}'?" if near else "Public models have names such as llama3-8b."
+
+
+def config_document(path: Path | str) -> dict[str, Any]:
+    """What a ``config.json`` says, or that of a public model where there is no such file."""
+    if not Path(path).exists() and (known := public_model(str(path))):
+        return {**known.config, **dict.fromkeys(known.nulls)}
+    is_file = Path(path).suffix == ".json"
+    remedy = "Name the config.json of a model." if is_file else misspelled(str(path))
+    raw = read_bytes(path, "model configuration", remedy)
+    try:
+        document: Any = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise InputError(expected(str(path), "a config.json", f"'{error}'")) from None
+    if not isinstance(document, dict):
+        raise InputError(expected(str(path), "a JSON object", type(document).__name__))
+    return document
+
+
+def document_of(model: Path | str) -> dict[str, Any]:
+    """The document of a job: of its file, or with one sample on a rank of what stands for one: a
+    public model's name, a ``config.json``, or ``package.module:function``."""
+    name, path = str(model), Path(model)
+    if FUNCTION.fullmatch(name) and not path.exists():
+        return {"model": {"python": name}, "batch": {"size": 1}}
+    known = path.suffix != ".toml" and not path.exists() and public_model(name) is not None
+    if not known and path.suffix != ".json":
+        if path.suffix != ".toml" and not path.exists():
+            wanted = "a job file, a public model, a config.json or package.module:function"
+            raise InputError(expected(name, wanted, "no such file", misspelled(name)))
+        return parse_toml(read_bytes(path, "job", A_JOB), name, "a job")
+    config = config_document(path)
+    longest = next((config[key] for key in POSITIONS if isinstance(config.get(key), int)), 1)
+    batch = {"size": 1, "sequence": min(max(longest, 1), LONGEST)}
+    return {"model": {"hf_config": name}, "batch": batch}
+
+
+def in_one_line(document: Mapping[str, Any], inside: str = "") -> str:
+    """A document as ``section.key=value``, one after the other, as ``--set`` takes them."""
+    return " ".join(
+        in_one_line(value, f"{inside}{key}.")
+        if isinstance(value, Mapping)
+        else f"{inside}{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in document.items()
+    )
