@@ -9,6 +9,7 @@ model. Both are the document of a job, and short options are keys of it.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -86,6 +87,14 @@ def misspelled(name: str) -> str:
     return f"Did you mean '{near}'?" if near else "Public models have names such as llama3-8b."
 
 
+def config_name(config: str) -> str:
+    """What people call the model of a ``config.json``, or a public one, as it is named."""
+    path = Path(config)
+    if path.suffix != ".json":
+        return path.name
+    return path.parent.name if path.stem == "config" else path.stem
+
+
 def config_document(path: Path | str) -> dict[str, Any]:
     """What a ``config.json`` says, or that of a public model where there is no such file."""
     if not Path(path).exists() and (known := public_model(str(path))):
@@ -102,19 +111,32 @@ def config_document(path: Path | str) -> dict[str, Any]:
     return document
 
 
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def said_dtype(config: Mapping[str, Any]) -> Any:
+    """What a configuration says that its model computes in, by our name where there is one; empty
+    where it says nothing. transformers 4.56 renamed the key."""
+    said = config.get("dtype") or config.get("torch_dtype") or ""
+    return DTYPES.get(str(said).removeprefix("torch."), said)
+
+
 def document_of(model: Path | str) -> dict[str, Any]:
     """The document of a job: of its file, or with one sample on a rank of what stands for one: a
     public model's name, a ``config.json``, or ``package.module:function``."""
-    name, path = str(model), Path(model)
+    name = str(model)
+    if not isinstance(model, str | os.PathLike) or Path(model).suffix == ".toml":
+        return parse_toml(read_bytes(model, "job", A_JOB), name, "a job")
+    path, config = Path(model), {}
     if FUNCTION.fullmatch(name) and not path.exists():
         return {"model": {"python": name}, "batch": {"size": 1}}
-    known = path.suffix != ".toml" and not path.exists() and public_model(name) is not None
-    if not known and path.suffix != ".json":
-        if path.suffix != ".toml" and not path.exists():
-            wanted = "a job file, a public model, a config.json or package.module:function"
-            raise InputError(expected(name, wanted, "no such file", misspelled(name)))
+    if path.suffix == ".json" or (not path.exists() and public_model(name)):
+        config = config_document(path)
+    elif not path.exists():
+        wanted = "a job file, a public model, a config.json or package.module:function"
+        raise InputError(expected(name, wanted, "no such file", misspelled(name)))
+    if "model_type" not in config:  # a plan, perhaps
         return parse_toml(read_bytes(path, "job", A_JOB), name, "a job")
-    config = config_document(path)
     longest = next((config[key] for key in POSITIONS if isinstance(config.get(key), int)), 1)
     batch = {"size": 1, "sequence": min(max(longest, 1), LONGEST)}
     return {"model": {"hf_config": name}, "batch": batch}

@@ -20,7 +20,7 @@ from msgspec import UNSET
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.llama import LlamaShape, T5Shape, check_shape
-from shardwright.job.asked import config_document
+from shardwright.job.asked import DTYPES, config_document, said_dtype
 
 
 class Defaults(msgspec.Struct, frozen=True):
@@ -329,22 +329,16 @@ class _Reader:
         return default if value is None else value
 
 
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
-
 def _dtype(read: _Reader) -> Any:
-    """What a model is loaded in; transformers 4.56 renamed the key."""
-    for key in ("dtype", "torch_dtype"):
-        value = read.document.get(key)
-        if value is None:
-            continue
-        name = str(value).removeprefix("torch.")
-        if name not in DTYPES:
-            remedy = "Leave it out, and name memory.param_dtype in the job."
-            wanted = f"one of {', '.join(DTYPES)}"
-            raise UnsupportedError(expected(f"{read.where}: {key}", wanted, repr(value), remedy))
-        return DTYPES[name]
-    return UNSET
+    """What a model is loaded in."""
+    given = {key: read.document.get(key) for key in ("dtype", "torch_dtype")}
+    found = said_dtype(given)
+    if found and found not in DTYPES.values():
+        key = "dtype" if given["dtype"] else "torch_dtype"
+        remedy = "Leave it out, and name memory.param_dtype in the job."
+        wanted = f"one of {', '.join(DTYPES)}"
+        raise UnsupportedError(expected(f"{read.where}: {key}", wanted, repr(found), remedy))
+    return found or UNSET
 
 
 def _t5_shape(read: _Reader, usual: T5Shape) -> T5Shape:

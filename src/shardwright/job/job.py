@@ -20,7 +20,7 @@ from shardwright.core.errors import InputError, check_type, expected
 from shardwright.core.kinds import EmbeddingsSection, members_of
 from shardwright.core.model import TableSpec
 from shardwright.core.quantities import parse_bytes
-from shardwright.job.asked import document_of
+from shardwright.job.asked import document_of, said_dtype
 from shardwright.job.cluster import (
     ClusterSection,
     check_units,
@@ -147,21 +147,23 @@ def degrees_of(job: Job, world_size: int, where: str = "job") -> Degrees:
 def memory_of(job: Job) -> MemorySection:
     """How a job's steps are run, with the dtypes of its model where it names none.
 
-    A llama computes in what its configuration says; one of given widths in bf16 on accelerators and
-    in fp32 on a CPU. Its gradients are summed in fp32. A module of the user's own has dtypes of its
-    own, which stay UNSET, and beside a ``param_dtype`` sums in fp32, too. Other models are fp32.
+    A model of a configuration computes in what that says; a llama of given widths in bf16 on
+    accelerators and in fp32 on a CPU. Gradients are summed in fp32. A module of the user's own has
+    dtypes of its own, which stay UNSET, and beside a ``param_dtype`` sums in fp32, too. Other
+    models are fp32.
     """
     # Filled in on reading and not in the job: a plan embeds its job, and one that names no dtype
     # must keep the bytes, and the fingerprint, that it had before there was such a key.
     section = MemorySection() if job.memory is UNSET else job.memory
     param, reduce = section.param_dtype, section.reduce_dtype
-    if not job.model.traits.is_function:
-        param = param or _said_dtype(job)
+    param = param or _said_dtype(job)
     reduce = reduce or ("fp32" if param else UNSET)
     return msgspec.structs.replace(section.bare, param_dtype=param, reduce_dtype=reduce)
 
 
-def _said_dtype(job: Job) -> ComputeDtype:
+def _said_dtype(job: Job) -> ComputeDtype | UnsetType:
+    if job.model.traits.is_function:
+        return said_dtype(job.model.of_transformers) or UNSET
     if job.model.shape is UNSET:
         return "fp32"
     said = job.model.shape.dtype

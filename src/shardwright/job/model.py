@@ -35,6 +35,7 @@ from shardwright.core.llama import (
     T5Shape,
     check_shape,
 )
+from shardwright.job.asked import config_name
 from shardwright.job.hf_config import Shape, read_hf_config
 
 Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
@@ -249,17 +250,21 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def name(self) -> str:
         """What people call the model: its function, its Hugging Face config, else its kind."""
         if self.python is not UNSET:
-            if self.python == OURS + CALLS["transformers"] and self.arguments:
-                return str(self.arguments["config"]["model_type"])
+            if (config := self.of_transformers) and "_name_or_path" in config:
+                return config_name(str(config["_name_or_path"])) or self.kind
             own = self.python.removeprefix(OURS)
             mine = own == self.python
             return own.replace(":", ".") if mine else own.partition(":")[0]
         if self.hf_config is not UNSET:
-            path = Path(self.hf_config)
-            if path.suffix != ".json":  # a public model, whose name may have dots
-                return path.name
-            return (path.parent.name if path.stem == "config" else path.stem) or self.kind
+            return config_name(self.hf_config) or self.kind
         return self.kind
+
+    @property
+    def of_transformers(self) -> dict[str, Any]:
+        """The configuration of a model that ``transformers`` builds; empty for others."""
+        found = self.arguments or {}
+        config = found.get("config") if self.python == OURS + CALLS["transformers"] else None
+        return config if isinstance(config, dict) else {}
 
 
 def with_kind(
@@ -276,7 +281,8 @@ def with_kind(
         if isinstance(found, T5Shape):
             model = {"kind": "t5", **_changed(found)}
         elif isinstance(found, dict):
-            model = {"kind": "transformers", "config": found}
+            named = {"_name_or_path": model["hf_config"]}
+            model = {"kind": "transformers", "config": {**found, **named}}
     named = model.get("kind")
     if isinstance(named, str) and named in CALLS:
         arguments = {key: value for key, value in model.items() if key != "kind"}

@@ -9,24 +9,19 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from shardwright.tracker.tensors import DTYPES
-
-STORED = {"bfloat16": "bf16", "float16": "fp16"}  # by torch's names; others are fp32
-
 
 def build(
     batch: int, sequence: int, config: dict[str, Any]
 ) -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
     """The class that ``config`` names first among its ``architectures``, on the tensors that it
     asks for: ids [batch, sequence], of both sides where it has a decoder, or images [batch,
-    channels, size, size]. Its loss is the mean cross entropy of all its logits."""
+    channels, size, size]. Parameters are fp32, as those of our models: what they are computed in is
+    the job's to say. Its loss is the mean cross entropy of all its logits."""
     import transformers
 
     kind = getattr(transformers, config["architectures"][0])
     its = kind.config_class.from_dict({**config, "use_cache": False})
-    module = kind(its)
-    stored = STORED.get(config.get("dtype") or config.get("torch_dtype") or "", "fp32")
-    return module.to(DTYPES[stored]), _inputs(kind, its, (batch, sequence)), loss
+    return kind(its).float(), _inputs(kind, its, (batch, sequence)), loss
 
 
 def _inputs(kind: Any, its: Any, size: tuple[int, int]) -> dict[str, torch.Tensor]:
