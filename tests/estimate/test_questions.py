@@ -38,7 +38,8 @@ def test_a_fit_and_advice_are_asked_alike_and_show_themselves() -> None:
 
 
 def test_keys_of_a_job_and_the_fields_of_an_advice_are_taken(tmp_path: Path) -> None:
-    found = sw.advise("llama3.2-1b", on="2xH100", seq=512, fixed={"tensor": "2"}, runtime="fsdp2")
+    fixed = {"tensor": "2", "checkpointing": "full"}
+    found = sw.advise("llama3.2-1b", on="2xH100", seq=512, fixed=fixed, runtime="fsdp2")
     assert found.fits
     assert found.answer is not None
     assert found.answer.layout.tensor == 2

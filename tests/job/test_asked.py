@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -139,3 +140,10 @@ def test_every_short_option_is_a_key_of_a_job() -> None:
 def test_a_model_of_transformers_is_refused_with_what_to_install(name: str) -> None:
     with pytest.raises(UnsupportedError, match="Install transformers, which builds it"):
         read_job(name)
+
+
+def test_the_documentation_lists_every_name() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    part = text.partition("Names, whose")[2].partition("A `config.json` of any other")[0]
+    listed = re.findall(r"`([a-z0-9.-]+)`", part)
+    assert [name for name in listed if name != "transformers"] == list(MODELS)

@@ -281,8 +281,8 @@ def with_kind(
         if isinstance(found, T5Shape):
             model = {"kind": "t5", **_changed(found)}
         elif isinstance(found, dict):
-            named = {"_name_or_path": model["hf_config"]}
-            model = {"kind": "transformers", "config": {**found, **named}}
+            found = {**found, "_name_or_path": model["hf_config"]}
+            model = {"kind": "transformers", "config": found}
     named = model.get("kind")
     if isinstance(named, str) and named in CALLS:
         arguments = {key: value for key, value in model.items() if key != "kind"}
