@@ -67,7 +67,7 @@ def _say(document: dict[str, Any], model: Path, path: Path | None) -> None:
             raise InputError(expected("--write", wanted, found, "Name another, or move it away."))
         write_atomically(path, encode_toml(document).encode())
         print(f"job written to {path}", file=sys.stderr)
-    elif model.suffix != ".toml":
+    elif str(model) in document.get("model", {}).values():  # not a file of a job
         print(f"The job: {in_one_line(document)} (--write job.toml)", file=sys.stderr)
 
 

@@ -125,18 +125,20 @@ def document_of(model: Path | str) -> dict[str, Any]:
     """The document of a job: of its file, or with one sample on a rank of what stands for one: a
     public model's name, a ``config.json``, or ``package.module:function``."""
     name = str(model)
-    if not isinstance(model, str | os.PathLike) or Path(model).suffix == ".toml":
-        return parse_toml(read_bytes(model, "job", A_JOB), name, "a job")
-    path, config = Path(model), {}
-    if FUNCTION.fullmatch(name) and not path.exists():
+    there = not isinstance(model, str | os.PathLike) or Path(model).exists()
+    if there or Path(model).suffix == ".toml":
+        raw = read_bytes(model, "job", A_JOB)
+        # By what is in it: a job may have any name, and TOML does not begin with a brace.
+        config = config_document(model) if raw.lstrip().startswith(b"{") else {}
+        if "model_type" not in config:  # a plan, perhaps
+            return parse_toml(raw, name, "a job")
+    elif FUNCTION.fullmatch(name):
         return {"model": {"python": name}, "batch": {"size": 1}}
-    if path.suffix == ".json" or (not path.exists() and public_model(name)):
-        config = config_document(path)
-    elif not path.exists():
+    elif public_model(name) or Path(model).suffix == ".json":
+        config = config_document(model)
+    else:
         wanted = "a job file, a public model, a config.json or package.module:function"
         raise InputError(expected(name, wanted, "no such file", misspelled(name)))
-    if "model_type" not in config:  # a plan, perhaps
-        return parse_toml(read_bytes(path, "job", A_JOB), name, "a job")
     longest = next((config[key] for key in POSITIONS if isinstance(config.get(key), int)), 1)
     batch = {"size": 1, "sequence": min(max(longest, 1), LONGEST)}
     return {"model": {"hf_config": name}, "batch": batch}
