@@ -211,7 +211,10 @@ def _of_transformers(document: dict[str, Any], where: str) -> dict[str, Any]:
     """The document of a family that no kind of ours builds, for ``models/hf.py``."""
     family, build = document["model_type"], "Install transformers, which builds it, or give"
     _refuse_quantized(document, where)
-    if isinstance(family, str) and document.get("architectures") and find_spec("transformers"):
+    if isinstance(family, str) and find_spec("transformers"):
+        if not document.get("architectures"):
+            wanted = "the class of transformers that builds it"
+            raise InputError(expected(f"{where}: architectures", wanted, "none"))
         return document
     known = f"one of {', '.join((*FAMILIES, *T5_FAMILIES))}"
     remedy = OWN.replace("Give", build)
