@@ -356,6 +356,7 @@ class Fit(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: float = 0.0
     dtype: str = ""
     reduce_dtype: str = ""
+    time: StepTime | UnsetType = UNSET
     schema: str = FIT_SCHEMA
 
     @property

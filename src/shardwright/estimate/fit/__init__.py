@@ -105,6 +105,7 @@ def _searched(
         assumptions=first.assumptions,
         dtype=first.settings.get("param_dtype", ""),
         reduce_dtype=first.settings.get("reduce_dtype", ""),
+        time=first.time,
     )
     return found, variants
 
