@@ -90,6 +90,20 @@ def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert read_job("gpt2").model.layers == 2
 
 
+def test_a_folder_is_its_configuration_and_otherwise_does_not_hide_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2").mkdir()
+    assert read_job("gpt2").model.shape == read_hf_config("gpt2")
+    Path("gpt2/config.json").write_text('{"model_type": "llama"}')
+    job = read_job("gpt2")
+    assert (job.model.name, job.model.shape) == ("gpt2", read_hf_config("gpt2/config.json"))
+    Path("mine").mkdir()
+    with pytest.raises(InputError, match="mine: expected a job file, got a directory"):
+        read_job("mine")
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

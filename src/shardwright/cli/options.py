@@ -67,7 +67,8 @@ def _say(document: dict[str, Any], model: Path, path: Path | None) -> None:
             raise InputError(expected("--write", wanted, found, "Name another, or move it away."))
         write_atomically(path, encode_toml(document).encode())
         print(f"job written to {path}", file=sys.stderr)
-    elif str(model) in document.get("model", {}).values():  # not a file of a job
+    elif any(str(value).startswith(str(model)) for value in document.get("model", {}).values()):
+        # of no job's file, which names neither itself nor a file inside
         print(f"The job: {in_one_line(document)} (--write job.toml)", file=sys.stderr)
 
 

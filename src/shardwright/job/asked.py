@@ -97,7 +97,7 @@ def config_name(config: str) -> str:
 
 def config_document(path: Path | str) -> dict[str, Any]:
     """What a ``config.json`` says, or that of a public model where there is no such file."""
-    if not Path(path).exists() and (known := public_model(str(path))):
+    if not Path(path).is_file() and (known := public_model(str(path))):
         return {**known.config, **dict.fromkeys(known.nulls)}
     is_file = Path(path).suffix == ".json"
     remedy = "Name the config.json of a model." if is_file else misspelled(str(path))
@@ -123,9 +123,13 @@ def said_dtype(config: Mapping[str, Any]) -> Any:
 
 def document_of(model: Path | str) -> dict[str, Any]:
     """The document of a job: of its file, or with one sample on a rank of what stands for one: a
-    public model's name, a ``config.json``, or ``package.module:function``."""
+    public model's name, a ``config.json`` or its folder, or ``package.module:function``."""
     name = str(model)
     there = not isinstance(model, str | os.PathLike) or Path(model).exists()
+    if there and Path(name).is_dir():
+        if (Path(name) / "config.json").is_file():
+            return document_of(Path(name) / "config.json")
+        there = public_model(name) is None  # a folder that has the name by chance
     if there or Path(model).suffix == ".toml":
         raw = read_bytes(model, "job", A_JOB)
         # By what is in it: a job may have any name, and TOML does not begin with a brace.
