@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     )
     from shardwright.core.measurement import Measurement, read_measurement, write_measurement
     from shardwright.core.placement import BlockShard, Owned, Replicate, Shard
-    from shardwright.estimate.footprint import footprint as estimate_memory
     from shardwright.estimate.own_model import Task
+    from shardwright.estimate.questions import advise, estimate_memory, fit, memory
     from shardwright.estimate.recordings import plan, plan_module
     from shardwright.job.job import Job, parse_job, read_job
     from shardwright.job.plan import Plan, read_plan, write_plan
@@ -88,17 +88,20 @@ _HOMES = {
     "StoppedError": "core.errors",
     "Task": "estimate.own_model",
     "UnsupportedError": "core.errors",
-    "advise": "estimate.advise",
+    "advise": "estimate.questions",
     "apply": "runtime.apply",
     "average_weights": "runtime.average",
     "clip_grad_norm_": "runtime.clip",
     "compare": "train.compare",
+    "estimate_memory": "estimate.questions",
+    "fit": "estimate.questions",
     "full_state_dict": "runtime.state",
     "fully_shard_flat": "runtime.fully_shard",
     "get_dstorage": "runtime.units.dstorage",
     "load_checkpoint": "runtime.saving",
     "load_optimizer_state_dict": "runtime.optimizer_dict",
     "measure": "train.loop",
+    "memory": "estimate.questions",
     "optimizer_parameters": "runtime.optimizer",
     "optimizer_state_dict": "runtime.optimizer_dict",
     "parse_job": "job.job",
@@ -115,7 +118,6 @@ _HOMES = {
     "write_plan": "job.plan",
 }
 _RENAMED = {
-    "estimate_memory": ("estimate.footprint", "footprint"),
     "explain": ("planner.explain", "explain_tensor"),
     # what a document that is printed asks for: the floor of values cannot import the report
     "first_screen": ("report.first_screen", "as_text"),
@@ -160,12 +162,14 @@ __all__ = [
     "compare",
     "estimate_memory",
     "explain",
+    "fit",
     "full_state_dict",
     "fully_shard_flat",
     "get_dstorage",
     "load_checkpoint",
     "load_optimizer_state_dict",
     "measure",
+    "memory",
     "optimizer_parameters",
     "optimizer_state_dict",
     "parse_job",

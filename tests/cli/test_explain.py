@@ -324,8 +324,10 @@ def test_half_a_plan_is_refused(call: Any, plan: Path) -> None:
     call("explain", plan).refuses(2, str(plan), "plan JSON")
 
 
-def test_a_job_is_no_plan(call: Any, job: Path) -> None:
-    call("explain", job).refuses(2, str(job), "plan JSON")
+def test_a_job_is_planned_and_explained(call: Any, job: Path, plan: Path) -> None:
+    words = ["--tensor", "big"]
+    planned = call("explain", job, "--set", "planner.dedup=false", *words)
+    assert planned.out == call("explain", plan, *words).out
 
 
 def test_json_that_is_no_object_is_no_plan(call: Any, plan: Path) -> None:

@@ -83,3 +83,14 @@ def test_what_an_engine_cannot_do_is_refused_in_one_line(call: Any) -> None:
     refused = call("export", "job.toml", "--to", "megatron")
     refused.refuses(2, "memory.runtime: expected megatron", "memory.loss: expected parallel")
     call("export", "job.toml", "--to", "nemo").refuses(2, "nemo", *ENGINES)
+
+
+def test_a_job_that_was_asked_by_name_is_written_and_reads_back(call: Any, tmp_path: Path) -> None:
+    words = ["llama3-8b", "--to", "torchtitan", "--on", "8xH100", "--tp", "2", "--seq", "512"]
+    words += ["--runtime", "fsdp2", "--set", "memory.loss=chunked"]
+    path = tmp_path / "asked.toml"
+    asked, written = call("export", *words), call("export", *words, "--write", path)
+    assert asked.err.startswith("The job: model.hf_config=llama3-8b batch.size=1 batch.sequence=51")
+    assert written.err == f"job written to {path}\n"
+    assert asked.out == written.out == call("export", path, "--to", "torchtitan").out
+    call("export", *words, "--write", path).refuses(2, "--write", "move it away")

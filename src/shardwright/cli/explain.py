@@ -1,4 +1,4 @@
-"""``shardwright explain plan.json [--unit U] [--statistic NAME] [--rank R] [--why-not WAY]``."""
+"""``shardwright explain plan.json|MODEL [--unit U] [--statistic NAME] [--why-not WAY]``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import UNSET
 
 from shardwright.cli import options as shared
-from shardwright.cli.planning import SearchListener
+from shardwright.cli.planning import SearchListener, planned
 from shardwright.core.amount import Step
 from shardwright.core.cluster import TIERS
 from shardwright.core.errors import InputError, expected
@@ -38,7 +38,7 @@ NOISE = 1e-12  # shares below this are rounding
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``explain``."""
-    shared.plan_argument(parser)
+    shared.job_argument(parser, also_plan=True)
     parser.add_argument("--tensor", "--unit", metavar="T", help="a table, a unit, a dense tensor")
     parser.add_argument("--rank", type=int, metavar="R", help="only this rank")
     parser.add_argument(
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Recompute and print; a number that comes out otherwise than stored is exit 4."""
-    plan = read_plan(options.plan, check=True)
+    plan = _plan_of(options)
     if options.rank is not None and not 0 <= options.rank < plan.world_size:
         raise InputError(expected("--rank", f"0 to {plan.world_size - 1}", str(options.rank)))
     if options.why_not and options.statistic:
@@ -87,6 +87,14 @@ def execute(options: argparse.Namespace) -> int:
     else:
         _overview(plan, options)
     return 0
+
+
+def _plan_of(options: argparse.Namespace) -> Plan:
+    """The plan of a file, or of a job that is planned for it, whose code may then run again."""
+    if options.job.suffix == ".json":
+        return read_plan(options.job, check=True)
+    options.allow_code = True
+    return planned(shared.job_of(options))
 
 
 def _show(found: Sequence[explain.Explanation], options: argparse.Namespace) -> None:
@@ -300,7 +308,7 @@ def _check_code(plan: Plan, options: argparse.Namespace) -> None:
     if isinstance(named, str) and not options.allow_code:
         raise InputError(
             expected(
-                f"{options.plan}: model.python",
+                f"{options.job}: model.python",
                 "a model that is recorded without code of others",
                 f"'{named}', which this would import and call",
                 "Add --allow-code if you trust it.",

@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.core.cluster import Calibration
-from shardwright.core.document import to_json
+from shardwright.core.document import encode_toml, to_json, write_atomically
 from shardwright.core.errors import InputError, expected
-from shardwright.job.job import Job, read_job
+from shardwright.job.asked import SHORT, in_one_line
+from shardwright.job.job import Job, asked, job_in
 
 PROFILED = 20  # steps
 
 
 def job_argument(parser: argparse.ArgumentParser, *, also_plan: bool = False) -> None:
-    """JOB.toml with overrides."""
-    name = "JOB.toml|plan.json" if also_plan else "JOB.toml"
-    parser.add_argument("job", type=Path, metavar=name, help="what to train, on what")
+    """JOB.toml, or a model that stands for one, with overrides."""
+    name, config = "JOB.toml|MODEL", ", a config.json"
+    if also_plan:
+        name, config = f"{name}|plan.json", ""  # whose JSON is a plan's
+    what = f"a job file, or a model: llama3-8b{config}, package.module:function"
+    parser.add_argument("job", type=Path, metavar=name, help=what)
     set_option(parser)
     parser.add_argument(
         "--on",
@@ -28,6 +32,10 @@ def job_argument(parser: argparse.ArgumentParser, *, also_plan: bool = False) ->
         help="instead of the job's [cluster]: 8xH100, 2x8xA100-40, a preset or a cluster file",
     )
     parser.add_argument("-n", "--ranks", type=int, metavar="N", help="number of ranks")
+    parser.add_argument("--write", type=Path, metavar="job.toml", help="write the job, a new file")
+    short = parser.add_argument_group("short for --set")
+    for option, key in SHORT.items():
+        short.add_argument(f"--{option}", metavar="VALUE", help=key)
 
 
 def set_option(parser: argparse.ArgumentParser) -> None:
@@ -50,14 +58,31 @@ def plan_argument(
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    """The job with its overrides; ``--on`` replaces its cluster, ``-n`` sets the world size."""
-    overrides = list(options.set)
+    """The job with its overrides; ``--on`` replaces its cluster, ``-n`` sets the world size. One
+    that has no file is said, and written where that is asked for."""
+    given = ((key, getattr(options, name, None)) for name, key in SHORT.items())
+    overrides = [f"{key}={value}" for key, value in given if value is not None]
+    overrides += options.set
     if options.ranks is not None:
         # Last, so that -n wins over --set; and as text, so that it is checked as any other key.
         overrides.append(f"cluster.world_size={options.ranks}")
-    job = read_job(options.job, overrides, options.on)
+    document = asked(options.job, overrides, options.on)
+    job = job_in(document, options.job)
     warn_of_busy(job.cluster.measured, job.cluster.file)
+    _say(document, options.job, getattr(options, "write", None))
     return job
+
+
+def _say(document: dict[str, Any], model: Path, path: Path | None) -> None:
+    if path is not None:
+        if path.suffix != ".toml" or path.exists():
+            wanted, found = "a new file that ends in .toml", f"'{path}'"
+            raise InputError(expected("--write", wanted, found, "Name another, or move it away."))
+        write_atomically(path, encode_toml(document).encode())
+        print(f"job written to {path}", file=sys.stderr)
+    elif any(str(value).startswith(str(model)) for value in document.get("model", {}).values()):
+        # of no job's file, which names neither itself nor a file inside
+        print(f"The job: {in_one_line(document)} (--write job.toml)", file=sys.stderr)
 
 
 def warn_of_busy(measured: Calibration | None, file: str) -> None:

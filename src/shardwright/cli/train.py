@@ -16,6 +16,7 @@ from shardwright.cli import options as shared
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import EXIT_PREEMPTED, EXIT_RUN_FAILED, InputError, expected
 from shardwright.core.measurement import Quality, scores_text
+from shardwright.job.asked import SHORT
 from shardwright.job.job import DataSection, Job, checkpoint_folder
 from shardwright.job.plan import Plan, read_plan, sealed
 from shardwright.job.train import Forward, TrainSection
@@ -203,7 +204,7 @@ def _plan_of(options: argparse.Namespace) -> Plan:
         # goes on keeps the plan that it began with, as long as the job asks for nothing else.
         before = _planned_before(job) if options.resume else None
         return before or planned(job)
-    for option in ("set", "on"):
+    for option in ("set", "on", "write", *SHORT):
         if getattr(options, option):
             remedy = f"Plan again with --{option}, then train."
             raise InputError(expected(f"--{option}", "a job to override", "a plan", remedy))

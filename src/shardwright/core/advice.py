@@ -110,6 +110,11 @@ class Advice(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The fastest that fits."""
         return self.rows[0] if self.rows else None
 
+    @property
+    def fits(self) -> bool:
+        """Whether any layout fits for sure."""
+        return bool(self.rows)
+
     def days(self, tokens: float) -> float:
         """How long so many tokens take with the answer."""
         assert self.answer is not None

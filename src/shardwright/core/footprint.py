@@ -180,6 +180,11 @@ class Footprint(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         worst: tuple[Verdict, ...] = ("unknown", "does not fit", "perhaps")
         return next((verdict for verdict in worst if verdict in found), "fits")
 
+    @property
+    def fits(self) -> bool:
+        """Whether every rank fits for sure."""
+        return self.verdict == "fits"
+
     def verdict_of(self, rank: RankMemory) -> Verdict:
         """Whether ranks of a class fit."""
         return verdict_of(*self.needs(rank), self.capacity)
@@ -338,7 +343,7 @@ class Remedy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     longer: float | UnsetType = UNSET
 
 
-class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Fit(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All answers, and what they are about. ``checkpointing`` is the job's own policy, which the
     sequence, the ranks and the remedies keep unless they say otherwise; ``skipped`` are policies
     that this model or runtime does not have, ``dtype`` is what it computes in."""
@@ -358,9 +363,16 @@ class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     estimates: int = 0
     seconds: float = 0.0
     dtype: str = ""
+    reduce_dtype: str = ""
+    time: StepTime | UnsetType = UNSET
     schema: str = FIT_SCHEMA
 
     @property
     def own(self) -> PolicyFit:
         """The row of the job's own policy."""
         return next(row for row in self.policies if row.checkpointing == self.checkpointing)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the job as it is fits for sure."""
+        return self.own.estimate.verdict == "fits"

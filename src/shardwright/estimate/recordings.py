@@ -29,14 +29,14 @@ from msgspec import UNSET
 from shardwright import __version__
 from shardwright.core.cluster import Cluster
 from shardwright.core.document import decode_json, write_atomically
-from shardwright.core.errors import InputError, check_type, expected
+from shardwright.core.errors import InputError, UnsupportedError, check_type, expected
 from shardwright.core.kinds import kind_of
 from shardwright.core.model import ModelSpec
 from shardwright.core.quantities import MOST_GIB
 from shardwright.core.recording import Recording, without_shapes
 from shardwright.cost.clock import has_clock
 from shardwright.estimate.with_tables import Paths, Recorded, find_with_tables
-from shardwright.job.cluster import check_units
+from shardwright.job.cluster import check_units, in_one_word
 from shardwright.job.job import (
     A_JOB,
     Job,
@@ -47,7 +47,13 @@ from shardwright.job.job import (
     parse_job,
     table_optimizer,
 )
-from shardwright.job.model_of_job import check_model, model_of, reads_bags, step_dtypes
+from shardwright.job.model_of_job import (
+    check_model,
+    model_of,
+    reads_bags,
+    step_dtypes,
+    unplanned,
+)
 from shardwright.job.plan import Plan
 from shardwright.planner.draft import Found
 from shardwright.planner.planner import find, find_kinds, surely_or_perhaps, watch_of, written
@@ -57,6 +63,8 @@ from shardwright.planner.variation import as_recorded, once
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from shardwright.core.footprint import Footprint
 
 RECORDERS = ("core", "job", "models", "tracker", "trace", "estimate")  # whose code records
 
@@ -123,49 +131,99 @@ def plan_module(
     """
     from torch import nn
 
-    from shardwright.estimate.recorded import module_recording
-    from shardwright.trace.treatment import Treatment
-
     if isinstance(build, nn.Module) or not callable(build):
         found, remedy = type(build).__name__, "Pass one, such as lambda: Net(64)."
         raise InputError(expected("build", "a function that returns the module", found, remedy))
-    if not isinstance(cluster, str | Mapping):
-        wanted = "a preset's name or the keys of a job's [cluster]"
-        raise InputError(expected("cluster", wanted, type(cluster).__name__))
-    check_units(cluster, "plan_module", MOST_GIB)  # a program may have worked out few bytes
-    for section, keys in sections.items():
-        check_type(keys, Mapping, section, "It has the keys of a job's section.")
     _check_takes_nothing(build)
-    name = f"{build.__module__}:{getattr(build, '__qualname__', type(build).__name__)}"
-    document = {
-        "model": {"python": re.sub(r"[^\w.:]", "", name)},
-        "cluster": {"preset": cluster} if isinstance(cluster, str) else dict(cluster),
-        **{section: dict(keys) for section, keys in sections.items()},
-    }
-    document["train"] = {"optimizer": optimizer, **document.get("train", {})}
-    document["batch"] = {"size": _samples(example_inputs), **document.get("batch", {})}
-    job = parse_job(document, "plan_module")
-    machine, _ = cluster_of(job)
-    device = memory_of(job).lowering or machine.compute_device
+    keys = {"cluster": cluster, "optimizer": optimizer, **sections}
+    job = _module_job("plan_module", build, example_inputs, keys)
     said = job.train.table_optimizer is not UNSET
     if said and job.train.table_learning_rate is None:
         wanted = "the rate of tables, which no optimizer of a loop of your own has"
         raise InputError(expected("plan_module: train.table_learning_rate", wanted, "none"))
-
-    @cache
-    def of(routed: tuple[str, ...] | None, policy: str) -> Recording:
-        given = (build(), example_inputs, loss, targets)[: 4 if targets is not None else 3]
-        treatment = Treatment(device, policy)
-        dtype = step_dtypes(job)[0]
-        return _planned(module_recording(lambda: given, name, dtype, treatment, routed), machine)
-
     watch = watch_of(job)
-
-    def record(its: Job, routed: Paths | None) -> Recording:
-        return of(routed, checkpointing_of(its)[0])
-
+    record = _module_record(job, build, (example_inputs, loss, targets))
     look = partial(find_with_tables, job, record, watch, found_at_all=said)
     return written(surely_or_perhaps(lambda sure: look(sure=sure)), watch)
+
+
+def module_memory(
+    module: Any,
+    inputs: Any,
+    *,
+    loss: Callable[..., Any] | None = None,
+    targets: Any = None,
+    on: str = "1xcpu",
+    optimizer: str = "adamw",
+    **sections: Mapping[str, Any],
+) -> Footprint:
+    """What a training step of a module takes on every rank of a machine in one word (``on``), with
+    details. It stays as it is: a copy without numbers is called with ``inputs`` on fake tensors.
+    ``module`` may also be a function that makes it; other arguments are those of
+    :func:`plan_module`.
+
+    UnsupportedError for ``sections`` that no plan follows (another runtime, tensor ranks): a job
+    that names a function is estimated with them.
+    """
+    from torch import nn
+
+    from shardwright.estimate.footprint import footprint
+    from shardwright.trace.faked import likeness
+
+    if not callable(module):
+        wanted, found = "a module, or a function that returns one", type(module).__name__
+        raise InputError(expected("module", wanted, found))
+    keys = {"cluster": in_one_word(on, "on"), "optimizer": optimizer, **sections}
+    job = _module_job("estimate_memory", module, inputs, keys)
+    for key, wanted, found in unplanned(job):
+        remedy = "Name the function that makes the module as model.python of a job."
+        wanted = f"{wanted} for a module at hand"
+        raise UnsupportedError(expected(f"estimate_memory: {key}", wanted, found, remedy))
+    build = partial(likeness, module) if isinstance(module, nn.Module) else module
+    record = _module_record(job, build, (inputs, loss, targets))
+    return footprint(job, details=True, record=record)
+
+
+def _module_job(where: str, build: Any, inputs: Any, keys: dict[str, Any]) -> Job:
+    """The job of a module that a program has: its ``cluster``, ``optimizer`` and sections."""
+    cluster, optimizer = keys.pop("cluster"), keys.pop("optimizer")
+    if not isinstance(cluster, str | Mapping):
+        wanted = "a preset's name or the keys of a job's [cluster]"
+        raise InputError(expected("cluster", wanted, type(cluster).__name__))
+    check_units(cluster, where, MOST_GIB)  # a program may have worked out few bytes
+    for section, each in keys.items():
+        check_type(each, Mapping, section, "It has the keys of a job's section.")
+    of = build if hasattr(build, "__qualname__") else type(build)
+    name = f"{of.__module__}:{of.__qualname__}"
+    document = {
+        "model": {"python": re.sub(r"[^\w.:]", "", name)},
+        "cluster": {"preset": cluster} if isinstance(cluster, str) else dict(cluster),
+        **{section: dict(each) for section, each in keys.items()},
+    }
+    document["train"] = {"optimizer": optimizer, **document.get("train", {})}
+    document["batch"] = {"size": _samples(inputs), **document.get("batch", {})}
+    return parse_job(document, where)
+
+
+def _module_record(job: Job, build: Callable[[], nn.Module], given: tuple[Any, ...]) -> Recorded:
+    """Records what ``build()`` makes, with its inputs, loss and targets; its embeddings are tables
+    only where the job says how these learn."""
+    from shardwright.estimate.recorded import module_recording
+    from shardwright.trace.treatment import Treatment
+
+    machine, _ = cluster_of(job)
+    device = memory_of(job).lowering or machine.compute_device
+    name, dtype = str(job.model.python), step_dtypes(job)[0]
+    inputs, loss, targets = given
+    said = job.train.table_optimizer is not UNSET
+
+    @cache
+    def of(routed: Paths | None, policy: str) -> Recording:
+        parts = (build(), inputs, loss, targets)[: 4 if targets is not None else 3]
+        treatment = Treatment(device, policy)
+        return _planned(module_recording(lambda: parts, name, dtype, treatment, routed), machine)
+
+    return lambda its, routed: of(routed if said else (), checkpointing_of(its)[0])
 
 
 def _check_takes_nothing(build: Callable[..., Any]) -> None:

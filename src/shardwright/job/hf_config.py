@@ -11,16 +11,16 @@ such files leave defaults out.
 
 from __future__ import annotations
 
-import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
-from shardwright.core.document import read_bytes
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.llama import LlamaShape, T5Shape, check_shape
+from shardwright.job.asked import DTYPES, config_document, said_dtype
 
 
 class Defaults(msgspec.Struct, frozen=True):
@@ -119,6 +119,22 @@ FAMILIES: dict[str, Defaults] = {
         fixed={**_GEMMA, "post_norms": True},
         **_BIASED,
     ),
+    "gemma3_text": Defaults(
+        *(262208, 2304, 9216, 26, 8, 4),
+        head_dim=256,
+        rope_theta=1_000_000.0,
+        tied=True,
+        window=4096,
+        fixed={**_GEMMA, "post_norms": True, "qk_norm": True},
+        **_BIASED,
+    ),
+    "gpt2": Defaults(
+        *(50257, 768, 0, 12, 12),
+        norm_eps=1e-5,
+        tied=True,
+        biased=True,
+        fixed={"activation": "gelu_tanh", "layer_norm": True, "ungated": True},
+    ),
     "deepseek_v2": Defaults(
         *(32000, 4096, 11008, 32, 32),
         experts=64,
@@ -138,6 +154,16 @@ FAMILIES: dict[str, Defaults] = {
 }
 
 
+# What GPT-2's file calls what others have other names for, as its class maps them.
+GPT_2 = {
+    "activation_function": "hidden_act",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+}
 # Encoders with a decoder, and what their classes say where a file says nothing
 T5_FAMILIES: dict[str, T5Shape] = {
     "t5": T5Shape(),
@@ -148,122 +174,92 @@ T5_FAMILIES: dict[str, T5Shape] = {
 T5_ACTIVATIONS = {"relu": False, "gated-gelu": True}  # and whether they are gated
 
 
-def read_hf_config(path: Path | str) -> LlamaShape | T5Shape:
-    """The decoder, or the encoder and decoder, that a ``config.json`` describes.
+Shape = LlamaShape | T5Shape | dict[str, Any]
 
-    InputError names the file and the key; UnsupportedError a model that is not of these families.
+
+def read_hf_config(path: Path | str) -> Shape:
+    """The decoder, or the encoder and decoder, that a ``config.json`` describes, or the name of a
+    public model; what it says where that is a model that only ``transformers`` builds.
+
+    InputError names the file and the key; UnsupportedError a model that is not of these families
+    where ``transformers`` is not installed.
     """
-    raw = read_bytes(path, "model configuration", "Name the config.json of a model.")
-    try:
-        document: Any = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise InputError(expected(str(path), "a config.json", f"'{error}'")) from None
-    if not isinstance(document, dict):
-        raise InputError(expected(str(path), "a JSON object", type(document).__name__))
-    return hf_shape(document, str(path))
+    return hf_shape(config_document(path), str(path))
 
 
-def hf_shape(document: dict[str, Any], where: str = "config.json") -> LlamaShape | T5Shape:
+def hf_shape(document: dict[str, Any], where: str = "config.json") -> Shape:
     """The model of a decoded configuration."""
     if "model_type" not in document:
         raise InputError(expected(f"{where}: model_type", "a value", "none"))
     family = document["model_type"]
-    read = _Reader(document, where)
-    if isinstance(family, str) and family in (*T5_FAMILIES, *FAMILIES):
-        _refuse_others(read, family)
-    if isinstance(family, str) and family in T5_FAMILIES:
+    if not isinstance(family, str) or family not in (*FAMILIES, *T5_FAMILIES):
+        return _of_transformers(document, where)
+    renamed = GPT_2 if family == "gpt2" else {}
+    read = _Reader({renamed.get(key, key): value for key, value in document.items()}, where)
+    _refuse_others(read, family)
+    if family in T5_FAMILIES:
         return _t5_shape(read, T5_FAMILIES[family])
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise UnsupportedError(
-            expected(
-                f"{where}: model_type",
-                f"one of {', '.join((*FAMILIES, *T5_FAMILIES))}",
-                repr(family),
-                "Give the model as model.python = 'package.module:function'.",
-            )
-        )
     shape = msgspec.structs.replace(_shape(read, FAMILIES[family]), dtype=_dtype(read))
     check_shape(shape, where)
     return msgspec.structs.replace(shape, unread=read.unread() or UNSET)
 
 
+OWN = "Give the model as model.python = 'package.module:function'."
+
+
+def _of_transformers(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """The document of a family that no kind of ours builds, for ``models/hf.py``."""
+    family, build = document["model_type"], "Install transformers, which builds it, or give"
+    _refuse_quantized(document, where)
+    if isinstance(family, str) and find_spec("transformers"):
+        if not document.get("architectures"):
+            wanted = "the class of transformers that builds it"
+            raise InputError(expected(f"{where}: architectures", wanted, "none"))
+        return document
+    known = f"one of {', '.join((*FAMILIES, *T5_FAMILIES))}"
+    remedy = OWN.replace("Give", build)
+    raise UnsupportedError(expected(f"{where}: model_type", known, repr(family), remedy))
+
+
+def _refuse_quantized(document: dict[str, Any], where: str) -> None:
+    if document.get("quantization_config"):
+        wanted = "none, for weights are taken to be whole"
+        raise UnsupportedError(expected(f"{where}: quantization_config", wanted, "one", OWN))
+
+
 # What a file says that changes no byte and no second of a step as these are worked out: names, ids,
 # what is for generating, how weights begin, how positions turn, and how an expert is chosen.
-HARMLESS = frozenset(
-    (
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "aux_loss_alpha",
-        "bos_token_id",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "decoder_start_token_id",
-        "eos_token_id",
-        "ep_size",
-        "hidden_act",
-        "hidden_activation",
-        "id2label",
-        "initializer_factor",
-        "initializer_range",
-        "is_decoder",
-        "is_encoder_decoder",
-        "label2id",
-        "layer_types",
-        "max_position_embeddings",
-        "max_window_layers",
-        "model_type",
-        "n_group",
-        "n_positions",
-        "norm_topk_prob",
-        "num_nextn_predict_layers",
-        "original_max_position_embeddings",
-        "output_past",
-        "pad_token_id",
-        "pretraining_tp",
-        "query_pre_attn_scalar",
-        "rope_interleave",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "routed_scaling_factor",
-        "router_aux_loss_coef",
-        "scoring_func",
-        "seq_aux",
-        "sliding_window",
-        "sliding_window_pattern",
-        "task_specific_params",
-        "tokenizer_class",
-        "topk_group",
-        "topk_method",
-        "transformers_version",
-        "unk_token_id",
-        "use_cache",
-        "use_sliding_window",
-    )
-)
+_SAID = """
+    _name_or_path architectures auto_map aux_loss_alpha bos_token_id cache_implementation
+    chunk_size_feed_forward decoder_start_token_id embd_pdrop eos_token_id ep_size hidden_act
+    hidden_activation id2label initializer_factor initializer_range is_decoder is_encoder_decoder
+    label2id layer_types max_position_embeddings max_window_layers model_type n_ctx n_group
+    n_positions norm_topk_prob num_nextn_predict_layers original_max_position_embeddings output_past
+    pad_token_id pretraining_tp query_pre_attn_scalar rope_interleave rope_local_base_freq
+    rope_parameters rope_scaling rope_theta routed_scaling_factor router_aux_loss_coef scoring_func
+    seq_aux sliding_window sliding_window_pattern summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj task_specific_params tokenizer_class
+    topk_group topk_method transformers_version unk_token_id use_cache use_sliding_window
+"""
+HARMLESS = frozenset(_SAID.split())
 ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu")}
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
 def _refuse_others(read: _Reader, family: str) -> None:
     """Refuse what makes another model of a family: quantized weights, another head or gate."""
-    own = "Give the model as model.python = 'package.module:function'."
-    if read.document.get("quantization_config"):
-        wanted = "none, for weights are taken to be whole"
-        where = f"{read.where}: quantization_config"
-        raise UnsupportedError(expected(where, wanted, "one", own))
+    _refuse_quantized(read.document, read.where)
     # A file without one is a bare model, which is trained with the usual head.
     made = read.document.get("architectures") or [HEADS[0]]
     if not any(str(name).endswith(HEADS) for name in made):
         wanted = f"a model for tokens, such as one that ends in {HEADS[0]}"
-        raise UnsupportedError(expected(f"{read.where}: architectures", wanted, repr(made), own))
+        raise UnsupportedError(expected(f"{read.where}: architectures", wanted, repr(made), OWN))
     gate = "" if family in T5_FAMILIES else FAMILIES[family].fixed.get("activation", "silu")
     for key in ("hidden_activation", "hidden_act") if gate else ():
         found = read.document.get(key)
         if found is not None and found not in ACTIVATIONS[gate]:
             wanted = f"one of {', '.join(ACTIVATIONS[gate])} for a {family}"
-            raise UnsupportedError(expected(f"{read.where}: {key}", wanted, repr(found), own))
+            raise UnsupportedError(expected(f"{read.where}: {key}", wanted, repr(found), OWN))
 
 
 class _Asked(dict[str, Any]):
@@ -336,22 +332,16 @@ class _Reader:
         return default if value is None else value
 
 
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
-
 def _dtype(read: _Reader) -> Any:
-    """What a model is loaded in; transformers 4.56 renamed the key."""
-    for key in ("dtype", "torch_dtype"):
-        value = read.document.get(key)
-        if value is None:
-            continue
-        name = str(value).removeprefix("torch.")
-        if name not in DTYPES:
-            remedy = "Leave it out, and name memory.param_dtype in the job."
-            wanted = f"one of {', '.join(DTYPES)}"
-            raise UnsupportedError(expected(f"{read.where}: {key}", wanted, repr(value), remedy))
-        return DTYPES[name]
-    return UNSET
+    """What a model is loaded in."""
+    given = {key: read.document.get(key) for key in ("dtype", "torch_dtype")}
+    found = said_dtype(given)
+    if found and found not in DTYPES.values():
+        key = "dtype" if given["dtype"] else "torch_dtype"
+        remedy = "Leave it out, and name memory.param_dtype in the job."
+        wanted = f"one of {', '.join(DTYPES)}"
+        raise UnsupportedError(expected(f"{read.where}: {key}", wanted, repr(found), remedy))
+    return found or UNSET
 
 
 def _t5_shape(read: _Reader, usual: T5Shape) -> T5Shape:
@@ -394,7 +384,7 @@ def _shape(read: _Reader, family: Defaults) -> LlamaShape:
         # Of latent attention it follows from other keys, and hidden_size need not be a multiple of
         # the heads.
         head_dim=1 if family.latent else _head_dim(read, family, dim, heads),
-        ffn_dim=read.size("intermediate_size", family.ffn_dim),
+        ffn_dim=read.size("intermediate_size", family.ffn_dim or 4 * dim),
         vocab=read.size("vocab_size", family.vocab),
         norm_eps=read.real("rms_norm_eps", family.norm_eps),
         rope_theta=read.theta(family.rope_theta),
@@ -407,8 +397,26 @@ def _shape(read: _Reader, family: Defaults) -> LlamaShape:
         attention_cap=_cap(read, "attn_logit_softcapping", family.attention_cap) or UNSET,
         **family.fixed,
     )
+    if family.fixed.get("layer_norm"):
+        return _as_gpt(read, dense)
     shape = _with_latent(read, dense) if family.latent else dense
     return _with_experts(read, family, shape) if family.experts_key else shape
+
+
+def _as_gpt(read: _Reader, shape: LlamaShape) -> LlamaShape:
+    """With biases in all linear layers, learned positions, and dropout, by default 0.1."""
+    dropout, attention = (
+        0.0 if read.document.get(key) == 0 else read.real(key, 0.1)
+        for key in ("resid_pdrop", "attn_pdrop")
+    )
+    return msgspec.structs.replace(
+        shape,
+        output_bias=True,
+        mlp_bias=True,
+        positions=read.size("max_position_embeddings", 1024),
+        dropout=dropout or UNSET,
+        attention_dropout=attention or UNSET,
+    )
 
 
 def _head_dim(read: _Reader, family: Defaults, dim: int, heads: int) -> int:

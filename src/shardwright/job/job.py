@@ -14,11 +14,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.cluster import MAX_PLANNED
-from shardwright.core.document import convert, parse_toml, read_bytes
+from shardwright.core.document import convert, parse_toml
 from shardwright.core.errors import InputError, check_type, expected, there_are
 from shardwright.core.kinds import EmbeddingsSection, members_of
 from shardwright.core.model import TableSpec
 from shardwright.core.quantities import parse_bytes
+from shardwright.job.asked import document_of, said_dtype
 from shardwright.job.cluster import (
     ClusterSection,
     check_units,
@@ -145,21 +146,23 @@ def degrees_of(job: Job, world_size: int, where: str = "job") -> Degrees:
 def memory_of(job: Job) -> MemorySection:
     """How a job's steps are run, with the dtypes of its model where it names none.
 
-    A llama computes in what its configuration says; one of given widths in bf16 on accelerators and
-    in fp32 on a CPU. Its gradients are summed in fp32. A module of the user's own has dtypes of its
-    own, which stay UNSET, and beside a ``param_dtype`` sums in fp32, too. Other models are fp32.
+    A model of a configuration computes in what that says; a llama of given widths in bf16 on
+    accelerators and in fp32 on a CPU. Gradients are summed in fp32. A module of the user's own has
+    dtypes of its own, which stay UNSET, and beside a ``param_dtype`` sums in fp32, too. Other
+    models are fp32.
     """
     # Filled in on reading and not in the job: a plan embeds its job, and one that names no dtype
     # must keep the bytes, and the fingerprint, that it had before there was such a key.
     section = MemorySection() if job.memory is UNSET else job.memory
     param, reduce = section.param_dtype, section.reduce_dtype
-    if not job.model.traits.is_function:
-        param = param or _said_dtype(job)
+    param = param or _said_dtype(job)
     reduce = reduce or ("fp32" if param else UNSET)
     return msgspec.structs.replace(section.bare, param_dtype=param, reduce_dtype=reduce)
 
 
-def _said_dtype(job: Job) -> ComputeDtype:
+def _said_dtype(job: Job) -> ComputeDtype | UnsetType:
+    if job.model.traits.is_function:
+        return said_dtype(job.model.of_transformers) or UNSET
     if job.model.shape is UNSET:
         return "fp32"
     said = job.model.shape.dtype
@@ -244,15 +247,25 @@ def named_files(job: Job, path: Path | None = None) -> tuple[Path, ...]:
     return (*named, *(Path(name) for name in (job.data.path, job.data.test_path) if name))
 
 
-def read_job(path: Path | str, overrides: Iterable[str] = (), on: str = "") -> Job:
-    """Read a job file; ``overrides`` are ``section.key=value`` texts that win over the file, ``on``
-    a machine in one word (:func:`shardwright.job.cluster.in_one_word`) in place of its cluster."""
-    raw = read_bytes(path, "job", "Name a job in TOML, such as examples/demo.toml.")
-    document = parse_toml(raw, str(path), "a job")
+def asked(model: Path | str, overrides: Iterable[str] = (), on: str = "") -> dict[str, Any]:
+    """The document of a job file, or of what stands for one (:func:`document_of`): with ``on``, a
+    machine in one word (:func:`shardwright.job.cluster.in_one_word`), in place of its cluster, and
+    ``overrides``, ``section.key=value`` texts that win over the file."""
+    document = document_of(model)
     if on:
         document["cluster"] = in_one_word(on)
     for override in overrides:
         set_key(document, override)
+    return document
+
+
+def read_job(path: Path | str, overrides: Iterable[str] = (), on: str = "") -> Job:
+    """The job that is :func:`asked` for."""
+    return job_in(asked(path, overrides, on), path)
+
+
+def job_in(document: dict[str, Any], path: Path | str) -> Job:
+    """Check the document of a job; errors say ``path``, which is where it comes from."""
     check_units(document.get("cluster"), str(path))
     job = parse_job(document, str(path), Path(path))
     if isinstance(job.data.python, str):  # which only a run imports

@@ -35,7 +35,8 @@ from shardwright.core.llama import (
     T5Shape,
     check_shape,
 )
-from shardwright.job.hf_config import read_hf_config
+from shardwright.job.asked import config_name
+from shardwright.job.hf_config import Shape, read_hf_config
 
 Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Depth = Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -44,7 +45,7 @@ Words = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 OURS = "shardwright.models."
 # Kinds that are calls of functions of ours, a file each; the other keys of [model] are arguments.
 # Nothing below knows them: a job has the call, and what works for a user's module works for it.
-CALLS = {"t5": "t5:build"}
+CALLS = {"t5": "t5:build", "transformers": "hf:build"}
 _STREAM = ("layers", "dim", "heads", "ffn_dim", "vocab")
 _LLAMA = (
     "kv_heads",
@@ -192,11 +193,12 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             attention, as DeepSeek's configuration names them: numbers that make keys and values,
             and queries; the part of ``head_dim`` that is turned; width of a head of values, by
             default ``head_dim``
-        hf_config: instead of a llama's widths the ``config.json`` of a Hugging Face model (llama,
-            mistral, mixtral, qwen2, qwen3, qwen2_moe, qwen3_moe, gemma, gemma2, deepseek_v2,
-            deepseek_v3, t5, mt5; [what they leave out](memory.md#hugging-face-configurations)),
-            found from the working directory, else beside the job. What the widths or the file come
-            to stays with the job as ``shape``
+        hf_config: instead of a llama's widths the name of [a public
+            model](memory.md#a-question-without-a-file), or the ``config.json`` of a Hugging Face
+            model (llama, mistral, mixtral, qwen2, qwen3, qwen2_moe, qwen3_moe, gemma, gemma2,
+            gemma3_text, gpt2, deepseek_v2, deepseek_v3, t5, mt5; [what they leave
+            out](memory.md#hugging-face-configurations)), found from the working directory, else
+            beside the job. What the widths or the file come to stays with the job as ``shape``
         python, arguments: a module of your own, as ``"package.module:function"``, and a table of
             keywords for the function, see below
     """
@@ -248,13 +250,21 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def name(self) -> str:
         """What people call the model: its function, its Hugging Face config, else its kind."""
         if self.python is not UNSET:
+            if (config := self.of_transformers) and "_name_or_path" in config:
+                return config_name(str(config["_name_or_path"])) or self.kind
             own = self.python.removeprefix(OURS)
             mine = own == self.python
             return own.replace(":", ".") if mine else own.partition(":")[0]
         if self.hf_config is not UNSET:
-            path = Path(self.hf_config)
-            return (path.parent.name if path.stem == "config" else path.stem) or self.kind
+            return config_name(self.hf_config) or self.kind
         return self.kind
+
+    @property
+    def of_transformers(self) -> dict[str, Any]:
+        """The configuration of a model that ``transformers`` builds; empty for others."""
+        found = self.arguments or {}
+        config = found.get("config") if self.python == OURS + CALLS["transformers"] else None
+        return config if isinstance(config, dict) else {}
 
 
 def with_kind(
@@ -270,6 +280,9 @@ def with_kind(
         found = _config(model["hf_config"], where, job_path)
         if isinstance(found, T5Shape):
             model = {"kind": "t5", **_changed(found)}
+        elif isinstance(found, dict):
+            found = {**found, "_name_or_path": model["hf_config"]}
+            model = {"kind": "transformers", "config": found}
     named = model.get("kind")
     if isinstance(named, str) and named in CALLS:
         arguments = {key: value for key, value in model.items() if key != "kind"}
@@ -304,8 +317,8 @@ def completed(model: ModelSection, where: str, job_path: Path | None) -> ModelSe
         check_shape(shape, f"{where}: model")
     else:
         found = _config(model.hf_config, where, job_path)
-        if isinstance(found, T5Shape):
-            wanted = "no other key of [model] beside a configuration of a T5"
+        if not isinstance(found, LlamaShape):
+            wanted = "no other key of [model] beside a configuration of a model that is no decoder"
             raise InputError(expected(f"{where}: model", wanted, "one"))
         shape = found
     return msgspec.structs.replace(model, shape=shape)
@@ -417,7 +430,7 @@ def beside(name: str, job_path: Path | None, key: str = "", least: int = 0) -> P
     return path
 
 
-def _config(model: str, where: str, job_path: Path | None) -> LlamaShape | T5Shape:
+def _config(model: str, where: str, job_path: Path | None) -> Shape:
     return read_hf_config(beside(model, job_path, f"{where}: model.hf_config", 1))
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from msgspec import UNSET, UnsetType
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 
 from shardwright.core.footprint import Fit, Largest, PolicyFit, Remedy
 from shardwright.core.quantities import format_bytes, format_seconds
@@ -20,6 +20,7 @@ from shardwright.report.wording import (
     largest_text,
     printable,
     range_text,
+    step_time_sentence,
     two_digits,
 )
 
@@ -41,7 +42,7 @@ def fit_report(fit: Fit, *, full: bool = False) -> RenderableType:
     one = "One of them in detail: shardwright memory JOB.toml."
     return spaced(
         prose(headline(fit), style="bold"),
-        prose(job_line(fit), style=VERDICT_STYLES[fit.own.estimate.verdict]),
+        Group(*_as_it_is(fit)),
         drawn(policies_sheet(fit, full=full), short=not full),
         prose("\n".join(answers(fit))),
         None if fits else prose(refusal(fit), style=REFUSED[fit.own.largest_batch.next_perhaps]),
@@ -54,11 +55,18 @@ def fit_report(fit: Fit, *, full: bool = False) -> RenderableType:
     )
 
 
+def _as_it_is(fit: Fit) -> Iterator[RenderableType]:
+    yield prose(job_line(fit), style=VERDICT_STYLES[fit.own.estimate.verdict])
+    if fit.time:
+        yield prose(step_time_sentence(fit.time))
+
+
 def headline(fit: Fit) -> str:
     """What is looked for, in one line."""
     capacity = format_bytes(fit.capacity)
     ranks = counted(fit.world_size, "rank")
     dtype = f", computing in {printable(fit.dtype)}" if fit.dtype else ""
+    dtype += f" and reducing in {printable(fit.reduce_dtype)}" if fit.reduce_dtype else ""
     return f"What fits of {printable(fit.model)} on {ranks} of {capacity} each{dtype}"
 
 

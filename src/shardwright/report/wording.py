@@ -221,14 +221,14 @@ SETTINGS = {"lowering": "kernels of"}
 
 
 def settings_lines(footprint: Footprint) -> tuple[str, ...]:
-    """Degrees and settings, as ``name value`` lists."""
+    """Settings, dtypes first, and degrees, as ``name value`` lists."""
     degrees = [f"{_spaced(name)} {size}" for name, size in footprint.parallel.items() if size > 1]
     settings = [
         f"{SETTINGS.get(name) or _spaced(name)} {printable(setting)}"
         for name, setting in footprint.settings.items()
         if setting and (name, setting) != ("sequence", "1")
     ]
-    return tuple(", ".join(line) for line in (degrees, settings) if line)
+    return tuple(", ".join(line) for line in (settings, degrees) if line)
 
 
 def _spaced(name: str) -> str:

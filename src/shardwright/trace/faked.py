@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -95,3 +96,14 @@ def faked(leaf: Any, mode: FakeTensorMode) -> Any:
         return leaf
     made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
     return made.requires_grad_(leaf.requires_grad) if leaf.is_floating_point() else made
+
+
+def likeness(module: nn.Module) -> nn.Module:
+    """A copy of a module with tensors that have its tensors' shapes and no numbers."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        made = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = made
+    return copy.deepcopy(module, memo)

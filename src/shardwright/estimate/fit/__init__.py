@@ -104,6 +104,8 @@ def _searched(
         skipped=skipped,
         assumptions=first.assumptions,
         dtype=first.settings.get("param_dtype", ""),
+        reduce_dtype=first.settings.get("reduce_dtype", ""),
+        time=first.time,
     )
     return found, variants
 
