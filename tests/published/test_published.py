@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpt import GPT
 from published.__main__ import main
 from published.comparison import (
     compare,
@@ -25,7 +24,13 @@ from shardwright.core.errors import EXIT_INPUT, InputError
 test_of.__test__ = False  # type: ignore[attr-defined]
 GIB = 2**30
 ARGUMENTS = {
-    **GPT,
+    "num-layers": 12,
+    "hidden-size": 512,
+    "num-attention-heads": 8,
+    "seq-length": 1024,
+    "micro-batch-size": 4,
+    "global-batch-size": 32,
+    "bf16": True,
     "train-iters": 50,
     "vocab-file": "bpe/vocab.json",
     "deterministic-mode": True,
