@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -31,7 +32,8 @@ def page(result: Mapping[str, Any]) -> str:
     )
     parts += ["## Taken from measurements", _fitted(result["fitted_on"])]
     parts += ["## Caveats", "\n".join(f"- {caveat}" for caveat in result["caveats"])]
-    parts += ["## Rows", _rows(result["rows"]), "## Left out", _left_out(result["left_out"])]
+    parts += ["## Rows", _rows(result["rows"]), "## Left out"]
+    parts += [_counted(result), _left_out(result["left_out"])]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
@@ -88,6 +90,13 @@ def _rows(rows: Iterable[Mapping[str, Any]]) -> str:
             )
             for row in rows
         ),
+    )
+
+
+def _counted(result: Mapping[str, Any]) -> str:
+    told, left = (Counter(row["framework"] for row in result[k]) for k in ("rows", "left_out"))
+    return "\n".join(
+        f"- {name}: {told[name]} of {told[name] + left[name]} rows are predicted" for name in told
     )
 
 

@@ -11,7 +11,6 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import product
 from typing import Any
 
 from shardwright.core.errors import InputError, ShardwrightError, UnsupportedError, expected
@@ -259,7 +258,7 @@ def _laid_out(keys: Keys, pipeline: int) -> tuple[int, tuple[int, int]]:
         return 0, given
     plain = _written_out(str(text))
     layers, count, further = needed(keys, "num-layers"), plain.count("|") + 1, further_of(keys)
-    for ends in (given, *product((0, 1), repeat=2)) if count % pipeline == 0 else ():
+    for ends in (given, (0, 0), (1, 0), (0, 1), (1, 1)) if count % pipeline == 0 else ():
         with suppress(InputError):  # more stages than there are layers for
             if plain == _written_out(layout_of(layers, count, ends, further)):
                 return count // pipeline, ends

@@ -94,15 +94,14 @@ def _of_kernels(layout: EngineLayout) -> Iterator[str]:
         wanted = "false without fp8_format and memory.zero = 1"
         yield expected(f"{where}fp8_param_gather", wanted, "true")
     if kernels.deterministic_mode and kernels.cross_entropy_loss_fusion != "none":
-        found = kernels.cross_entropy_loss_fusion
-        yield expected(f"{where}cross_entropy_loss_fusion", "none beside deterministic_mode", found)
+        fused = kernels.cross_entropy_loss_fusion
+        yield expected(f"{where}cross_entropy_loss_fusion", "none beside deterministic_mode", fused)
     if kernels.attention_backend == "local":
+        beside = "beside attention_backend 'local'"
         if kernels.fp8_format != "none":
-            wanted = "none beside attention_backend 'local'"
-            yield expected(f"{where}fp8_format", wanted, kernels.fp8_format)
+            yield expected(f"{where}fp8_format", f"none {beside}", kernels.fp8_format)
         if layout.degrees.context > 1:
-            wanted, found = "1 beside attention_backend 'local'", str(layout.degrees.context)
-            yield expected("parallel.context", wanted, found)
+            yield expected("parallel.context", f"1 {beside}", str(layout.degrees.context))
 
 
 def _adds_bias(shape: LlamaShape) -> bool:
