@@ -134,15 +134,19 @@ def _document(draw: Random, engine: str) -> dict[str, Any]:
     choices = USUAL | OF_ENGINE[engine]
     memory = {name: draw.choice(values) for name, values in choices.items()}
     model = {"kind": "llama"} | sizes
+    optimizer = "adamw"
     if engine == "megatron":
         model |= _some(draw, OF_MODEL)
         memory["megatron"] = _some(draw, OF_LAYERS)
+        optimizer = draw.choice(["adamw", "adamw", "sgd_momentum", "muon"])
+        memory["implementation"] = "foreach" if optimizer == "muon" else "fused"
     return {
         "model": model,
         "cluster": {"compute_device": "cuda"},
         "batch": {"size": parts * draw.choice([1, 2, 3]), "sequence": draw.choice([2048, 8192])},
         "parallel": {key: value for key, value in parallel.items() if value is not None},
         "memory": {key: value for key, value in memory.items() if value is not None},
+        "train": {"optimizer": optimizer},
     }
 
 

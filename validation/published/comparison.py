@@ -20,8 +20,8 @@ CAVEATS = (
     "test (8 where the name says nothing)",
     "megatron: tokens are taken to spread evenly over the experts; an uneven router needs more",
     "megatron: the counter is never reset, so loading a checkpoint may have made the peak",
-    "megatron: two hybrids of attention and Mamba layers are left out, for no job describes them; a "
-    "profile of their own, which is gone, was -2.7 and +5.9 % off",
+    "megatron: two hybrids of attention and Mamba layers are left out, for no job describes them; "
+    "a profile of their own, which is gone, was -2.7 and +5.9 % off",
     "megatron: one configuration on several platforms, or measured twice, is the noise floor",
     "torchtitan: pages do not say whether memory is allocated or reserved",
     "reported: what differs from the code that was measured stands among the assumptions of a row",
