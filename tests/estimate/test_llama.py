@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shardwright.core.llama import LlamaShape, LocalShape
+from shardwright.core.llama import LlamaShape, LocalShape, MegatronSettings
 from shardwright.core.recording import Recording
 from shardwright.estimate.llama import StageRequest, forget_recordings, stage_recording
 from shardwright.estimate.stages import ModelStage
@@ -56,6 +56,32 @@ def test_few_layers_are_run_for_many() -> None:
     ]
     names = [name for name, _ in Chunk(found).blocks.unfolded()]
     assert names == ["tok_embeddings", *(f"layers.{k}" for k in range(8)), "head"]
+
+
+def test_blocks_for_further_tokens_are_the_last_stages_alone() -> None:
+    experts = {"experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24, "moe_layers": (7,)}
+    shape = msgspec.structs.replace(SHAPE, mtp_layers=2, **experts)
+    local = LocalShape(megatron=MegatronSettings())
+    begin, end = ModelStage((0, 4), True, False), ModelStage((4, 8), False, True)
+    assert len(recorded(begin, shape, local).units) == 1 + 3
+    found = recorded(end, shape, local)
+    names = [name for name, _ in Chunk(found).blocks.unfolded()]
+    assert names == [
+        "tok_embeddings",
+        *(f"layers.{k}" for k in range(4, 8)),
+        "mtp.0",
+        "mtp.1",
+        "head",
+    ]
+    tensors = {t.fqn: t.shape for unit in found.units for t in unit.tensors}
+    wanted = {name: size for name, size in shape.tensors if name.startswith("mtp.")}
+    assert {name: tensors[name] for name in wanted} == wanted
+    assert "mtp.1.moe.experts.w1" in wanted
+    # Of each block its input stays, and what follows embedded; logits of all three losses do.
+    most = bytes_of(recorded(end, shape, local, "full"))[0]
+    alone = bytes_of(recorded(end, msgspec.structs.replace(shape, mtp_layers=0), local, "full"))[0]
+    losses = 2 * BATCH * SEQUENCE * SHAPE.vocab * 4
+    assert losses < most - alone < losses + 12 * BATCH * SEQUENCE * SHAPE.dim * ITEM
 
 
 @pytest.mark.slow_after(1)

@@ -76,6 +76,7 @@ def test_a_switch_is_true_and_several_values_are_the_first() -> None:
         ("--num-experts 8 --moe-layer-freq [0]*2+[1]*30", "model", "moe_layers", [*range(2, 32)]),
         ("--num-experts 8 --moe-layer-freq 16", "model", "moe_layers", [0, 16]),
         ("--context-parallel-size 2", "parallel", "context", 2),
+        ("--mtp-num-layers 1", "model", "mtp_layers", 1),
         (
             "--num-experts 8 --expert-model-parallel-size 4 --tensor-model-parallel-size 2",
             "parallel",
@@ -204,7 +205,12 @@ def test_what_changes_nothing_and_what_is_not_read_are_said_apart() -> None:
         (f"{LLAMA_3_8B} --num-layers two", None, InputError, "--num-layers: expected a number"),
         (f"{LLAMA_3_8B} --normalization BatchNorm", None, UnsupportedError, "--normalization"),
         (f"{LLAMA_3_8B} --fp4-format e2m1", None, UnsupportedError, "--fp4-format"),
-        (f"{LLAMA_3_8B} --mtp-num-layers 1", None, UnsupportedError, "heads for further tokens"),
+        (
+            f"{LLAMA_3_8B} --mtp-num-layers 2 --mtp-use-repeated-layer",
+            None,
+            UnsupportedError,
+            "one block for several further tokens",
+        ),
         (
             f"{LLAMA_3_8B} --recompute-granularity full --recompute-num-layers 4",
             None,

@@ -6,9 +6,10 @@ import msgspec
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import cross_entropy, linear
 
 from shardwright.core.llama import LlamaShape, LocalShape, MegatronSettings
-from shardwright.models.llama import Llama
+from shardwright.models.llama import Llama, LlamaBlock
 
 LENGTH, BATCH = 16, 2
 LLAMA = LlamaShape(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ffn_dim=48, vocab=64)
@@ -64,6 +65,60 @@ def test_results_and_gradients_are_those_of_the_other_layers(
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("shape", [LLAMA, GPT, EXPERTS])
+def test_further_tokens_are_predicted_from_the_stream_and_what_follows(shape: LlamaShape) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(0, 64, (2, BATCH, LENGTH), generator=generator)
+    shape = msgspec.structs.replace(shape, mtp_layers=2)
+    model = Llama(shape, LocalShape(megatron=MegatronSettings()), sequence=LENGTH)
+    names = [(name, tuple(its.shape)) for name, its in model.named_parameters()]
+    assert names == list(shape.tensors)
+    stream = model.tok_embeddings(tokens)
+    for layer in model.layers.values():
+        stream = layer(stream, model.cos, model.sin)
+    stream = model.norm(stream)
+    wanted = cross_entropy(model.output(stream).flatten(0, 1), targets.flatten())
+    for k, own in enumerate(model.mtp, 1):
+        block = LlamaBlock(shape, LocalShape(), shape.layers)
+        block.load_state_dict(own.state_dict(), strict=False)
+        following = own.enorm(model.tok_embeddings(targets.roll(1 - k, 1)))
+        stream = linear(torch.cat((following, own.hnorm(stream)), -1), own.eh_proj.weight)
+        stream = own.norm(block(stream, model.cos, model.sin))
+        logits = model.output(stream[:, :-k])
+        further = cross_entropy(logits.flatten(0, 1), targets[:, k:].flatten())
+        wanted = wanted + 0.1 / 2 * further
+    found = model.loss(model(tokens, targets), targets)
+    torch.testing.assert_close(found, wanted)
+    shared = (model.output.weight, model.mtp[0].eh_proj.weight, model.mtp[1].norm.weight)
+    gradients = (torch.autograd.grad(each, shared) for each in (found, wanted))
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_last_stage_embeds_what_follows_and_each_further_token_has_a_loss() -> None:
+    settings = MegatronSettings(cross_entropy_loss_fusion="native")
+    kept: list[int] = []
+    for further in (0, 1, 2):
+        shape = msgspec.structs.replace(LLAMA, vocab=4096, mtp_layers=further)
+        local = LocalShape(first=False, tensor=2, sequence_parallel=True, megatron=settings)
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+            return tensor
+
+        with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(keep, lambda it: it):
+            model = Llama(shape, local, sequence=LENGTH, dtype=torch.bfloat16)
+            assert hasattr(model, "tok_embeddings") == bool(further)
+            stream = torch.zeros(BATCH, LENGTH // 2, shape.dim, dtype=torch.bfloat16)
+            targets = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+            given = (stream.requires_grad_(), targets)[: 2 if further else 1]
+            loss = model.loss(model(*given), targets)
+        assert loss.ndim == 0
+        kept.append(sum(size for size in sizes.values() if size == BATCH * LENGTH * 2048 * 4))
+    assert kept == [BATCH * LENGTH * 2048 * 4 * (1 + further) for further in (0, 1, 2)]
+
+
 def _kept(settings: MegatronSettings, shape: LlamaShape = GPT, **local: int | bool) -> int:
     """Bytes that a forward of bf16 keeps beside parameters and logits."""
     kept: dict[int, torch.UntypedStorage] = {}
@@ -109,6 +164,16 @@ def test_experts_keep_rows_once_and_what_their_activation_is_given_and_gives(wid
     # Each of 2 tensor ranks routes its tokens twice, and those that share a width have them all.
     rows = BATCH * LENGTH // 2 * EXPERTS.experts_per_token * width
     assert two - one == EXPERTS.layers * rows * 3 * (24 // width) * 2
+
+
+def test_a_deterministic_sum_of_rows_keeps_them() -> None:
+    divided = {"tensor": 2, "sequence_parallel": True, "expert": 2}
+    usual, exact = (
+        _kept(MegatronSettings(deterministic_mode=exact), EXPERTS, **divided)
+        for exact in (False, True)
+    )
+    rows = BATCH * LENGTH // 2 * EXPERTS.experts_per_token
+    assert exact - usual == EXPERTS.layers * rows * EXPERTS.dim * 2
 
 
 def test_products_keep_their_part_of_the_tokens() -> None:

@@ -51,6 +51,31 @@ OF_ENGINE["fsdp2"] = OF_ENGINE["torchtitan-toml"] | {
     "checkpointing": ["none", "full", "selective", "layers:2", "save:aten.mm"],
     "float8": [False],
 }
+# What Megatron-LM's models and their layers may have otherwise; half of it is left out.
+OF_MODEL: dict[str, list[Any]] = {
+    "norm": ["layernorm"],
+    "mlp": ["geglu", "gelu", "squared_relu"],
+    "positions": ["none", 8192, 16_384],
+    "bias": [True],
+    "dropout": [0.1],
+    "attention_dropout": [0.1, 0.05],
+    "tied_embeddings": [True],
+    "qk_norm": [True],
+    "mtp_layers": [1, 2],
+}
+OF_LAYERS: dict[str, list[Any]] = {
+    "attention_backend": ["flash", "unfused", "local"],
+    "cross_entropy_loss_fusion": ["native", "te"],
+    "fp8_format": ["hybrid", "e4m3"],
+    "masked_softmax_fusion": [False],
+    "bias_activation_fusion": [False],
+    "gradient_accumulation_fusion": [False],
+    "create_attention_mask_in_dataloader": [False],
+    "fp8_param_gather": [True],
+    "deterministic_mode": [True],
+    "account_for_embedding_in_pipeline_split": [True],
+    "account_for_loss_in_pipeline_split": [True],
+}
 USUAL: dict[str, list[Any]] = {
     "runtime": ["fsdp2"],
     "checkpointing": ["none", "full", "selective", "selective_op"],
@@ -103,17 +128,30 @@ def _document(draw: Random, engine: str) -> dict[str, Any]:
             parallel["chunks"] = draw.choice([2, 3, 4])
     if degrees["expert"] > 1 and engine == "megatron":
         parallel["routing"] = draw.choice(["even", "capacity"])
+        parallel["expert_tensor"] = draw.choice([None, 2])
     parts = 1 if plain else draw.choice([1, 2, 4, 8, 16])
     parallel["microbatches"] = None if plain else parts
     choices = USUAL | OF_ENGINE[engine]
     memory = {name: draw.choice(values) for name, values in choices.items()}
+    model = {"kind": "llama"} | sizes
+    optimizer = "adamw"
+    if engine == "megatron":
+        model |= _some(draw, OF_MODEL)
+        memory["megatron"] = _some(draw, OF_LAYERS)
+        optimizer = draw.choice(["adamw", "adamw", "sgd_momentum", "muon"])
+        memory["implementation"] = "foreach" if optimizer == "muon" else "fused"
     return {
-        "model": {"kind": "llama"} | sizes,
+        "model": model,
         "cluster": {"compute_device": "cuda"},
         "batch": {"size": parts * draw.choice([1, 2, 3]), "sequence": draw.choice([2048, 8192])},
         "parallel": {key: value for key, value in parallel.items() if value is not None},
         "memory": {key: value for key, value in memory.items() if value is not None},
+        "train": {"optimizer": optimizer},
     }
+
+
+def _some(draw: Random, choices: dict[str, list[Any]]) -> dict[str, Any]:
+    return {key: draw.choice(values) for key, values in choices.items() if draw.random() < 0.5}
 
 
 def read_back(engine: str, text: str, job: Job) -> Job:

@@ -8,10 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from published.frameworks import FRAMEWORKS, predictor
-from published.megatron.fitted import FIRST_LOOK, FITTED
 from published.prediction import LeftOut, Row
 from shardwright.core.errors import InputError, ShardwrightError, expected
 
@@ -23,10 +20,41 @@ CAVEATS = (
     "test (8 where the name says nothing)",
     "megatron: tokens are taken to spread evenly over the experts; an uneven router needs more",
     "megatron: the counter is never reset, so loading a checkpoint may have made the peak",
+    "megatron: two hybrids of attention and Mamba layers are left out, for no job describes them; "
+    "a profile of their own, which is gone, was -2.7 and +5.9 % off",
     "megatron: one configuration on several platforms, or measured twice, is the noise floor",
     "torchtitan: pages do not say whether memory is allocated or reserved",
     "reported: what differs from the code that was measured stands among the assumptions of a row",
     "torchtitan: sequence length and some checkpointing policies are inferred, see the rows",
+)
+# What was read from measured rows, and from which.
+FITTED: tuple[dict[str, Any], ...] = (
+    {
+        "what": "which tests ran on an old Transformer Engine, whose deterministic attention is "
+        "unfused",
+        "value": "lts rows of dracooci machines and of tests that resume from a frozen checkpoint",
+        "rows": [
+            "gpt/gpt3_mcore_te_tp1_pp1_frozen_resume_torch_dist_dist_optimizer",
+            "gpt/gpt3_mcore_te_tp1_pp2_resume_torch_dist_rope_embeddings_interleaved_no_fusion",
+            "gpt/gpt3_mcore_te_tp1_pp4_resume_torch_dist_persistent_disable_bias_linear",
+            "gpt/gpt3_mcore_te_tp4_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_"
+            "param_gather",
+            "moe/gpt3_mcore_te_tp2_pp1_frozen_resume_torch_dist_te_8experts2parallel_dist_optimizer",
+        ],
+    },
+    {
+        "what": "deterministic attention that Transformer Engine picks on Blackwell",
+        "value": "flash attention",
+        "rows": [
+            "gpt/gpt3_mcore_te_tp1_pp1_resume_torch_dist_dist_optimizer_1node",
+            "gpt/gpt3_mcore_te_tp1_pp2_resume_torch_dist_rope_embeddings_interleaved_no_fusion",
+        ],
+    },
+    {
+        "what": "ranks of a release test, which its arguments do not give",
+        "value": "64",
+        "rows": ["mixtral/deepseekv3_proxy_flex_tp1pp4emp16etp1cp1_release"],
+    },
 )
 
 
@@ -42,8 +70,7 @@ def compare(document: Any, where: str) -> dict[str, Any]:
         "distribution": distributions(rows),
         "noise_floor": noise_floor(rows),
         "fit_check": fit_check(rows),
-        "fitted_on": [{"what": f.what, "value": f.value, "rows": list(f.rows)} for f in FITTED],
-        "megatron_first_look": msgspec.to_builtins(FIRST_LOOK),
+        "fitted_on": list(FITTED),
         "caveats": list(CAVEATS),
     }
 

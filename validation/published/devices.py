@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import re
-
-from published.megatron.description import Device
+from typing import Literal, NamedTuple
 
 GIB = 2**30
+
+
+class Device(NamedTuple):
+    """A device: its name, its bytes, and its generation."""
+
+    name: str
+    capacity: int
+    generation: Literal["ampere", "hopper", "blackwell"]
+
+    @property
+    def hopper(self) -> bool:
+        """Whether it is Hopper or newer."""
+        return self.generation != "ampere"
+
+    @property
+    def blackwell(self) -> bool:
+        """Whether it is Blackwell."""
+        return self.generation == "blackwell"
+
 
 DEVICES = {
     "gb300": Device("GB300", 276 * GIB, "blackwell"),

@@ -13,10 +13,7 @@ from typing import Any
 
 import msgspec
 
-from published.devices import device_of, ranks_of
-from published.megatron.arguments import describe
-from published.megatron.description import Device
-from published.megatron.estimate import estimate
+from published.devices import Device, device_of, ranks_of
 from published.prediction import Prediction
 from shardwright.core.errors import InputError, ShardwrightError, UnsupportedError, expected
 from shardwright.core.footprint import Footprint, RankMemory
@@ -33,8 +30,6 @@ ENGINE_WORKSPACE_HOPPER = 32 * MIB + 1024
 GROUPED, OVERLAPPED = 4, 3
 """Workspaces more, of the streams of grouped products (``get_num_cublas_streams``), and of
 overlapped tensor-parallel communication (``_NUM_MAX_UB_STREAMS``)."""
-BY_THE_PROFILE = ("hybrid-layer-pattern", "mtp-num-layers")
-"""Models that no job describes yet: their rows are predicted by the profile beside this file."""
 
 FAMILIES = {
     "t5": "an encoder beside the decoder is not described",
@@ -65,24 +60,6 @@ def predict_megatron(row: Mapping[str, Any]) -> Prediction:
     platform = str(row.get("platform") or "")
     device, unnamed = device_of(platform)
     ranks, guessed = ranks_of(test, platform)
-    common: dict[str, Any] = {
-        "family": family,
-        "platform": platform,
-        "measured": int(measured),
-        "capacity": device.capacity,
-        "configuration": f"{family}/{test}",
-    }
-    if any(given.get(name) for name in BY_THE_PROFILE):
-        run = describe(given, world=ranks, device=device, environment=environment, where=test)
-        told = estimate(run)
-        return Prediction(
-            **common,
-            predicted=told.peak,
-            parts={part.name: part.bytes for part in told.parts},
-            assumptions=(*unnamed, guessed, *run.assumed, "predicted by the profile of its own"),
-            phase=max(told.phases, key=lambda phase: phase.bytes).name,
-            parameters=told.parameters,
-        )
     kernels, picked = attention(given, environment, device, old_engine(test, platform))
     found, job, ranks = _estimated(msgspec.json.encode(given | kernels), ranks)
     last = max(found.ranks, key=lambda rank: rank.coordinates.get("pipeline", 0))
@@ -94,7 +71,11 @@ def predict_megatron(row: Mapping[str, Any]) -> Prediction:
     if job.unread:
         notes.append(f"not read, whatever they change: {', '.join(job.unread)}")
     return Prediction(
-        **common,
+        family=family,
+        platform=platform,
+        measured=int(measured),
+        capacity=device.capacity,
+        configuration=f"{family}/{test}",
         predicted=last.peak_bytes + sum(buffers.values()),
         parts=_parts(last) | buffers,
         assumptions=tuple(notes),
@@ -131,7 +112,7 @@ def test_of(source: str) -> tuple[str, str]:
 
 def old_engine(test: str, platform: str) -> bool:
     """Whether the row came from a container whose Transformer Engine knows no deterministic flash
-    or fused attention; read from rows, see ``fitted.py``."""
+    or fused attention; read from rows, see ``comparison.py``."""
     return platform.startswith("lts") and ("dracooci" in platform or "frozen" in test)
 
 

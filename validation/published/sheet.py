@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,15 +31,9 @@ def page(result: Mapping[str, Any]) -> str:
         f"memory; {len(fit['called_a_fit'])} of them are called a fit."
     )
     parts += ["## Taken from measurements", _fitted(result["fitted_on"])]
-    first = result["megatron_first_look"]
-    parts.append(
-        f"The peaks of {first['rows']} Megatron-LM rows of {first['configurations']} "
-        "configurations had not been compared with anything when the profile first ran over all "
-        f"rows: {_percent(first['median'])} off in the median, {_percent(first['p90'])} at the "
-        f"90th percentile, {_percent(first['worst'])} at worst. All rows have been seen since."
-    )
     parts += ["## Caveats", "\n".join(f"- {caveat}" for caveat in result["caveats"])]
-    parts += ["## Rows", _rows(result["rows"]), "## Left out", _left_out(result["left_out"])]
+    parts += ["## Rows", _rows(result["rows"]), "## Left out"]
+    parts += [_counted(result), _left_out(result["left_out"])]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
@@ -95,6 +90,13 @@ def _rows(rows: Iterable[Mapping[str, Any]]) -> str:
             )
             for row in rows
         ),
+    )
+
+
+def _counted(result: Mapping[str, Any]) -> str:
+    told, left = (Counter(row["framework"] for row in result[k]) for k in ("rows", "left_out"))
+    return "\n".join(
+        f"- {name}: {told[name]} of {told[name] + left[name]} rows are predicted" for name in told
     )
 
 

@@ -28,7 +28,7 @@ LARGEST_DEPTH = 4096
 NamedShape = tuple[str, tuple[int, ...]]
 Activation = Literal["silu", "gelu_tanh", "squared_relu"]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
-LLAMA_EXPERTS = ("layers.*.moe.experts",)  # its modules of which each rank may have some
+LLAMA_EXPERTS = ("layers.*.moe.experts", "mtp.*.moe.experts")  # of which a rank may have some
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
 
@@ -55,7 +55,9 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     As GPTs have them: ``layer_norm`` with a bias in place of an RMSNorm, MLPs of two matrices whose
     ``activation`` has no gate (``ungated``), and ``positions`` that are not turned: rows of a
     learned table, so many, or none. ``dropout`` is of the embedding and of what is added to the
-    stream, ``attention_dropout`` of shares of attention.
+    stream, ``attention_dropout`` of shares of attention. ``mtp_layers`` each predict one token more
+    (DeepSeek-V3, arXiv 2412.19437): a block as the last one is, of the stream before it and of the
+    embedding of the token that follows, before the same head.
 
     ``dtype`` is what it computes in, where its configuration says so; ``unread`` are keys of that
     which may make another model and which nothing here reads.
@@ -98,10 +100,17 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     positions: Size | Literal["none"] | UnsetType = UNSET
     dropout: Share | UnsetType = UNSET
     attention_dropout: Share | UnsetType = UNSET
+    mtp_layers: Number | UnsetType = UNSET
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a layer has experts."""
-        return layer in self.moe_layers
+        """Whether a layer has experts; those behind the last are as it is."""
+        behind = layer >= self.layers and self.layers - 1 in self.moe_layers
+        return behind or layer in self.moe_layers
+
+    @property
+    def further(self) -> int:
+        """Tokens that it predicts beyond the next one."""
+        return self.mtp_layers or 0
 
     @property
     def value_dim(self) -> int:
@@ -127,6 +136,8 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for layer in range(self.layers):
             found += block_tensors(self, layer)
         found += _norm(self, "norm", self.dim)
+        for layer in range(self.layers, self.layers + self.further):
+            found += block_tensors(self, layer)
         if not self.tied_embeddings:
             found.append(("output.weight", (self.vocab, self.dim)))
         return tuple(found)
@@ -154,7 +165,8 @@ def check_shape(shape: LlamaShape, where: str = "model") -> None:
             expected(f"{where}.{key}", "an even number", str(shape.turned_dim), "RoPE turns pairs.")
         )
     _check_latent(shape, where)
-    beyond = [layer for layer in shape.moe_layers if not 0 <= layer < shape.layers]
+    every = shape.layers + shape.further
+    beyond = [layer for layer in shape.moe_layers if not 0 <= layer < every]
     if beyond:
         raise InputError(
             expected(f"{where}.moe_layers", f"layers below {shape.layers}", str(beyond[0]))
@@ -191,14 +203,17 @@ def _check_latent(shape: LlamaShape, where: str) -> None:
 
 
 def block_tensors(shape: LlamaShape, layer: int) -> list[NamedShape]:
-    """Name and shape of every parameter of one block."""
-    prefix = f"layers.{layer}."
+    """Name and shape of every parameter of one block; behind the last are those of ``mtp``."""
+    ahead = layer - shape.layers
+    prefix = f"layers.{layer}." if ahead < 0 else f"mtp.{ahead}."
     attention = _latent_attention(shape) if shape.kv_lora_rank else _attention(shape)
     inner = attention + (_moe(shape) if shape.is_moe(layer) else _dense(shape))
     norms = ["attention_norm", "ffn_norm"]
     norms += ["post_attention_norm", "post_ffn_norm"] if shape.post_norms else []
-    for name in norms:
+    for name in norms if ahead < 0 else (*norms, "enorm", "hnorm", "norm"):
         inner += _norm(shape, name, shape.dim)
+    if ahead >= 0:
+        inner.append(("eh_proj.weight", (shape.dim, 2 * shape.dim)))
     return [(prefix + name, size) for name, size in inner]
 
 
@@ -289,7 +304,7 @@ class MegatronSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         attention_backend: of Transformer Engine: ``"fused"`` (cuDNN's, which it takes by itself on
             Hopper), ``"flash"``, ``"unfused"``; or ``"local"``, without it
         masked_softmax_fusion: one kernel for the softmax of attention that is not fused
-        bias_activation_fusion: one kernel for gate and activation
+        bias_activation_fusion: one kernel for gate and activation, or for bias and activation
         rms_norm_fusion: one kernel for an RMSNorm, not operators in fp32
         gradient_accumulation_fusion: products add gradients of weights to the buffer themselves
         cross_entropy_loss_fusion: ``"none"``, ``"native"``, ``"te"``
@@ -297,6 +312,7 @@ class MegatronSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         fp8_format, fp8_param_gather: ``"hybrid"``, ``"e4m3"``: products of Transformer Engine in 8
             bits, of copies of the weights that stay, by rows and by columns (as on Hopper); or of
             weights that are gathered so, and have no others
+        deterministic_mode: sums of experts' rows keep them for their backward
         account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split: the first
             stage, or the last, has a layer less
     """
@@ -310,6 +326,7 @@ class MegatronSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     create_attention_mask_in_dataloader: bool = True
     fp8_format: Literal["none", "hybrid", "e4m3"] = "none"
     fp8_param_gather: bool = False
+    deterministic_mode: bool = False
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import msgspec
 import torch
+from msgspec import UNSET
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -25,7 +26,7 @@ from shardwright.estimate.stages import HEAD, ModelStage, RecordedStage, StageRe
 from shardwright.job.job import Job, memory_of
 from shardwright.job.memory import WHOLE
 from shardwright.job.parallel import Degrees, ParallelSection, local_shape
-from shardwright.models.llama import Llama
+from shardwright.models.llama import Llama, LlamaBlock
 from shardwright.trace.checkpointing import policy
 from shardwright.trace.module import TracedModule, record
 from shardwright.trace.structure import series_of, stretches
@@ -56,12 +57,17 @@ def stage_recording(request: StageRequest, stage: ModelStage) -> Recording:
     signatures = [(shape.is_moe(layer), (place + 1) % every) for place, layer in enumerate(layers)]
     cut = stretches(signatures)
     few = [place for stretch in cut for place in stretch.recorded]
+    further = range(len(few), len(few) + shape.further * stage.last)  # blocks behind the last
     small = msgspec.structs.replace(
         shape,
         layers=len(few),
-        moe_layers=tuple(k for k, place in enumerate(few) if signatures[place][0]),
+        moe_layers=(
+            *(k for k, place in enumerate(few) if signatures[place][0]),
+            *(k for k in further if shape.is_moe(shape.layers)),
+        ),
+        mtp_layers=len(further) or UNSET,
     )
-    treated = tuple(k for k, place in enumerate(few) if signatures[place][1] == 0)
+    treated = (*(k for k, place in enumerate(few) if signatures[place][1] == 0), *further)
     local = msgspec.structs.replace(request.local, first=stage.first, last=stage.last, layers=None)
     if not small.moe_layers:  # a stage of a model that has experts elsewhere
         local = msgspec.structs.replace(local, expert=1, expert_load=1.0, capacity_factor=None)
@@ -108,7 +114,7 @@ def _recorded(request: StageRequest, treated: tuple[int, ...]) -> Recording:
             x.register_post_accumulate_grad_hook(kept.sent)
         targets = torch.empty(batch, tokens, dtype=torch.int64)
         units = _units(model)
-        blocks = list(model.layers.values())
+        blocks = list(_blocks(model).values())
         loss: Callable[..., torch.Tensor] = model.loss
         # A chunked loss computes its gradients itself, in its forward: nothing of it is compiled.
         if request.treatment.compiled_loss and local.loss != "chunked":
@@ -118,7 +124,7 @@ def _recorded(request: StageRequest, treated: tuple[int, ...]) -> Recording:
         with request.treatment.applied(model, blocks, treated) as treatment:
             subject = TracedModule(
                 module=model,
-                inputs=(x,),
+                inputs=(x, targets) if local.last and request.shape.further else (x,),
                 extra=(targets,) if local.last else (),
                 units=units,
                 loss=(lambda found: kept.alone(loss(kept.until_sent(found), targets)))
@@ -138,17 +144,23 @@ def _units(model: Llama) -> dict[str, Sequence[nn.Module]]:
     found: dict[str, Sequence[nn.Module]] = {}
     local = model.local
     root = model.shape.tied_embeddings and local.first and local.last
-    if local.first and not root:
+    if model.embeds and not root:
         found["tok_embeddings"] = [model.tok_embeddings]
-    for name, block in model.layers.items():
+    for name, block in _blocks(model).items():
         if (local.expert > 1 or local.expert_tensor) and block.is_moe:
-            found[f"layers.{name}.moe.experts"] = [block.moe.experts]
-        found[f"layers.{name}"] = [block]
+            found[f"{name}.moe.experts"] = [block.moe.experts]
+        found[name] = [block]
     if root:
         found[""] = [model]
     elif local.last:
         found[HEAD] = [model.norm, model.output]
     return found
+
+
+def _blocks(model: Llama) -> dict[str, LlamaBlock]:
+    """The blocks of a stage and those behind the last, by name."""
+    found = {f"layers.{name}": block for name, block in model.layers.items()}
+    return found | {f"mtp.{k}": block for k, block in enumerate(getattr(model, "mtp", ()))}
 
 
 class LlamaModel:
@@ -233,7 +245,9 @@ def _copies(found: Recording, megatron: MegatronSettings | None) -> int:
     if megatron is None or megatron.fp8_format == "none" or megatron.fp8_param_gather:
         return 0
     units = Unfolded(found).units.values()
-    matrices = (t for unit in units if unit.name.startswith("layers.") for t in unit.tensors)
+    matrices = (
+        t for unit in units if unit.name.startswith(("layers.", "mtp.")) for t in unit.tensors
+    )
     return sum(2 * t.numel for t in matrices if len(t.shape) > 1 and "router" not in t.fqn)
 
 

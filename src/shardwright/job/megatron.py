@@ -10,12 +10,13 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from shardwright.core.errors import InputError, ShardwrightError, UnsupportedError, expected
 from shardwright.core.llama import MegatronSettings
 from shardwright.job.imported import Document, Imported, Keys
-from shardwright.job.megatron_model import ALL, lacks, model, needed, settings
+from shardwright.job.megatron_model import ALL, further_of, lacks, model, needed, settings
 from shardwright.job.parallel import dealt
 
 HARMLESS = re.compile(
@@ -46,7 +47,7 @@ HARMLESS = re.compile(
 
 # Arguments that change memory or time and that no estimate follows, and what they bring.
 REFUSED = {
-    "mtp-num-layers": "heads for further tokens",
+    "mtp-use-repeated-layer": "one block for several further tokens",
     "moe-shared-expert-gate": "a gate of the shared expert",
     "moe-latent-size": "experts of another width than the stream",
     "fp4-format": "products of Transformer Engine in 4 bits",
@@ -74,8 +75,8 @@ REFUSED = {
     "retro-project-dir": "a model that retrieves",
     "lora-rank": "adapters",
 }
-# What degrees, and layers of every stage in order (E the embedding, t a layer, L the head), are
-# called: engines/megatron.py writes by the same names.
+# What degrees, and layers of every stage in order (E the embedding, t a layer, m a block for a
+# further token, L the head), are called: engines/megatron.py writes by the same names.
 DEGREES = {
     "tensor": "tensor-model-parallel-size",
     "pipeline": "pipeline-model-parallel-size",
@@ -83,6 +84,7 @@ DEGREES = {
     "expert": "expert-model-parallel-size",
 }
 LAYOUT = "pipeline-model-parallel-layout"
+ENDS = tuple(f"account_for_{end}_in_pipeline_split" for end in ("embedding", "loss"))
 REPLICAS = "num-distributed-optimizer-instances"
 OTHERS = re.compile(r"pretrain_(?!gpt)\w+\.py|train_(t5|bert|retro|vlm)\.py")  # programs
 NONE = (None, 0, "", "none", "None")  # of one of these: none
@@ -130,7 +132,7 @@ def _document(keys: Keys, world_size: int | None) -> Document:
         "cluster": {"compute_device": "cuda", "world_size": ranks},
         "batch": {"size": 1, "sequence": needed(keys, "seq-length")},
         "parallel": parallel,
-        "memory": _memory(keys),
+        "memory": _memory(keys, parallel["pipeline"]),
         "train": {"optimizer": keys.one_of(ALL, "optimizer", OPTIMIZERS, "adam")},
     }
     _batch(keys, document)
@@ -236,8 +238,8 @@ def _parallel(keys: Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
 
 def _chunks(keys: Keys, pipeline: int) -> int:
     """Stages of a rank."""
-    if keys.value(ALL, LAYOUT, None) is not None:
-        return _laid_out(keys, pipeline)
+    if laid_out := _laid_out(keys, pipeline)[0]:
+        return laid_out
     if keys.value(ALL, "num-virtual-stages-per-pipeline-rank", None) is not None:
         return keys.number(ALL, "num-virtual-stages-per-pipeline-rank", default=1)
     if keys.value(ALL, "num-layers-per-virtual-pipeline-stage", None) is None:
@@ -246,24 +248,35 @@ def _chunks(keys: Keys, pipeline: int) -> int:
     return max(1, needed(keys, "num-layers") // pipeline // each)
 
 
-def layout_of(layers: int, count: int, ends: tuple[int, int]) -> str:
-    """``count`` stages as the layout of their layers, as an estimate deals them out."""
+def layout_of(layers: int, count: int, ends: tuple[int, int], further: int = 0) -> str:
+    """``count`` stages as the layout of their layers, as an estimate deals them out; ``further``
+    blocks stand before the head (m)."""
     inner = "|".join(f"t*{size}" if size else "" for size in dealt(layers, count, ends))
-    return f"E{inner}L"
+    return f"E{inner}{'m' * further}L"
 
 
-def _laid_out(keys: Keys, pipeline: int) -> int:
-    """Stages of a rank of a layout; refused unless its stages are as deep as an estimate's."""
-    plain = str(keys.value(ALL, LAYOUT, "")).replace(",", "")
+def _laid_out(keys: Keys, pipeline: int) -> tuple[int, tuple[int, int]]:
+    """Stages of a rank, and what the ends weigh, where a layout gives them; refused unless its
+    stages are as deep as an estimate's."""
+    given, text = MegatronSettings(**settings(keys)).ends, keys.value(ALL, LAYOUT, None)
+    if text is None:
+        return 0, given
+    plain = _written_out(str(text))
+    layers, count, further = needed(keys, "num-layers"), plain.count("|") + 1, further_of(keys)
+    for ends in (given, (0, 0), (1, 0), (0, 1), (1, 1)) if count % pipeline == 0 else ():
+        with suppress(InputError):  # more stages than there are layers for
+            if plain == _written_out(layout_of(layers, count, ends, further)):
+                return count // pipeline, ends
+    found = layout_of(layers, pipeline, given, further)
+    raise keys.refused(ALL, LAYOUT, f"'{found}', as stages are estimated")
+
+
+def _written_out(layout: str) -> str:
+    """A letter for each layer; backslashes are those of a shell."""
+    plain = re.sub(r"[,\s\\]", "", layout)
     for one in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         plain = re.sub(one, lambda found: found[1] * int(found[2]), plain)
-    layers, count = needed(keys, "num-layers"), plain.count("|") + 1
-    ends = MegatronSettings(**settings(keys)).ends
-    stages = plain.removeprefix("E").removesuffix("L").split("|")
-    if count % pipeline or stages != ["t" * size for size in dealt(layers, count, ends)]:
-        found = layout_of(layers, pipeline, ends)
-        raise keys.refused(ALL, LAYOUT, f"'{found}', as stages are estimated")
-    return count // pipeline
+    return plain
 
 
 def _batch(keys: Keys, document: Document) -> None:
@@ -280,7 +293,7 @@ def _batch(keys: Keys, document: Document) -> None:
     document["parallel"]["microbatches"] = in_all // data // micro
 
 
-def _memory(keys: Keys) -> dict[str, Any]:
+def _memory(keys: Keys, pipeline: int) -> dict[str, Any]:
     dtype = next((ours for name, ours in DTYPES.items() if keys.value(ALL, name, False)), "fp32")
     # Megatron turns it on by itself for bf16, unless grad-reduce-in-bf16 is given.
     summed = keys.value(ALL, "accumulate-allreduce-grads-in-fp32", False) or dtype == "bf16"
@@ -296,8 +309,10 @@ def _memory(keys: Keys) -> dict[str, Any]:
     if keys.value(ALL, "optimizer", "adam") != "muon":  # of which no kernel is fused
         found["implementation"] = "fused"
     found["loss"] = "parallel"
-    kernels = settings(keys) if found["runtime"] == "megatron" else {}
-    return found | ({"megatron": kernels} if kernels else {})
+    ends = zip(ENDS, _laid_out(keys, pipeline)[1], strict=True)
+    kernels = {key: its for key, its in settings(keys).items() if key not in ENDS}
+    kernels |= {key: True for key, weighs in ends if weighs}
+    return found | ({"megatron": kernels} if kernels and found["runtime"] == "megatron" else {})
 
 
 def _runtime(keys: Keys) -> dict[str, Any]:

@@ -18,6 +18,10 @@ from shardwright.core.llama import MegatronSettings
 from shardwright.job.imported import Keys
 
 ALL = ""  # arguments have no sections
+# MLPs that are not of two matrices and a GELU, and what leaves an activation out of a kernel.
+GATES = {"swiglu": "swiglu", "quick-geglu": "geglu", "squared-relu": "squared_relu"}
+FUSIONS = {"gelu": "no-bias-gelu-fusion", "swiglu": "no-bias-swiglu-fusion"}
+SQUARES = "use-fused-weighted-squared-relu"
 DROPOUT = 0.1  # of both kinds where no argument says it
 # Words that tokenizers know whose sizes are published, by what the names of tokenizer, its model or
 # its file have in them; the first that fits counts.
@@ -88,15 +92,22 @@ def model(keys: Keys, tensor: int) -> dict[str, Any]:
         "bias": not keys.value(ALL, "disable-bias-linear", False),
         "dropout": keys.decimal(ALL, "hidden-dropout", DROPOUT),
         "attention_dropout": keys.decimal(ALL, "attention-dropout", DROPOUT),
+        "mtp_layers": further_of(keys),
         **_latent(keys, heads),
         **_experts(keys, wide),
     }
     usual_model = {"norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "bias": False}
-    plain = usual_model | {"dropout": 0.0, "attention_dropout": 0.0}
+    plain = usual_model | {"dropout": 0.0, "attention_dropout": 0.0, "mtp_layers": 0}
     return {key: value for key, value in found.items() if plain.get(key, UNLIKE) != value}
 
 
 UNLIKE = object()
+
+
+def further_of(keys: Keys) -> int:
+    """Blocks for further tokens."""
+    name = "mtp-num-layers"
+    return keys.number(ALL, name, default=1) if keys.value(ALL, name, 0) else 0
 
 
 def settings(keys: Keys) -> dict[str, Any]:
@@ -106,13 +117,10 @@ def settings(keys: Keys) -> dict[str, Any]:
     backend = str(named).rpartition(".")[2]  # AttnBackend.flash
     known = {"flash": "flash", "unfused": "unfused", "local": "local", "fused": "fused"}
     usual = "flash" if keys.value(ALL, "use-flash-attn", False) else "fused"
-    # What a gate and its activation are fused by depends on the activation.
-    fusions = ("no-bias-gelu-fusion", "no-bias-swiglu-fusion")
-    split = [keys.value(ALL, name, False) for name in fusions]
     loss = keys.value(ALL, "cross-entropy-fusion-impl", "native")
     found = {
         "attention_backend": known.get(backend, usual) if engine else "local",
-        "bias_activation_fusion": not any(split),
+        "bias_activation_fusion": _fuses(keys),
         "cross_entropy_loss_fusion": loss
         if keys.value(ALL, "cross-entropy-loss-fusion", False)
         else "none",
@@ -126,10 +134,19 @@ def settings(keys: Keys) -> dict[str, Any]:
     return {key: found[key] for key in plain if found[key] != plain[key]}
 
 
+def _fuses(keys: Keys) -> bool:
+    """Whether one kernel activates: of which it is, depends on the activation."""
+    mlp = _mlp(keys)
+    split = {each: bool(keys.value(ALL, name, False)) for each, name in FUSIONS.items()}
+    if mlp == "squared_relu":
+        return bool(keys.value(ALL, SQUARES, False))
+    # Megatron turns off by itself what would add a bias that there is not.
+    unbiased = bool(keys.value(ALL, "disable-bias-linear", False))
+    return not (split["swiglu"] if mlp == "swiglu" else split["gelu"] or unbiased)
+
+
 def _mlp(keys: Keys) -> str:
-    switches = {"swiglu": "swiglu", "quick-geglu": "geglu", "squared-relu": "squared_relu"}
-    given = [ours for name, ours in switches.items() if keys.value(ALL, name, False)]
-    return given[0] if given else "gelu"
+    return next((ours for name, ours in GATES.items() if keys.value(ALL, name, False)), "gelu")
 
 
 def _positions(keys: Keys) -> int | str:
@@ -195,6 +212,8 @@ def _latent(keys: Keys, heads: int) -> dict[str, Any]:
 def _experts(keys: Keys, wide: int) -> dict[str, Any]:
     if keys.value(ALL, "num-experts", None) is None:
         return {}
+    if not keys.value(ALL, "disable-bias-linear", False):
+        keys.refuse(ALL, "disable-bias-linear", "it beside --num-experts, which have no biases")
     found = {
         "experts": keys.number(ALL, "num-experts", default=1),
         "experts_per_token": keys.number(ALL, "moe-router-topk", default=2),

@@ -59,6 +59,7 @@ _LLAMA = (
     "bias",
     "dropout",
     "attention_dropout",
+    "mtp_layers",
     "experts",
     "experts_per_token",
     "expert_ffn_dim",
@@ -188,6 +189,8 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bias (``false``): of a llama: biases of all linear layers but router and head
         dropout, attention_dropout (0): of a llama: of the embedding and of what a block adds to the
             stream; of shares of attention
+        mtp_layers (none): of a llama with ``memory.runtime = "megatron"``: blocks behind the last,
+            each of which predicts one token more (multi-token prediction)
         moe_layers (all): of a llama with experts: the layers that have them, counted from 0
         kv_lora_rank, q_lora_rank, qk_rope_head_dim, v_head_dim (none): of a llama with latent
             attention, as DeepSeek's configuration names them: numbers that make keys and values,
@@ -236,6 +239,7 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bias: bool | UnsetType = UNSET
     dropout: Share | UnsetType = UNSET
     attention_dropout: Share | UnsetType = UNSET
+    mtp_layers: Width | UnsetType = UNSET
     hf_config: str | UnsetType = UNSET
     python: str | UnsetType = UNSET
     arguments: dict[str, Any] | UnsetType = UNSET
@@ -384,6 +388,7 @@ def _unlike_llama(model: ModelSection) -> dict[str, Any]:
         "positions": UNSET if model.positions == "rope" else model.positions,
         "dropout": model.dropout,
         "attention_dropout": model.attention_dropout,
+        "mtp_layers": model.mtp_layers,
     }
     return {key: value for key, value in found.items() if value}
 

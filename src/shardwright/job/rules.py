@@ -461,18 +461,18 @@ def _of_ranks() -> Iterator[Rule]:
     only = "Only a llama is divided by it."
     both = "A llama is divided by it, or a module of your own."
     share = f"{only} Give one rank's share of the sequence as batch.sequence."
-    # Before the general row: for a module of one's own there is another way out, and the first row
-    # that refuses is the one that is told.
+    # Before the general row, for a module of one's own has another way out.
     yield Rule(("parallel.context",), _undivided_function, only_one, share)
     yield Rule(("parallel.context",), _undivided, only_one, only)
     yield Rule(("parallel.sequence",), _undivided, NO_KEY)
     yield Rule(("parallel.expert",), _undivided, only_one, both)
     yield Rule(_of("parallel", "routing expert_load expert_tensor"), _undivided, NO_KEY)
-    yield Rule(
-        ("parallel.expert_tensor",),
-        _other(lambda job: (job.memory or MemorySection()).runtime, "megatron"),
-        "none beside memory.runtime '{}', which cuts experts by tensor or expert",
-    )
+    for key, why in (
+        ("parallel.expert_tensor", "which cuts experts by tensor or expert"),
+        ("model.mtp_layers", "which has no blocks for further tokens"),
+    ):
+        of_another = _other(lambda job: (job.memory or MemorySection()).runtime, "megatron")
+        yield Rule((key,), of_another, f"none beside memory.runtime '{{}}', {why}")
     yield Rule(("parallel.pipeline",), _undivided, only_one, both)
     yield Rule(_of("parallel", "schedule chunks"), _undivided, NO_KEY)
     yield Rule(("parallel.parallelize_plan",), _undivided, NO_KEY, found="one")

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.llama import LlamaShape
+from shardwright.core.llama import LlamaShape, MegatronSettings
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import WHOLE, MemorySection, float8_scaling
 from shardwright.job.parallel import Degrees, capacity_of, fixed_world
@@ -26,7 +26,7 @@ ANY = "*"
 Limits = Mapping[str, tuple[Any, ...]]
 
 # What an estimate assumes, or which device it is of: no engine is asked for it.
-ASSUMED = ("memory.lowering", "memory.allocator", "memory.fsdp2")
+ASSUMED = ("memory.lowering", "memory.allocator", "memory.fsdp2", "memory.megatron")
 # Not of the model's tensors: what a shape came from, and numbers that its kernels compute with.
 NO_WIDTH = ("dtype", "unread", "norm_eps", "rope_theta")
 _ALONE = Degrees(1, 1, 1, False, 1, 1, 1, "1f1b", 1, 1)
@@ -112,6 +112,12 @@ def _said(degrees: Degrees, memory: MemorySection, job: Job | None) -> dict[str,
         "memory.fsdp2.buffers": settings.reduce_scatter_max_input_buffers,
         "memory.fsdp2.group": settings.separate_reduce_scatter_group,
         "parallel.capacity_factor": None,
+        **{
+            f"memory.megatron.{key}": value
+            for key, value in msgspec.structs.asdict(
+                memory.megatron_settings or MegatronSettings()
+            ).items()
+        },
     }
     if job is None:
         return found | {"train.optimizer": "adamw", "model.kind": "llama"}

@@ -7,9 +7,11 @@ from itertools import groupby
 from typing import Any
 
 from shardwright.core.errors import expected
-from shardwright.core.llama import LlamaShape
+from shardwright.core.llama import LlamaShape, MegatronSettings
 from shardwright.job.engines.layout import ANY, Engine, EngineLayout, flag_lines, the_other_way
 from shardwright.job.megatron import DEGREES, LAYOUT, OPTIMIZERS, REPLICAS, layout_of
+from shardwright.job.megatron_model import FUSIONS, GATES, SQUARES
+from shardwright.job.model import MLPS
 
 USUAL_DIVISOR = 128  # of words, times tensor ranks; more are made up unless it is said
 # Widths that are an argument each, and those that are switches.
@@ -25,12 +27,23 @@ WIDTHS = {
     "q_lora_rank": "q-lora-rank",
     "kv_lora_rank": "kv-lora-rank",
     "qk_rope_head_dim": "qk-pos-emb-head-dim",
+    "mtp_layers": "mtp-num-layers",
 }
-SWITCHES = {"qk_norm": "qk-layernorm", "attention_bias": "add-qkv-bias"}
-OTHERS = ("kv_heads", "head_dim", "v_head_dim", "vocab", "tied_embeddings", "moe_layers")
+OTHERS = (
+    *("kv_heads", "head_dim", "v_head_dim", "vocab", "tied_embeddings", "moe_layers", "qk_norm"),
+    *("attention_bias", "output_bias", "mlp_bias", "activation", "ungated", "layer_norm"),
+    *("positions", "dropout", "attention_dropout"),
+)
+KERNELS = MegatronSettings.__struct_fields__
+SWITCHES = (
+    *("masked_softmax_fusion", "gradient_accumulation_fusion"),
+    *("create_attention_mask_in_dataloader", "fp8_param_gather", "deterministic_mode"),
+)
 
 
 def _more(layout: EngineLayout) -> Iterator[str]:
+    yield from _of_model(layout.shape)
+    yield from _of_kernels(layout)
     degrees, memory, shape = layout.degrees, layout.memory, layout.shape
     if shape.vocab % degrees.tensor:
         wanted = f"a multiple of parallel.tensor {degrees.tensor}, or Megatron-LM makes up words"
@@ -41,6 +54,9 @@ def _more(layout: EngineLayout) -> Iterator[str]:
     elif memory.reduce_dtype not in ("fp32", memory.param_dtype):
         wanted = f"fp32 or param_dtype {memory.param_dtype}"
         yield expected("memory.reduce_dtype", wanted, str(memory.reduce_dtype))
+    fused = "foreach" if layout.job.train.optimizer == "muon" else "fused"  # of which none is
+    if layout.said["memory.implementation"] != fused:
+        yield expected("memory.implementation", fused, layout.said["memory.implementation"])
     if degrees.data_replicate > 1 and memory.zero != 1:
         wanted = "1 beside data_shard without zero = 1, for then every data rank has all"
         yield expected("parallel.data_replicate", wanted, str(degrees.data_replicate))
@@ -52,6 +68,51 @@ def _more(layout: EngineLayout) -> Iterator[str]:
     if degrees.context > 1 and layout.job.batch.sequence % (2 * degrees.context):
         wanted = f"a multiple of {2 * degrees.context}, twice parallel.context"
         yield expected("batch.sequence", wanted, str(layout.job.batch.sequence))
+
+
+def _of_model(shape: LlamaShape) -> Iterator[str]:
+    """What its layers cannot be."""
+    if not _mlp(shape):
+        gate = "without a gate" if shape.ungated else "of a gate"
+        yield expected("model.mlp", " or ".join(MLPS), f"{shape.activation} {gate}")
+    every = (shape.attention_bias or bool(shape.kv_lora_rank), shape.output_bias, shape.mlp_bias)
+    if any(every[1:]) and not all(every):
+        yield expected("model.bias", "biases of all linear layers, or of queries alone", "some")
+    if shape.moe_layers and shape.mlp_bias:
+        yield expected("model.bias", "false beside experts, which would have some", "true")
+    if shape.further and shape.learned_positions:
+        yield expected("model.positions", "'rope' or 'none' beside mtp_layers", "learned ones")
+
+
+def _of_kernels(layout: EngineLayout) -> Iterator[str]:
+    """What its kernels cannot do."""
+    kernels, where = _kernels(layout), "memory.megatron."
+    if kernels.bias_activation_fusion and _adds_bias(layout.shape) and not layout.shape.mlp_bias:
+        wanted = "false without model.bias, which its kernel adds"
+        yield expected(f"{where}bias_activation_fusion", wanted, "true")
+    if kernels.fp8_param_gather and (kernels.fp8_format == "none" or layout.memory.zero != 1):
+        wanted = "false without fp8_format and memory.zero = 1"
+        yield expected(f"{where}fp8_param_gather", wanted, "true")
+    if kernels.deterministic_mode and kernels.cross_entropy_loss_fusion != "none":
+        fused = kernels.cross_entropy_loss_fusion
+        yield expected(f"{where}cross_entropy_loss_fusion", "none beside deterministic_mode", fused)
+    if kernels.attention_backend == "local":
+        beside = "beside attention_backend 'local'"
+        if kernels.fp8_format != "none":
+            yield expected(f"{where}fp8_format", f"none {beside}", kernels.fp8_format)
+        if layout.degrees.context > 1:
+            yield expected("parallel.context", f"1 {beside}", str(layout.degrees.context))
+
+
+def _adds_bias(shape: LlamaShape) -> bool:
+    """Whether what activates in one kernel adds a bias before."""
+    return _mlp(shape) in ("gelu", "geglu")
+
+
+def _mlp(shape: LlamaShape) -> str:
+    """The name of its MLP; empty where there is none."""
+    its = (shape.activation, not shape.ungated)
+    return next((name for name, known in MLPS.items() if known == its), "")
 
 
 def _written(layout: EngineLayout) -> str:
@@ -75,12 +136,10 @@ def _model(layout: EngineLayout) -> Flags:
     for key, name in WIDTHS.items():
         if value := getattr(shape, key):
             yield name, value
-    for key, name in SWITCHES.items():
-        yield name, bool(getattr(shape, key))
+    # Megatron-LM norms what it makes latent heads of where it is told to; ours always does.
+    yield "qk-layernorm", shape.qk_norm or shape.kv_lora_rank > 0
     if shape.kv_lora_rank:
         yield "multi-latent-attention", True
-        # Megatron-LM norms what it makes heads of where it is told to; ours always does.
-        yield "qk-layernorm", True
         yield "qk-head-dim", shape.head_dim - shape.qk_rope_head_dim
         yield "v-head-dim", shape.value_dim
     else:
@@ -95,10 +154,17 @@ def _model(layout: EngineLayout) -> Flags:
     yield "vocab-size", shape.vocab
     yield "make-vocab-size-divisible-by", divisor
     yield "untie-embeddings-and-output-weights", not shape.tied_embeddings
-    yield from (("swiglu", True), ("disable-bias-linear", True), ("normalization", "RMSNorm"))
+    yield from ((name, ours == _mlp(shape)) for name, ours in GATES.items())
+    yield "disable-bias-linear", not shape.mlp_bias
+    yield "add-qkv-bias", shape.attention_bias and not shape.mlp_bias
+    yield "normalization", "LayerNorm" if shape.layer_norm else "RMSNorm"
     yield "norm-epsilon", shape.norm_eps
-    yield from (("position-embedding-type", "rope"), ("rotary-base", int(shape.rope_theta)))
-    yield from (("attention-dropout", 0.0), ("hidden-dropout", 0.0))
+    turned = "none" if shape.positions else "rope"
+    yield "position-embedding-type", "learned_absolute" if shape.learned_positions else turned
+    yield "rotary-base", False if shape.positions else int(shape.rope_theta)
+    yield "max-position-embeddings", shape.learned_positions or layout.job.batch.sequence
+    yield "attention-dropout", shape.attention_dropout or 0.0
+    yield "hidden-dropout", shape.dropout or 0.0
 
 
 def _pattern(shape: LlamaShape) -> str:
@@ -111,20 +177,19 @@ def _parallel(layout: EngineLayout) -> Flags:
     for key, name in DEGREES.items():
         yield name, getattr(degrees, key)
     yield "sequence-parallel", degrees.sequence
-    if degrees.expert > 1:
-        yield "expert-tensor-parallel-size", 1  # else that of other layers
+    if degrees.expert > 1 or degrees.expert_tensor:
+        # else that of other layers
+        yield "expert-tensor-parallel-size", degrees.expert_tensor or 1
     if factor := layout.said["parallel.capacity_factor"]:
         yield "moe-expert-capacity-factor", factor
         yield "moe-pad-expert-input-to-capacity", True  # as it is estimated
     if degrees.pipeline > 1:
-        stages = degrees.pipeline * degrees.chunks
-        settings = layout.memory.megatron_settings
-        ends = settings.ends if settings else (0, 0)
-        yield LAYOUT, f"'{layout_of(layout.shape.layers, stages, ends)}'"
+        stages, shape = degrees.pipeline * degrees.chunks, layout.shape
+        ends = _kernels(layout).ends
+        yield LAYOUT, f"'{layout_of(shape.layers, stages, ends, shape.further)}'"
     yield "micro-batch-size", layout.samples
     yield "global-batch-size", layout.job.batch.size * layout.data
     yield "seq-length", layout.job.batch.sequence
-    yield "max-position-embeddings", layout.job.batch.sequence
 
 
 def _memory(layout: EngineLayout) -> Flags:
@@ -146,6 +211,30 @@ def _memory(layout: EngineLayout) -> Flags:
     elif policy == "full":
         yield from (("recompute-granularity", "full"), ("recompute-method", "uniform"))
         yield "recompute-num-layers", 1
+    yield from _switched(_kernels(layout), _mlp(layout.shape))
+
+
+def _kernels(layout: EngineLayout) -> MegatronSettings:
+    return layout.memory.megatron_settings or MegatronSettings()
+
+
+def _switched(kernels: MegatronSettings, mlp: str) -> Flags:
+    """What is not by default; what the ends weigh stands in the layout of stages."""
+    backend, loss = kernels.attention_backend, kernels.cross_entropy_loss_fusion
+    if backend == "local":
+        yield "transformer-impl", "local"
+    elif backend != "fused":
+        yield "attention-backend", backend
+    squares, fuses = mlp == "squared_relu", kernels.bias_activation_fusion
+    yield FUSIONS.get(mlp, FUSIONS["gelu"]), squares or not fuses
+    yield SQUARES, squares and fuses
+    yield "cross-entropy-loss-fusion", loss != "none"
+    yield "cross-entropy-fusion-impl", loss if loss != "none" else False
+    yield "fp8-format", kernels.fp8_format if kernels.fp8_format != "none" else False
+    for key in SWITCHES:
+        name = key.replace("_", "-")
+        usual = getattr(MegatronSettings(), key)
+        yield f"no-{name}" if usual else name, getattr(kernels, key) is not usual
 
 
 MEGATRON = Engine(
@@ -160,16 +249,20 @@ MEGATRON = Engine(
         "parallel.chunks": (ANY,),
         "parallel.microbatches": (ANY,),
         "parallel.capacity_factor": (ANY,),
+        "parallel.expert_tensor": (ANY,),
         "memory.runtime": ("megatron",),
         "memory.zero": (3, 1),
         "memory.checkpointing": ("none", "full", "core_attention"),
         "memory.param_dtype": (ANY,),
         "memory.reduce_dtype": (ANY,),
-        "memory.implementation": ("fused",),
+        "memory.implementation": ("fused", "foreach"),
         "memory.loss": ("parallel",),
         "train.optimizer": tuple(OPTIMIZERS.values()),
         "model.kind": ("llama",),
-        **{f"model.{key}": (ANY,) for key in (*WIDTHS, *SWITCHES, *OTHERS)},
+        **{f"model.{key}": (ANY,) for key in (*WIDTHS, *OTHERS)},
+        **{f"memory.megatron.{key}": (ANY,) for key in KERNELS},
+        "memory.megatron.rms_norm_fusion": (True,),
+        "memory.megatron.cross_entropy_loss_fusion": ("none", "native"),  # not Engine's own
     },
     _more,
     _written,

@@ -408,20 +408,44 @@ class MegatronExperts(MixtureOfExperts):
         found = reduce_scatter(grouped_product(inner, here.w2, ends, adds), 0, width)
         del inner
         found = all_to_all(found, sent, local.expert)
-        total = torch.zeros_like(tokens).index_add(0, token_of, found).view(x.shape)
+        if fused.deterministic_mode:  # torch's own, which keeps the rows to know their shape
+            total = torch.zeros_like(tokens).index_add(0, token_of, found)
+        else:
+            total = _Returned.apply(found, token_of, len(tokens))
+        total = total.view(x.shape)
         if self.shared_experts is not None:
             total = total + _mlp(self.shared_experts, x, local)
         return total
 
 
+class _Returned(torch.autograd.Function):
+    """A stand-in that adds rows up at their tokens and keeps where these are
+    (``core/transformer/moe/moe_utils.py``, ``unpermute``)."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, found: torch.Tensor, token_of: torch.Tensor, tokens: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(token_of)
+        return found.new_zeros(tokens, found.shape[1]).index_add_(0, token_of, found)
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[Given, ...]:
+        (token_of,) = ctx.saved_tensors
+        return grad[token_of], None, None
+
+
 # ---- loss ----------------------------------------------------------------------------------------
 
 
-def vocab_loss(logits: torch.Tensor, targets: torch.Tensor, local: LocalShape) -> torch.Tensor:
-    """The mean cross entropy of logits [B, T, V / tensor ranks]."""
+def vocab_loss(
+    logits: torch.Tensor, targets: torch.Tensor, local: LocalShape, unknown: int = 0
+) -> torch.Tensor:
+    """The mean cross entropy of logits [B, T, V / tensor ranks], but of the last tokens of a
+    sequence, so many, whose targets are ``unknown``."""
     kind = settings_of(local).cross_entropy_loss_fusion
     found: torch.Tensor = _VocabLoss.apply(logits, targets, local.tensor, kind)
-    return found.mean()
+    return found[:, : found.shape[TOKENS] - unknown].mean() if unknown else found.mean()
 
 
 class _VocabLoss(torch.autograd.Function):

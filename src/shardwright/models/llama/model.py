@@ -19,6 +19,7 @@ from shardwright.core.llama import LlamaShape, LocalShape, check_local, check_sh
 from shardwright.models.llama.attention import Attention, LatentAttention, Rotation, rotations
 from shardwright.models.llama.experts import MixtureOfExperts
 from shardwright.models.llama.layers import (
+    TOKENS,
     Context,
     Device,
     Embedding,
@@ -44,6 +45,7 @@ from shardwright.models.start import Started, generator_of
 
 DEVIATION = 0.02  # of starting weights, as in GPT-2 and Llama
 WHOLE = LocalShape()
+FURTHER = 0.1  # of a loss of further tokens; Megatron-LM's default (--mtp-loss-scaling-factor)
 CHUNKS = 8  # of tokens in a chunked loss; torchtune's default (num_output_chunks)
 
 
@@ -88,12 +90,51 @@ class LlamaBlock(nn.Module):
         return x + dropped(self, found)
 
 
+class FurtherBlock(LlamaBlock):
+    """A block behind the last one, for one token more, as Megatron-LM has it
+    (``core/transformer/multi_token_prediction.py``)."""
+
+    def __init__(
+        self,
+        shape: LlamaShape,
+        local: LocalShape,
+        layer: int,
+        device: Device = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(shape, local, layer, device, dtype)
+        self.local = local
+        self.enorm, self.hnorm, self.norm = (
+            norm(shape, shape.dim, device, dtype) for _ in range(3)
+        )
+        wide = shape.dim // local.tensor
+        self.eh_proj = Linear(2 * shape.dim, wide, bias=False, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: Rotation,
+        sin: Rotation,
+        following: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """This rank's part of the stream and of the embedding of the tokens that follow."""
+        assert following is not None, "it is called with what follows"
+        both = torch.cat((self.enorm(following), self.hnorm(x)), -1)
+        (wide,) = columns(both, (self.eh_proj,), self.local)
+        wide = gather_alike(wide, -1, self.local.tensor)
+        # A part of what was gathered, which stays as long as it does.
+        wide = wide.narrow(TOKENS, 0, x.shape[TOKENS])
+        found: torch.Tensor = self.norm(super().forward(wide, cos, sin))
+        return found
+
+
 class Llama(Started):
     """Embedding, blocks, norm, head; with a ``local`` shape only what one rank holds of them.
 
     Tokens [B, T] give logits [B, T, V]. T is this rank's sequence (the whole one over
     ``local.context``); a stage that is not the first takes its part of the stream instead, one that
     is not the last gives it. ``sequence`` is the longest T, for which positions are prepared.
+    Blocks for further tokens are the last stage's, which then embeds tokens, too.
     Parameters have ``dtype`` and stay unset on the meta device and under fake tensors.
     """
 
@@ -114,7 +155,8 @@ class Llama(Started):
         check_shape(shape)
         check_local(shape, local)
         self.shape, self.local, self.seed = shape, local, seed
-        if local.first:
+        self.embeds = local.first or bool(local.last and shape.further)
+        if self.embeds:
             self.tok_embeddings = Embedding(shape, local, device, dtype)
         # By number and not as a list: a stage's first layer keeps the name that it has in the whole
         # model.
@@ -126,6 +168,11 @@ class Llama(Started):
         )
         if local.last:
             self.norm = norm(shape, shape.dim, device, dtype)
+            behind = range(shape.layers, shape.layers + shape.further)
+            if behind:
+                assert local.megatron, "other runtimes refuse them"
+                blocks = (FurtherBlock(shape, local, layer, device, dtype) for layer in behind)
+                self.mtp = nn.ModuleList(blocks)
             self.output = Linear(
                 shape.dim, local.vocab(shape), bias=False, device=device, dtype=dtype
             )
@@ -137,20 +184,27 @@ class Llama(Started):
         if all(has_data(parameter) for parameter in self.parameters()):
             self.reset_parameters()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens or a stream in, logits or a stream out."""
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Tokens or a stream in, logits or a stream out. With blocks for further tokens ``targets``
+        [B, T] too, and what logits are made of out: of every block, [(1 + blocks) B, T, D]."""
         if self.local.first:
             x = self.tok_embeddings(x)
         for layer in self.layers.values():
             x = layer(x, self.cos, self.sin)
-        return self.head(x) if self.local.last else x
+        if not self.local.last or targets is None:
+            return self.head(x) if self.local.last else x
+        streams = [self.norm(x)]
+        for number, block in enumerate(self.mtp):
+            following = self.tok_embeddings(targets.roll(-number, TOKENS))
+            streams.append(block(streams[-1], self.cos, self.sin, following))
+        return torch.cat(streams)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """The stream [B, T, D] -> logits [B, T, V]; of one rank's words where the loss is parallel,
         and none yet but what they are made of, [B, T, D], where it is chunked."""
         local = self.local
         if local.megatron and local.loss != "chunked":
-            return columns(self.norm(x), (self.output,), local, narrow=False)[0]
+            return self._logits(self.norm(x))
         x = enter(self.norm(x), local)
         if local.loss == "chunked":
             return x
@@ -165,6 +219,8 @@ class Llama(Started):
         if self.local.loss == "chunked":
             cap = self.shape.logit_cap
             return chunked_loss(found, self.output.weight, targets, self.local.tensor, cap)
+        if self.shape.further:
+            return self._further_loss(found, targets)
         if self.local.megatron:
             return vocab_loss(found, targets, self.local)
         if self.local.loss == "parallel":
@@ -175,6 +231,21 @@ class Llama(Started):
             # Held by the loss as a step's own name holds them: until the loss itself is gone.
             vars(result)["logits"] = found
         return result
+
+    def _further_loss(self, found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss, and so much of the mean of those of further tokens, which come first."""
+        streams, blocks = found.chunk(1 + self.shape.further), self.shape.further
+        losses = [
+            vocab_loss(
+                self._logits(streams[ahead]), targets.roll(-ahead, TOKENS), self.local, ahead
+            )
+            for ahead in (*range(1, 1 + blocks), 0)
+        ]
+        *further, own = losses
+        return own + FURTHER / blocks * sum(further, own.new_zeros(()))
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        return columns(x, (self.output,), self.local, narrow=False)[0]
 
     def reset_parameters(self) -> None:
         """Starting values of parameters and positions, such as after ``to_empty``, which unties."""
@@ -198,7 +269,7 @@ class Llama(Started):
     def _tie(self) -> None:
         # Between the first and the last stage of a pipeline nothing is tied: each has a copy of its
         # own.
-        if self.shape.tied_embeddings and self.local.first and self.local.last:
+        if self.shape.tied_embeddings and self.embeds and self.local.last:
             self.output.weight = self.tok_embeddings.weight
 
     def _start(self, fqn: str) -> torch.Tensor:
