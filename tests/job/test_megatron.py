@@ -156,6 +156,10 @@ def test_how_layers_compute_is_said_by_megatrons_names(more: str, key: str, want
     parse_job(found)
 
 
+def test_there_is_no_argument_by_which_logits_would_be_gathered() -> None:
+    assert "megatron" not in document("--no-parallel-output")["memory"]
+
+
 def test_all_that_no_estimate_follows_is_named_at_once() -> None:
     with pytest.raises(UnsupportedError) as caught:
         document("--fp4-format e2m1 --img-h 336 --attention-output-gate")

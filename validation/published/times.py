@@ -163,9 +163,13 @@ def _memory(row: Mapping[str, Any]) -> dict[str, Any]:
             "masked_softmax_fusion": attention != "eager",
             "rms_norm_fusion": norm == "fused",
         }
-        if "kernel" in row["framework"]:  # Aleph Alpha's layers are of plain torch
-            plain = ("bias_activation_fusion", "gradient_accumulation_fusion")
+        if "kernel" in row["framework"]:
+            # Aleph-Alpha/scaling (737f855): layers are of plain torch, the head gathers logits, and
+            # embedding and head count as layers where a pipeline is cut.
+            plain = ("bias_activation_fusion", "gradient_accumulation_fusion", "parallel_output")
             found["megatron"] |= dict.fromkeys(plain, False)
+            ends = ("embedding", "loss")
+            found["megatron"] |= {f"account_for_{end}_in_pipeline_split": True for end in ends}
     else:
         found |= {"attention": "eager"} if attention != "flash" else {}
         found |= {"rms_norm": norm} if norm != "fused" else {}

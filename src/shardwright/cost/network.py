@@ -65,6 +65,12 @@ def latency_seconds(collective: Collective, ranks: Any, c: Any, local: Any = Non
     return latency + minimum(ranks - local, 1) * c["inter_host_latency"]
 
 
+def among_replicas(c: Any) -> Any:
+    """Constants ``c`` for those that have the same parameters: on the network of a machine with a
+    clock a sum begins when the last of them has its gradients, and all others wait."""
+    return {**c, "inter_host_rate": c["replica_rate"]} if RING in c else c
+
+
 def collective_seconds(
     collective: Collective, nbytes: Any, ranks: Any, c: Any, local: Any = None
 ) -> Any:

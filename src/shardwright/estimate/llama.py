@@ -190,7 +190,7 @@ class LlamaModel:
         local = request.local
         if not (local.fp32_logits and local.last and local.first):
             return 0
-        words = local.vocab(self.shape) if local.loss == "parallel" else self.shape.vocab
+        words = local.vocab(self.shape) if local.own_words else self.shape.vocab
         return request.batch * request.sequence * words * element_bytes("fp32")
 
     def _request(self, parallel: ParallelSection, stage: ModelStage) -> StageRequest:

@@ -29,6 +29,7 @@ from shardwright.cost.clock import (
     sent_seconds,
 )
 from shardwright.cost.dense import product_rate
+from shardwright.cost.network import among_replicas
 from shardwright.heap.machine import Sharding
 from shardwright.heap.rank_step import Chunk, states
 from shardwright.job.job import BatchSection, degrees_of
@@ -139,10 +140,9 @@ class RankClock:
     def among_replicas(
         self, sums: UnitSums, nbytes: float, ranks: int, beside: int, times: int = 1
     ) -> float:
-        """The same among those that have the same parameters: on a network it begins when the last
-        of them has its gradients, and all others wait."""
-        c = {**self.c, "inter_host_rate": self.c["replica_rate"]}
-        return replace(self, c=c).rings(sums, nbytes, ranks, beside, times)
+        """The same among those that have the same parameters."""
+        clock = replace(self, c=among_replicas(self.c))
+        return clock.rings(sums, nbytes, ranks, beside, times)
 
     def passed(self, pieces: Sequence[Piece]) -> PassSeconds:
         """A forward or backward, without what units gather and reduce."""

@@ -150,12 +150,13 @@ class Llama(Started):
         and none yet but what they are made of, [B, T, D], where it is chunked."""
         local = self.local
         if local.megatron and local.loss != "chunked":
-            return columns(self.norm(x), (self.output,), local, narrow=False)[0]
-        x = enter(self.norm(x), local)
-        if local.loss == "chunked":
-            return x
-        logits = capped(self.output(x), self.shape.logit_cap)
-        if local.loss != "parallel":
+            (logits,) = columns(self.norm(x), (self.output,), local, narrow=False)
+        else:
+            x = enter(self.norm(x), local)
+            if local.loss == "chunked":
+                return x
+            logits = capped(self.output(x), self.shape.logit_cap)
+        if not local.own_words:
             logits = gather_alike(logits, -1, local.tensor)
         return logits.float() if local.fp32_logits else logits
 
@@ -165,12 +166,12 @@ class Llama(Started):
         if self.local.loss == "chunked":
             cap = self.shape.logit_cap
             return chunked_loss(found, self.output.weight, targets, self.local.tensor, cap)
-        if self.local.megatron:
-            return vocab_loss(found, targets, self.local)
-        if self.local.loss == "parallel":
-            result = parallel_loss(found, targets, self.local.tensor)
-        else:
+        if not self.local.own_words:
             result = loss(found, targets)
+        elif self.local.megatron:
+            return vocab_loss(found, targets, self.local)
+        else:
+            result = parallel_loss(found, targets, self.local.tensor)
         if self.local.fp32_logits:
             # Held by the loss as a step's own name holds them: until the loss itself is gone.
             vars(result)["logits"] = found
