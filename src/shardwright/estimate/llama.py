@@ -96,8 +96,10 @@ def forget_recordings() -> None:
 def _recorded(request: StageRequest, treated: tuple[int, ...]) -> Recording:
     dtype = DTYPES[request.dtype]
     local, batch, tokens = request.local, request.batch, request.sequence
-    # Megatron-LM lets go of a stage's result as soon as its loss is there.
-    kept = StageResults(pipelined=not local.first and local.megatron is None)
+    # Megatron-LM lets go of a stage's result as soon as its loss is there; who gathers logits is
+    # another, and keeps them as torch does.
+    lets_go = local.megatron is not None and local.own_words
+    kept = StageResults(pipelined=not (local.first or lets_go))
     with FakeTensorMode():
         model = Llama(request.shape, local, sequence=tokens, dtype=dtype)
         if local.first:

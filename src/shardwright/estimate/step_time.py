@@ -23,6 +23,7 @@ from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.cost.clock import (
     beside_launches,
     has_clock,
+    near_of,
     piece_seconds,
     reached,
     ring_seconds,
@@ -141,8 +142,8 @@ class RankClock:
         self, sums: UnitSums, nbytes: float, ranks: int, beside: int, times: int = 1
     ) -> float:
         """The same among those that have the same parameters."""
-        clock = replace(self, c=among_replicas(self.c))
-        return clock.rings(sums, nbytes, ranks, beside, times)
+        c = among_replicas(self.c, ranks, near_of(ranks, beside, self.host))
+        return replace(self, c=c).rings(sums, nbytes, ranks, beside, times)
 
     def passed(self, pieces: Sequence[Piece]) -> PassSeconds:
         """A forward or backward, without what units gather and reduce."""

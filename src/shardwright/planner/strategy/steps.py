@@ -232,15 +232,16 @@ def _calls(choice: UnitChoice) -> Iterator[tuple[Collective, int, int, int | Non
     """The collectives of a step, each with its bytes, padding included, its ranks, how many of them
     are near, and constants; what is frozen reduces nothing."""
     sizes, c = choice.sizes, choice.context.c
-    replicas = network.among_replicas(c)
     if not choice.replicated:
         yield "all_gather", sizes.gathered, sizes.shards, sizes.local, c
     if choice.reduces and choice.replicated:
+        replicas = network.among_replicas(c, sizes.shards, sizes.local)
         yield "all_reduce", sizes.reduced, sizes.shards, sizes.local, replicas
     elif choice.reduces:
         yield "reduce_scatter", sizes.reduced, sizes.shards, sizes.local, c
     if choice.between:
         kind: Collective = "reduce_scatter" if choice.grid.twice else "all_reduce"
+        replicas = network.among_replicas(c, sizes.replicas, sizes.replicas_local)
         yield kind, sizes.part_reduced, sizes.replicas, sizes.replicas_local, replicas
 
 
