@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.core.optimizers import TRAINED
-from shardwright.cost import dense
+from shardwright.cost import dense, network
 
 CASES: dict[str, Callable[[Any], Any]] = {
     "compute_seconds": lambda v: dense.compute_seconds(v.operations, v.flops, v.moved, v.c),
@@ -102,6 +102,17 @@ def test_padding_counts_once_for_each_role(kind: str, state: int, padding: int) 
         "optimizer_state": state,
         "padding": padding,
     }
+
+
+def test_replicas_of_a_clocks_machine_sum_at_their_own_rate() -> None:
+    clock = C | {network.RING: 0.0, "inter_host_rate": 8.0, "replica_rate": 4.0}
+    # Of 100 B 3/4 pass every rank twice, at 4 B/s over the root of 4 hosts.
+    found = dense.replica_seconds(0, 100, 4, twice=False, c=clock, local=1)
+    assert found["reduce"] == 3.0 * (1 + 2) + 150 / 2
+    whole = dense.communication_seconds(100, 100, 4, sharded=False, c=clock, local=1)
+    assert whole["reduce"] == found["reduce"]
+    cut = dense.communication_seconds(100, 25, 4, sharded=True, c=clock, local=1)
+    assert cut["gather"] == 1.0 * (1 + 2) + 75 / 8
 
 
 def test_computing_takes_its_products_what_others_move_and_its_calls() -> None:

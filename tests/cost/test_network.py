@@ -35,6 +35,10 @@ CASES: dict[str, Callable[[Any], Any]] = {
             ),
         ),
     )
+} | {
+    "among_replicas": lambda v: network.among_replicas(v.c, v.hosts * v.local, v.local)[
+        "inter_host_rate"
+    ]
 }
 SAMPLES = st.lists(
     st.fixed_dictionaries(
@@ -134,6 +138,13 @@ def test_a_clocks_ring_has_the_network_of_all_ranks_of_a_host(
     assert network.collective_seconds(collective, 80, 8, clock, 2) == 0.5 * (1 + 2) + 70 / 4
     assert network.transfer_seconds(collective, 80, 8, clock | {"inter_host_rate": 6.0}, 2) == 7
     assert network.collective_seconds("all_to_all", 80, 8, clock, 2) == 0.5 + 3 + 10 / 10 + 60 / 2
+
+
+def test_replicas_have_a_rate_of_their_own_on_a_clocks_network_and_no_other_elsewhere() -> None:
+    clock = TEN | {network.RING: 0.5, "replica_rate": 0.25}
+    assert network.among_replicas(clock, 8, 2) == clock | {"inter_host_rate": 0.125}
+    assert network.among_replicas(clock, 8) == clock
+    assert network.among_replicas(TEN, 8, 2) == TEN
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

@@ -157,6 +157,10 @@ def test_how_layers_compute_is_said_by_megatrons_names(more: str, key: str, want
     parse_job(found)
 
 
+def test_there_is_no_argument_by_which_logits_would_be_gathered() -> None:
+    assert "megatron" not in document("--no-parallel-output")["memory"]
+
+
 def test_all_that_no_estimate_follows_is_named_at_once() -> None:
     with pytest.raises(UnsupportedError) as caught:
         document("--fp4-format e2m1 --img-h 336 --attention-output-gate")
@@ -190,10 +194,10 @@ def test_what_changes_nothing_and_what_is_not_read_are_said_apart() -> None:
     ("text", "ranks", "error", "words"),
     [
         (
-            "--num-layers 2 --mtp-num-layers 1",
+            "--num-layers 2 --mtp-use-repeated-layer",
             None,
             InputError,
-            "further tokens, got 1; the arguments: expected numbers for --hidden-size, "
+            "further tokens, got True; the arguments: expected numbers for --hidden-size, "
             "--num-attention-heads, --seq-length, --vocab-size, got none.",
         ),
         (

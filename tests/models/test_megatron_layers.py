@@ -45,15 +45,16 @@ EXPERTS = msgspec.structs.replace(
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT, EXPERTS])
 @pytest.mark.parametrize("backend", ["fused", "unfused"])
-@pytest.mark.parametrize("fusion", ["none", "native", "te"])
+@pytest.mark.parametrize("loss", ["none", "native", "te", "gathered"])
 def test_results_and_gradients_are_those_of_the_other_layers(
-    shape: LlamaShape, backend: str, fusion: str
+    shape: LlamaShape, backend: str, loss: str
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(0, 64, (2, BATCH, LENGTH), generator=generator)
-    settings = msgspec.convert(
-        {"attention_backend": backend, "cross_entropy_loss_fusion": fusion}, MegatronSettings
-    )
+    of_loss: dict[str, object] = {"cross_entropy_loss_fusion": loss}
+    if loss == "gathered":
+        of_loss = {"parallel_output": False}
+    settings = msgspec.convert({"attention_backend": backend} | of_loss, MegatronSettings)
     other = Llama(shape, sequence=LENGTH)
     model = Llama(shape, LocalShape(megatron=settings), sequence=LENGTH)
     model.load_state_dict(other.state_dict())
@@ -182,6 +183,30 @@ def test_products_keep_their_part_of_the_tokens() -> None:
     # Of each norm what it is given and what it gives: halves of them go.
     statistics = 2 * BATCH * LENGTH * 2  # bf16 on a CPU
     assert whole - parts == (2 * GPT.layers + 1) * (2 * ONE + statistics) // 2
+
+
+def test_logits_that_are_gathered_are_whole_and_the_loss_keeps_theirs_of_all_words() -> None:
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is torch.float32:
+            kept[tensor.untyped_storage()._cdata] = tensor.nbytes
+        return tensor
+
+    settings = MegatronSettings(parallel_output=False)
+    with FakeTensorMode():
+        model = Llama(
+            LLAMA, LocalShape(tensor=2, megatron=settings), sequence=LENGTH, dtype=torch.bfloat16
+        )
+        tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+        logits = model(tokens)
+        assert (logits.shape, logits.dtype) == ((BATCH, LENGTH, 64), torch.bfloat16)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda it: it):
+            loss = model.loss(logits, tokens)
+        loss.backward()
+    assert max(kept.values()) == BATCH * LENGTH * 64 * 4
+    assert sum(kept.values()) < 1.1 * BATCH * LENGTH * 64 * 4
+    assert model.output.weight.shape[0] == 32
 
 
 def test_a_product_may_add_gradients_to_the_runtimes_buffer_itself() -> None:

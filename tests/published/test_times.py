@@ -59,6 +59,15 @@ def test_a_row_is_a_job_of_as_many_microbatches() -> None:
     assert job["batch"] == {"size": 8, "sequence": 256}
 
 
+def test_what_a_framework_does_otherwise_is_said_by_keys() -> None:
+    usual = {"attention_backend": "flash", "masked_softmax_fusion": True, "rms_norm_fusion": True}
+    assert job_of(ROW | {"zero": 1})["memory"]["megatron"] == usual
+    other = job_of(ROW | {"zero": 1, "framework": "AA-scaling, kernel fused"})["memory"]["megatron"]
+    assert (other["attention_backend"], other["rms_norm_fusion"]) == ("local", False)
+    assert other["parallel_output"] is False
+    assert other["account_for_loss_in_pipeline_split"] is True
+
+
 def test_rows_are_predicted_and_their_errors_stated() -> None:
     found = compare(document({}, {"checkpointing": "none", "step_time_s": 0.1}), "rows.json")
     assert found["all"]["rows"] == 2

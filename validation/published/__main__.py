@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from published.comparison import compare
-from published.sheet import INTRODUCTION, page
+from published.sheet import INTRODUCTION, SECTIONS, page
 from shardwright.core.document import FileKind, check_output, write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
 
@@ -68,7 +68,12 @@ def _read(path: Path) -> Any:
 
 def _write(result: dict[str, Any], folder: Path, read: Sequence[Path]) -> dict[str, Any]:
     """One file for each framework with its rows, and a page of all; the errors' distribution."""
-    texts = {folder / "README.md": page(result)}
+    beside = {
+        name: _read(folder / f"{name}.json")
+        for name in SECTIONS
+        if (folder / f"{name}.json").exists()
+    }
+    texts = {folder / "README.md": page(result, beside)}
     for framework in result["distribution"]["by_framework"]:
         some = {
             key: [row for row in result[key] if row["framework"] == framework]

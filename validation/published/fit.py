@@ -110,7 +110,8 @@ def fitted(rows: Sequence[Row], prior: Constants, walks: bool = False) -> Consta
     table, c = Rows([row.told for row in rows]), dict(prior)
     measured = np.array([row.row["step_time_s"] for row in rows])
     votes = Counter(row.source for row in rows)
-    weight = np.array([min(WEIGHT / votes[row.source], 1.0) for row in rows])
+    most = WEIGHT if len(votes) > 1 else len(rows)  # where there is one source its rows have theirs
+    weight = np.array([min(most / votes[row.source], 1.0) for row in rows])
     for _ in range(WALKS if walks else 1):
         if walks:
             table.walk(c)
@@ -138,16 +139,22 @@ def _descended(
         bent = np.sign(off) * BEYOND * np.sqrt(2 * (np.sqrt(1 + (off / BEYOND) ** 2) - 1))
         return np.concatenate([np.sqrt(weight) * bent / NOISE, (x - centre) / wide])
 
-    x = np.log([start[name] for name in names])
+    x = np.minimum(np.log([start[name] for name in names]), most)
     found, damping = residuals(x), 1e-2
-    for _ in range(40):
-        slopes = np.array(
-            [(residuals(x + step) - found) / 1e-4 for step in np.eye(len(names)) * 1e-4]
-        ).T
-        normal, gradient = slopes.T @ slopes, slopes.T @ found
+    for _ in range(100):
+        # Towards smaller values, for a constant may be the most that it can mean.
+        steps = np.eye(len(names)) * 1e-4
+        slopes = np.array([(found - residuals(x - step)) / 1e-4 for step in steps]).T
+        gradient = slopes.T @ found
+        # What is at its most and would rise stays there: others are not moved as if it rose.
+        free = ~((x >= most - 1e-9) & (gradient < 0))
+        normal = slopes.T @ slopes
         moved = False
-        while damping < 1e6:
-            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient)
+        while damping < 1e8:
+            step = np.zeros(len(names))
+            inner = normal[np.ix_(free, free)]
+            damped = inner + damping * np.diag(np.diag(inner))
+            step[free] = np.linalg.solve(damped, -gradient[free])
             tried = residuals(np.minimum(x + step, most))
             if tried @ tried < found @ found:
                 gain = 1 - (tried @ tried) / (found @ found)

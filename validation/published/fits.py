@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,21 @@ from shardwright.job.job import parse_job
 FITS = FileKind("comparison of what fits", re.compile(rb'\{\s*"ran": \{'))
 # What the study's rows do not say because it is the same in all of them.
 SAME = {"glu": True, "experts": 0, "cp": 1, "vpp": 1, "compile": None}
-KINDS = ("model", "kernel", "checkpointing", "seq", "pp")
+# A layout that is told wrong is of the first kind that it is one of.
+KINDS: tuple[tuple[str, Callable[[Mapping[str, Any]], bool]], ...] = (
+    ("ran, on a card that it fills to the last few percent", lambda row: bool(row["ran"])),
+    (
+        "ran out with sequence parallel: layers keep what tensor ranks gather, and ours "
+        "gather it again",
+        lambda row: bool(row["sp"]),
+    ),
+    ("ran out, where at least 90 % of the card are needed", lambda row: row["least"] >= 0.9),
+    (
+        "ran out, and may need more than the card",
+        lambda row: row["verdict"] == "perhaps",
+    ),
+    ("ran out, and nothing that the rows tell says why", lambda row: True),
+)
 
 
 def layout_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,19 +79,16 @@ def compare(document: Any, where: str) -> dict[str, Any]:
         its = [row for row in told if bool(row["ran"]) is ran]
         wrong = [row for row in its if (row["verdict"] != "does not fit") is not ran]
         missed += wrong
-        kinds: dict[str, Counter[str]] = defaultdict(Counter)
-        for row in wrong:
-            for kind in KINDS:
-                kinds[kind][str(row[kind])] += 1
         result[name] = {
             "rows": len(its),
             "right": len(its) - len(wrong),
             "share": round(1 - len(wrong) / len(its), 4) if its else None,
             "verdicts": dict(Counter(row["verdict"] for row in its)),
-            "wrong_by": {kind: dict(counts) for kind, counts in kinds.items()},
         }
     # The highest peak that is predicted of anything that ran, as a share of its card.
     result["highest_that_ran"] = max((row["peak"] for row in told if row["ran"]), default=None)
+    kinds = Counter(next(kind for kind, is_of in KINDS if is_of(row)) for row in missed)
+    result["kinds"] = {kind: kinds[kind] for kind, _ in KINDS if kind in kinds}
     return {**result, "left_out": dict(left_out), "wrong": missed}
 
 

@@ -151,7 +151,8 @@ def _memory(row: Mapping[str, Any]) -> dict[str, Any]:
         found |= {"zero": 1} if row["zero"] == 1 else {}
     if dtype != "bf16":
         found["param_dtype"] = dtype
-    if row["dtype"].startswith("fp8"):
+    narrow = row["dtype"].startswith("fp8")
+    if narrow and found["runtime"] != "megatron":
         found["float8"] = "rowwise" if "rowwise" in row["dtype"] else "tensorwise"
     if row["compile"]:
         found["compile"] = True
@@ -162,10 +163,14 @@ def _memory(row: Mapping[str, Any]) -> dict[str, Any]:
             "attention_backend": "flash" if attention == "flash" else "local",
             "masked_softmax_fusion": attention != "eager",
             "rms_norm_fusion": norm == "fused",
-        }
-        if "kernel" in row["framework"]:  # Aleph Alpha's layers are of plain torch
-            plain = ("bias_activation_fusion", "gradient_accumulation_fusion")
+        } | ({"fp8_format": "hybrid"} if narrow else {})
+        if "kernel" in row["framework"]:
+            # Aleph-Alpha/scaling (737f855): layers are of plain torch, the head gathers logits, and
+            # embedding and head count as layers where a pipeline is cut.
+            plain = ("bias_activation_fusion", "gradient_accumulation_fusion", "parallel_output")
             found["megatron"] |= dict.fromkeys(plain, False)
+            ends = ("embedding", "loss")
+            found["megatron"] |= {f"account_for_{end}_in_pipeline_split": True for end in ends}
     else:
         found |= {"attention": "eager"} if attention != "flash" else {}
         found |= {"rms_norm": norm} if norm != "fused" else {}

@@ -308,6 +308,9 @@ class MegatronSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rms_norm_fusion: one kernel for an RMSNorm, not operators in fp32
         gradient_accumulation_fusion: products add gradients of weights to the buffer themselves
         cross_entropy_loss_fusion: ``"none"``, ``"native"``, ``"te"``
+        parallel_output: of its GPTModel, which ``pretrain_gpt.py`` gives no other value: each
+            tensor rank computes the loss of its own words; ``false``, as in other trainers of such
+            layers: logits are gathered, and the loss is torch's
         create_attention_mask_in_dataloader: of all pairs of tokens, a byte each
         fp8_format, fp8_param_gather: ``"hybrid"``, ``"e4m3"``: products of Transformer Engine in 8
             bits, of copies of the weights that stay, by rows and by columns (as on Hopper); or of
@@ -323,6 +326,7 @@ class MegatronSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rms_norm_fusion: bool = True
     gradient_accumulation_fusion: bool = True
     cross_entropy_loss_fusion: Literal["none", "native", "te"] = "none"
+    parallel_output: bool = True
     create_attention_mask_in_dataloader: bool = True
     fp8_format: Literal["none", "hybrid", "e4m3"] = "none"
     fp8_param_gather: bool = False
@@ -396,6 +400,11 @@ class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def expert_width_degree(self) -> int:
         """By what the width of an expert is divided."""
         return self.expert_tensor or (self.tensor if self.expert == 1 else 1)
+
+    @property
+    def own_words(self) -> bool:
+        """Whether logits of each tensor rank's words are never gathered."""
+        return self.megatron.parallel_output if self.megatron else self.loss == "parallel"
 
     @property
     def stream_degree(self) -> int:

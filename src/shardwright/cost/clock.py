@@ -120,12 +120,17 @@ def _attention(its: AttentionCalls, c: Mapping[str, Any]) -> Any:
     return named(f"attention{what}", flops / (rate * share), "s")
 
 
+def near_of(ranks: int, beside: int, host: int) -> int | None:
+    """How many of ``ranks`` that lie ``beside`` apart share a host; None where all do."""
+    return None if ranks * beside <= host else max(min(host // beside, ranks), 1)
+
+
 def ring_seconds(
     nbytes: Any, ranks: int, beside: int, host: int, c: Mapping[str, Any], times: int = 1
 ) -> Any:
     """Seconds of a collective among ``ranks`` that moves a full buffer of ``nbytes`` ``times``
     (twice for an all-reduce), ``beside`` apart from each other on hosts of ``host`` ranks."""
-    near = None if ranks * beside <= host else max(min(host // beside, ranks), 1)
+    near = near_of(ranks, beside, host)
     collective: network.Collective = "all_gather" if times == 1 else "all_reduce"
     return network.collective_seconds(collective, nbytes, ranks, c, near)
 

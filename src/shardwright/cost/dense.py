@@ -78,6 +78,7 @@ def communication_seconds(
     of the ranks are on each host; None where all are on one.
     """
     if not sharded:
+        c = network.among_replicas(c, ranks, local)
         reduced = network.collective_seconds("all_reduce", buffer_bytes, ranks, c, local)
         return {"gather": 0.0, "reduce": named("all_reduce_seconds", reduced, "s")}
     whole = fresh_seconds(buffer_bytes, c)
@@ -102,6 +103,7 @@ def replica_seconds(
     up its gradient, of ``reduced_bytes``. Where these cut it again, each sums a part, and before
     the first ``gather`` of a step they send each other the parts of ``kept_bytes`` that they
     updated. ``local`` of them are on each host."""
+    c = network.among_replicas(c, replicas, local)
     if not twice:
         summed = network.collective_seconds("all_reduce", reduced_bytes, replicas, c, local)
         return {"gather": 0.0, "reduce": named("replicas_reduced_seconds", summed, "s")}

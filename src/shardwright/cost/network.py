@@ -65,6 +65,17 @@ def latency_seconds(collective: Collective, ranks: Any, c: Any, local: Any = Non
     return latency + minimum(ranks - local, 1) * c["inter_host_latency"]
 
 
+def among_replicas(c: Any, ranks: Any, local: Any = None) -> Any:
+    """Constants ``c`` for ``ranks`` that have the same parameters, ``local`` of them on each host.
+
+    On the network of a machine with a clock a sum begins when the last of them has its gradients,
+    and crosses switches that others use: of more hosts the last is later, by the root of them.
+    """
+    if RING not in c or local is None:
+        return c
+    return {**c, "inter_host_rate": c["replica_rate"] / root(ranks / local)}
+
+
 def collective_seconds(
     collective: Collective, nbytes: Any, ranks: Any, c: Any, local: Any = None
 ) -> Any:

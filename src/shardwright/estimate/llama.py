@@ -102,8 +102,10 @@ def forget_recordings() -> None:
 def _recorded(request: StageRequest, treated: tuple[int, ...]) -> Recording:
     dtype = DTYPES[request.dtype]
     local, batch, tokens = request.local, request.batch, request.sequence
-    # Megatron-LM lets go of a stage's result as soon as its loss is there.
-    kept = StageResults(pipelined=not local.first and local.megatron is None)
+    # Megatron-LM lets go of a stage's result as soon as its loss is there; who gathers logits is
+    # another, and keeps them as torch does.
+    lets_go = local.megatron is not None and local.own_words
+    kept = StageResults(pipelined=not (local.first or lets_go))
     with FakeTensorMode():
         model = Llama(request.shape, local, sequence=tokens, dtype=dtype)
         if local.first:
@@ -202,7 +204,7 @@ class LlamaModel:
         local = request.local
         if not (local.fp32_logits and local.last and local.first):
             return 0
-        words = local.vocab(self.shape) if local.loss == "parallel" else self.shape.vocab
+        words = local.vocab(self.shape) if local.own_words else self.shape.vocab
         return request.batch * request.sequence * words * element_bytes("fp32")
 
     def _request(self, parallel: ParallelSection, stage: ModelStage) -> StageRequest:

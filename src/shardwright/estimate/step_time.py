@@ -23,12 +23,14 @@ from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.cost.clock import (
     beside_launches,
     has_clock,
+    near_of,
     piece_seconds,
     reached,
     ring_seconds,
     sent_seconds,
 )
 from shardwright.cost.dense import product_rate
+from shardwright.cost.network import among_replicas
 from shardwright.heap.machine import Sharding
 from shardwright.heap.rank_step import Chunk, states
 from shardwright.job.job import BatchSection, degrees_of
@@ -139,9 +141,8 @@ class RankClock:
     def among_replicas(
         self, sums: UnitSums, nbytes: float, ranks: int, beside: int, times: int = 1
     ) -> float:
-        """The same among those that have the same parameters: on a network it begins when the last
-        of them has its gradients, and all others wait."""
-        c = {**self.c, "inter_host_rate": self.c["replica_rate"]}
+        """The same among those that have the same parameters."""
+        c = among_replicas(self.c, ranks, near_of(ranks, beside, self.host))
         return replace(self, c=c).rings(sums, nbytes, ranks, beside, times)
 
     def passed(self, pieces: Sequence[Piece]) -> PassSeconds:

@@ -125,6 +125,7 @@ def settings(keys: Keys) -> dict[str, Any]:
         if keys.value(ALL, "cross-entropy-loss-fusion", False)
         else "none",
         "fp8_format": keys.value(ALL, "fp8-format", "none"),
+        "parallel_output": True,  # which pretrain_gpt.py writes, and has no argument for
     }
     plain = msgspec.to_builtins(MegatronSettings())
     for name in plain.keys() - found.keys():

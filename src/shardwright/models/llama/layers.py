@@ -251,6 +251,8 @@ def operator(name: str, allocate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 gathered = operator("all_gather", _empty_gathered)
+# Beside a product of the same pass that takes longer and does not wait for it.
+gathered_beside = operator("all_gather_beside", _empty_gathered)
 scattered = operator("reduce_scatter", _empty_scattered)
 reduced = operator("all_reduce", _empty_reduced)
 exchanged = operator("all_to_all", _empty_exchanged)

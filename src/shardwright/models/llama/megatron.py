@@ -14,7 +14,7 @@ Sources, Megatron-LM (core 0.14) and Transformer Engine 2: ``core/tensor_paralle
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ from shardwright.models.llama.layers import (
     all_gather,
     all_to_all,
     gathered,
+    gathered_beside,
     has_data,
     reduce_scatter,
     scattered,
@@ -90,7 +91,7 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: torch.Tensor) -> tuple[Given, ...]:
         x, *weights = ctx.saved_tensors
-        every = _widened(_gathered(x, ctx.local), grads[0]).flatten(0, -2)
+        every = _widened(_gathered(x, ctx.local, gathered_beside), grads[0]).flatten(0, -2)
         flat = [grad.flatten(0, -2) for grad in grads]
         # One matrix has one gradient of its result, in which those of its parts lie side by side.
         if len(flat) > 1:
@@ -138,11 +139,14 @@ def _widened(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == like.dtype else like.new_empty(1).expand(x.shape)
 
 
-def _gathered(x: torch.Tensor, local: LocalShape) -> torch.Tensor:
+def _gathered(
+    x: torch.Tensor, local: LocalShape, by: Callable[..., torch.Tensor] = gathered
+) -> torch.Tensor:
     """Tokens of all tensor ranks [B, T, D]; Megatron has them first, so pieces need no order."""
     if local.stream_degree == 1:
         return x
-    return gathered(x.contiguous(), local.tensor).view(x.shape[0], -1, x.shape[-1])
+    found = by(x.contiguous(), local.tensor)
+    return found.view(x.shape[0], -1, x.shape[-1])
 
 
 def _summed(x: torch.Tensor, local: LocalShape) -> torch.Tensor:

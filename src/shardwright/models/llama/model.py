@@ -209,7 +209,7 @@ class Llama(Started):
         if local.loss == "chunked":
             return x
         logits = capped(self.output(x), self.shape.logit_cap)
-        if local.loss != "parallel":
+        if not local.own_words:
             logits = gather_alike(logits, -1, local.tensor)
         return logits.float() if local.fp32_logits else logits
 
@@ -221,12 +221,12 @@ class Llama(Started):
             return chunked_loss(found, self.output.weight, targets, self.local.tensor, cap)
         if self.shape.further:
             return self._further_loss(found, targets)
-        if self.local.megatron:
-            return vocab_loss(found, targets, self.local)
-        if self.local.loss == "parallel":
-            result = parallel_loss(found, targets, self.local.tensor)
-        else:
+        if not self.local.own_words:
             result = loss(found, targets)
+        elif self.local.megatron:
+            return vocab_loss(found, targets, self.local)
+        else:
+            result = parallel_loss(found, targets, self.local.tensor)
         if self.local.fp32_logits:
             # Held by the loss as a step's own name holds them: until the loss itself is gone.
             vars(result)["logits"] = found
@@ -235,17 +235,20 @@ class Llama(Started):
     def _further_loss(self, found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss, and so much of the mean of those of further tokens, which come first."""
         streams, blocks = found.chunk(1 + self.shape.further), self.shape.further
-        losses = [
-            vocab_loss(
-                self._logits(streams[ahead]), targets.roll(-ahead, TOKENS), self.local, ahead
-            )
-            for ahead in (*range(1, 1 + blocks), 0)
-        ]
+        losses = []
+        for ahead in (*range(1, 1 + blocks), 0):
+            logits, following = self._logits(streams[ahead]), targets.roll(-ahead, TOKENS)
+            if self.local.own_words:
+                losses.append(vocab_loss(logits, following, self.local, ahead))
+            else:
+                losses.append(loss(logits, following))
+            del logits
         *further, own = losses
         return own + FURTHER / blocks * sum(further, own.new_zeros(()))
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        return columns(x, (self.output,), self.local, narrow=False)[0]
+        logits = columns(x, (self.output,), self.local, narrow=False)[0]
+        return logits if self.local.own_words else gather_alike(logits, -1, self.local.tensor)
 
     def reset_parameters(self) -> None:
         """Starting values of parameters and positions, such as after ``to_empty``, which unties."""

@@ -221,25 +221,28 @@ def _of_run(space: UnitSpace, run: Unit) -> Iterator[Floor]:
     # Latencies count once a run, for layers may all share one unit; compute and bytes count for
     # each, for merging saves none of them.
     waits = [
-        sum(network.latency_seconds(k, ranks, context.c, local) for k, _, ranks, local in calls)
+        sum(network.latency_seconds(k, ranks, c, local) for k, _, ranks, local, c in calls)
         for calls in (_calls(choice) for choice in space.choices(run[:1]))
     ]
     once = _shown(space) * min(waits) + dense.update_seconds(0, context.c)
     yield Floor(f"{run[0].series or run[0].name}, once", once, ONCE)
 
 
-def _calls(choice: UnitChoice) -> Iterator[tuple[Collective, int, int, int | None]]:
-    """The collectives of a step, each with its bytes, padding included, its ranks and how many of
-    them are near; what is frozen reduces nothing."""
-    sizes = choice.sizes
+def _calls(choice: UnitChoice) -> Iterator[tuple[Collective, int, int, int | None, Any]]:
+    """The collectives of a step, each with its bytes, padding included, its ranks, how many of them
+    are near, and constants; what is frozen reduces nothing."""
+    sizes, c = choice.sizes, choice.context.c
     if not choice.replicated:
-        yield "all_gather", sizes.gathered, sizes.shards, sizes.local
-    kind: Collective = "all_reduce" if choice.replicated else "reduce_scatter"
-    if choice.reduces:
-        yield kind, sizes.reduced, sizes.shards, sizes.local
+        yield "all_gather", sizes.gathered, sizes.shards, sizes.local, c
+    if choice.reduces and choice.replicated:
+        replicas = network.among_replicas(c, sizes.shards, sizes.local)
+        yield "all_reduce", sizes.reduced, sizes.shards, sizes.local, replicas
+    elif choice.reduces:
+        yield "reduce_scatter", sizes.reduced, sizes.shards, sizes.local, c
     if choice.between:
-        kind = "reduce_scatter" if choice.grid.twice else "all_reduce"
-        yield kind, sizes.part_reduced, sizes.replicas, sizes.replicas_local
+        kind: Collective = "reduce_scatter" if choice.grid.twice else "all_reduce"
+        replicas = network.among_replicas(c, sizes.replicas, sizes.replicas_local)
+        yield kind, sizes.part_reduced, sizes.replicas, sizes.replicas_local, replicas
 
 
 def _shown(space: UnitSpace) -> float:
@@ -251,9 +254,9 @@ def _bytes_of(space: UnitSpace, choice: UnitChoice) -> float:
     """Transfers and update of a unit that every rank keeps, or that all ranks share."""
     context = space.context
     moved = 0.0
-    for kind, whole, ranks, local in _calls(choice):
+    for kind, whole, ranks, local, c in _calls(choice):
         sent = _payload(choice, whole)
-        moved += network.transfer_seconds(kind, sent, ranks, context.c, local)
+        moved += network.transfer_seconds(kind, sent, ranks, c, local)
         of_parts = choice.replicated or whole == choice.sizes.part_reduced
         if not (of_parts or (choice.stays and kind == "all_gather")):
             moved += dense.fresh_seconds(sent, context.c)
