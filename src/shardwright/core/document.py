@@ -20,18 +20,19 @@ import threading
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 import shardwright
-from shardwright.core.errors import InputError, expected, likeliest
+from shardwright.core.errors import InputError, expected, likeliest, listed
 
 MAX_DOCUMENT_BYTES = 256 * 2**20
 MAX_TOML_BYTES = 16 * 2**20
 MAX_DEPTH = 100
+MOST_UNKNOWN = 10  # unknown keys that a message names
 # Possessive quantifiers (Python 3.11): with plain ones a long line that is almost such a key would
 # be split in very many ways, and the check would cost more than the parser that it guards.
 _STEP = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
@@ -100,6 +101,15 @@ def parse_toml(raw: bytes | str, where: str, what: str) -> dict[str, Any]:
         remedy = "A plan or a measurement is read by explain, train, compare and report."
         found = ("JSON", remedy) if json else (f"'{error}'",)
         raise InputError(expected(where, f"{what} in TOML", *found)) from None
+
+
+def parse_json(raw: bytes | str, where: str, what: str) -> Any:
+    """Plain JSON that a person or another program wrote; InputError names ``where`` and says what
+    was to be read."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise InputError(expected(where, what, f"'{error}'")) from None
 
 
 def read_document(path: Path | str, kind: type[T], schema: str, made_by: str) -> T:
@@ -254,7 +264,8 @@ def convert(
     """
     # Before msgspec: it would name the first wrong value, while a misspelt key is the likelier
     # mistake and often the cause (the right key is then missing).
-    _refuse_unknown_keys(document, kind, where, at, frozenset(hidden))
+    if unknown := tuple(_unknown_keys(document, kind, at, frozenset(hidden))):
+        raise _unknown(where, unknown)
     try:
         return to_kind(document, kind)
     except msgspec.ValidationError as error:
@@ -263,16 +274,31 @@ def convert(
 
 def unknown_key(where: str, spot: str, key: str, known: Collection[str]) -> InputError:
     """An error that names the nearest known key, if one is near."""
-    ordered = sorted(known)
-    near = likeliest(key, ordered)
-    guess = f"Did you mean '{near}'? " if near else ""
-    return InputError(f"{where}: unknown key '{spot}'. {guess}Known here: {', '.join(ordered)}.")
+    return _unknown(where, ((spot, key, known),))
 
 
-def _refuse_unknown_keys(
-    value: Any, kind: Any, where: str, path: str, hidden: frozenset[str]
-) -> None:
-    """Walk the document beside its type and name the first key that does not exist."""
+def _unknown(where: str, keys: tuple[tuple[str, str, Collection[str]], ...]) -> InputError:
+    """An error that names all unknown keys, each with the nearest known one, if one is near; what
+    is known beside the only one."""
+    if len(keys) == 1:
+        ((spot, key, known),) = keys
+        near = likeliest(key, sorted(known))
+        guess = f"Did you mean '{near}'? " if near else ""
+        listing = f"{guess}Known here: {', '.join(sorted(known))}."
+        return InputError(f"{where}: unknown key '{spot}'. {listing}")
+    shown = [
+        f"'{spot}' (did you mean '{near}'?)" if near else f"'{spot}'"
+        for spot, key, known in keys
+        for near in (likeliest(key, sorted(known)),)
+    ]
+    return InputError(f"{where}: unknown keys {listed(shown, MOST_UNKNOWN)}.")
+
+
+def _unknown_keys(
+    value: Any, kind: Any, path: str, hidden: frozenset[str]
+) -> Iterator[tuple[str, str, Collection[str]]]:
+    """Walk the document beside its type to the keys that do not exist: their place, name and which
+    there are."""
     # A value of another type is msgspec's to refuse: here are names alone.
     if not isinstance(value, dict | list):
         return
@@ -283,17 +309,17 @@ def _refuse_unknown_keys(
         known = {name for name in fields if f"{kind.__name__}.{name}" not in hidden}
         for key, inner in value.items():
             spot = f"{path}.{key}" if path else key
-            if key not in known:
-                raise unknown_key(where, spot, key, known)
-            _refuse_unknown_keys(inner, fields[key], where, spot, hidden)
+            if key in known:
+                yield from _unknown_keys(inner, fields[key], spot, hidden)
+            else:
+                yield spot, key, known
     # Types that are no struct are passed over, so a literal or UNSET beside a section does no harm.
     elif typing.get_origin(kind) is types.UnionType:  # a section that may be left out
         for inner in typing.get_args(kind):
-            _refuse_unknown_keys(value, inner, where, path, hidden)
+            yield from _unknown_keys(value, inner, path, hidden)
     elif typing.get_origin(kind) is tuple and isinstance(value, list):
         for index, inner in enumerate(value):
-            element = typing.get_args(kind)[0]
-            _refuse_unknown_keys(inner, element, where, f"{path}[{index}]", hidden)
+            yield from _unknown_keys(inner, typing.get_args(kind)[0], f"{path}[{index}]", hidden)
 
 
 @functools.cache

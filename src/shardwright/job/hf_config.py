@@ -11,16 +11,17 @@ such files leave defaults out.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET
 
-from shardwright.core.document import read_bytes
+from shardwright.core.document import parse_json, read_bytes
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.llama import LlamaShape, T5Shape, check_shape
+
+T = TypeVar("T")
 
 
 class Defaults(msgspec.Struct, frozen=True):
@@ -154,21 +155,31 @@ def read_hf_config(path: Path | str) -> LlamaShape | T5Shape:
     InputError names the file and the key; UnsupportedError a model that is not of these families.
     """
     raw = read_bytes(path, "model configuration", "Name the config.json of a model.")
-    try:
-        document: Any = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise InputError(expected(str(path), "a config.json", f"'{error}'")) from None
+    document = parse_json(raw, str(path), "a config.json")
     if not isinstance(document, dict):
         raise InputError(expected(str(path), "a JSON object", type(document).__name__))
     return hf_shape(document, str(path))
 
 
 def hf_shape(document: dict[str, Any], where: str = "config.json") -> LlamaShape | T5Shape:
-    """The model of a decoded configuration."""
+    """The model of a decoded configuration; InputError names every value that is wrong."""
+    read = _Reader(document, where)
+    try:
+        found = _read(read)
+    except InputError:
+        # What does not fit a default that stands in for a wrong value is no news of the file.
+        if not read.wrong:
+            raise
+    if read.wrong:
+        raise InputError(f"{where}: {'; '.join(read.wrong)}.")
+    return found
+
+
+def _read(read: _Reader) -> LlamaShape | T5Shape:
+    document, where = read.document, read.where
     if "model_type" not in document:
         raise InputError(expected(f"{where}: model_type", "a value", "none"))
     family = document["model_type"]
-    read = _Reader(document, where)
     if isinstance(family, str) and family in (*T5_FAMILIES, *FAMILIES):
         _refuse_others(read, family)
     if isinstance(family, str) and family in T5_FAMILIES:
@@ -183,65 +194,27 @@ def hf_shape(document: dict[str, Any], where: str = "config.json") -> LlamaShape
             )
         )
     shape = msgspec.structs.replace(_shape(read, FAMILIES[family]), dtype=_dtype(read))
+    if read.wrong:
+        return shape
     check_shape(shape, where)
     return msgspec.structs.replace(shape, unread=read.unread() or UNSET)
 
 
 # What a file says that changes no byte and no second of a step as these are worked out: names, ids,
 # what is for generating, how weights begin, how positions turn, and how an expert is chosen.
-HARMLESS = frozenset(
-    (
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "aux_loss_alpha",
-        "bos_token_id",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "decoder_start_token_id",
-        "eos_token_id",
-        "ep_size",
-        "hidden_act",
-        "hidden_activation",
-        "id2label",
-        "initializer_factor",
-        "initializer_range",
-        "is_decoder",
-        "is_encoder_decoder",
-        "label2id",
-        "layer_types",
-        "max_position_embeddings",
-        "max_window_layers",
-        "model_type",
-        "n_group",
-        "n_positions",
-        "norm_topk_prob",
-        "num_nextn_predict_layers",
-        "original_max_position_embeddings",
-        "output_past",
-        "pad_token_id",
-        "pretraining_tp",
-        "query_pre_attn_scalar",
-        "rope_interleave",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "routed_scaling_factor",
-        "router_aux_loss_coef",
-        "scoring_func",
-        "seq_aux",
-        "sliding_window",
-        "sliding_window_pattern",
-        "task_specific_params",
-        "tokenizer_class",
-        "topk_group",
-        "topk_method",
-        "transformers_version",
-        "unk_token_id",
-        "use_cache",
-        "use_sliding_window",
-    )
+_HARMLESS = (
+    "_name_or_path architectures auto_map aux_loss_alpha bos_token_id cache_implementation "
+    "chunk_size_feed_forward decoder_start_token_id eos_token_id ep_size hidden_act "
+    "hidden_activation id2label initializer_factor initializer_range is_decoder "
+    "is_encoder_decoder label2id layer_types max_position_embeddings max_window_layers "
+    "model_type n_group n_positions norm_topk_prob num_nextn_predict_layers "
+    "original_max_position_embeddings output_past pad_token_id pretraining_tp "
+    "query_pre_attn_scalar rope_interleave rope_parameters rope_scaling rope_theta "
+    "routed_scaling_factor router_aux_loss_coef scoring_func seq_aux sliding_window "
+    "sliding_window_pattern task_specific_params tokenizer_class topk_group topk_method "
+    "transformers_version unk_token_id use_cache use_sliding_window"
 )
+HARMLESS = frozenset(_HARMLESS.split())
 ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu")}
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
@@ -281,11 +254,12 @@ class _Asked(dict[str, Any]):
 
 
 class _Reader:
-    """Values of a configuration by key, with a default for what is missing or null."""
+    """Values of a configuration by key, with a default for what is missing, null or ``wrong``."""
 
     def __init__(self, document: dict[str, Any], where: str) -> None:
         self.document = _Asked(document)
         self.where = where
+        self.wrong: list[str] = []
 
     def unread(self) -> tuple[str, ...]:
         """Keys that nobody asked for and that may change the model; what is off changes none."""
@@ -297,8 +271,7 @@ class _Reader:
     def size(self, key: str, default: int, least: int = 1) -> int:
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
-            wanted = f"a whole number from {least}"
-            raise InputError(expected(f"{self.where}: {key}", wanted, repr(value)))
+            return self._instead(key, f"a whole number from {least}", value, default)
         return value
 
     def unless_null(self, key: str, default: int | None) -> int | None:
@@ -309,27 +282,34 @@ class _Reader:
     def real(self, key: str, default: float) -> float:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise InputError(expected(f"{self.where}: {key}", "a number above 0", repr(value)))
+            return float(self._instead(key, "a number above 0", value, default))
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise InputError(expected(f"{self.where}: {key}", "true or false", repr(value)))
+            return self._instead(key, "true or false", value, default)
         return value
 
     def numbers(self, key: str) -> tuple[int, ...]:
         value = self._value(key, [])
         if not isinstance(value, list) or not all(type(each) is int for each in value):
-            raise InputError(expected(f"{self.where}: {key}", "a list of layers", repr(value)))
+            return self._instead(key, "a list of layers", value, ())
         return tuple(value)
 
     def theta(self, default: float) -> float:
         """The base of rotary positions: a key of its own, or of ``rope_parameters`` (5.0)."""
         nested = self.document.get("rope_parameters")
         if isinstance(nested, dict) and "rope_theta" in nested:
-            return _Reader(nested, f"{self.where}: rope_parameters").real("rope_theta", default)
+            inner = _Reader(nested, "")
+            found = inner.real("rope_theta", default)
+            self.wrong += [f"rope_parameters: {each}" for each in inner.wrong]
+            return found
         return self.real("rope_theta", default)
+
+    def _instead(self, key: str, wanted: str, value: Any, default: T) -> T:
+        self.wrong.append(expected(key, wanted, repr(value)).removesuffix("."))
+        return default
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.document.get(key)

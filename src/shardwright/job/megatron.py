@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwright.core.errors import InputError, ShardwrightError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.llama import MegatronSettings
 from shardwright.job.imported import Document, Imported, Keys
 from shardwright.job.megatron_model import ALL, model, needed, settings
@@ -107,14 +107,7 @@ def job_of(text: str | Mapping[str, Any], world_size: int | None) -> Imported:
             keys.refuse(ALL, name, f"none, for no estimate follows {brings}")
     if str(keys.value(ALL, "tokenizer-type", "")).startswith("Bert"):
         keys.refuse(ALL, "tokenizer-type", "one of a GPT")
-    try:
-        document = _document(keys, world_size)
-    except ShardwrightError as error:
-        if not keys.refusals:
-            raise
-        # What is wrong with the model itself comes first, or it would be looked for in vain.
-        raise UnsupportedError("; ".join([*keys.refusals, str(error)])) from None
-    return keys.imported(document)
+    return keys.imported(lambda: _document(keys, world_size))
 
 
 def _document(keys: Keys, world_size: int | None) -> Document:
@@ -257,7 +250,7 @@ def _laid_out(keys: Keys, pipeline: int) -> int:
     stages = plain.removeprefix("E").removesuffix("L").split("|")
     if count % pipeline or stages != ["t" * size for size in dealt(layers, count, ends)]:
         found = layout_of(layers, pipeline, ends)
-        raise keys.refused(ALL, LAYOUT, f"'{found}', as stages are estimated")
+        keys.refuse(ALL, LAYOUT, f"'{found}', as stages are estimated")
     return count // pipeline
 
 

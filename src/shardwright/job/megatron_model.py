@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from shardwright.core.errors import InputError, expected
 from shardwright.core.llama import MegatronSettings
 from shardwright.job.imported import Keys
 
@@ -43,10 +42,8 @@ WORDS = (
 
 
 def needed(keys: Keys, name: str) -> int:
-    """A number that no default is known for; InputError where it is not there."""
-    if keys.value(ALL, name, None) is None:
-        raise InputError(expected(f"--{name}", "a number", "none", "Add it to the arguments."))
-    return keys.number(ALL, name, default=1)
+    """A number that no default is known for."""
+    return keys.needed(ALL, name, "Add it to the arguments.")
 
 
 def model(keys: Keys, tensor: int) -> dict[str, Any]:
@@ -198,5 +195,5 @@ def _experts(keys: Keys, wide: int) -> dict[str, Any]:
             for kind in ([one] * int(times) if one else listed.split(","))
         ]
     if len(kinds) != count:
-        raise keys.refused(ALL, "moe-layer-freq", f"a number, or a list of {count} layers")
+        keys.refuse(ALL, "moe-layer-freq", f"a number, or a list of {count} layers")
     return found | {"moe_layers": [layer for layer, moe in enumerate(kinds) if moe]}
