@@ -228,7 +228,7 @@ def _refuse_others(read: _Reader, family: str) -> None:
         raise UnsupportedError(expected(where, wanted, "one", own))
     # A file without one is a bare model, which is trained with the usual head.
     made = read.document.get("architectures") or [HEADS[0]]
-    if not any(str(name).endswith(HEADS) for name in made):
+    if not isinstance(made, list) or not any(str(name).endswith(HEADS) for name in made):
         wanted = f"a model for tokens, such as one that ends in {HEADS[0]}"
         raise UnsupportedError(expected(f"{read.where}: architectures", wanted, repr(made), own))
     gate = "" if family in T5_FAMILIES else FAMILIES[family].fixed.get("activation", "silu")

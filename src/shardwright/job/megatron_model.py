@@ -127,7 +127,7 @@ def _positions(keys: Keys) -> int | str:
         kind = "rope"
     if keys.value(ALL, "no-position-embedding", False) and kind == "learned":
         kind = "none"
-    length = keys.value(ALL, "seq-length", 1)
+    length = keys.number(ALL, "seq-length", default=1)
     rows = keys.number(ALL, "max-position-embeddings", default=length)
     return rows if kind == "learned" else kind
 

@@ -422,6 +422,9 @@ def _compiled(keys: Keys) -> bool | str:
     # Where earlier versions had it. Both are read, so that a file of either is.
     old = keys.value("training", "compile", False)
     parts = keys.value("compile", "components", ["model", "loss"])
+    if not isinstance(parts, list):
+        keys.refuse("compile", "components", "a list of parts")
+        return False
     if not (keys.value("compile", "enable", False) or old) or "model" not in parts:
         return False
     return True if "loss" in parts else "blocks"
@@ -429,9 +432,10 @@ def _compiled(keys: Keys) -> bool | str:
 
 def _float8(keys: Keys) -> bool | str:
     converters = keys.value("model", "converters", [])
-    wanted = [converters] if isinstance(converters, str) else list(converters)
+    wanted = converters if isinstance(converters, list) else [converters]
     quantize = keys.value("quantize", "linear", {})
-    inner = quantize.get("float8", {}) if isinstance(quantize, Mapping) else {}
+    inner = quantize.get("float8") if isinstance(quantize, Mapping) else None
+    inner = inner if isinstance(inner, Mapping) else {}
     recipe = keys.value("float8", "recipe_name", None) or inner.get("recipe_name") or "tensorwise"
     for name in filter(None, wanted):
         if name not in ("float8", "quantize.linear.float8"):

@@ -188,7 +188,7 @@ def _dtype(keys: Keys, job: Job) -> str:
 def _zero(keys: Keys, data: int, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The ``[memory]`` of a stage on so many data ranks, and the degrees of these."""
     stage = keys.value(ZERO, "stage", 0)
-    if stage not in WAYS or isinstance(stage, bool):
+    if type(stage) is not int or stage not in WAYS:
         keys.refuse(ZERO, "stage", "0, 1, 2 or 3", "0")
         stage = 0
     way = WHOLE if stage == 0 and dtype != "fp32" else WAYS[stage]
