@@ -183,6 +183,16 @@ def test_all_that_no_estimate_follows_is_named_at_once() -> None:
             "offload_param.device: expected none, for stage 3 alone",
         ),
         (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "zero_hpz_partition_size": 2,
+                    "offload_optimizer": CPU,
+                }
+            },
+            "offload_optimizer.device: expected none, or offload_param too, beside zero_hpz",
+        ),
+        (
             {"zero_optimization": {"stage": 3, "offload_optimizer": CPU | {"ratio": 0.3}}},
             "offload_optimizer.ratio: expected 1, all of the updates on the host, got 0.3",
         ),

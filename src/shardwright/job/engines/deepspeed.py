@@ -72,7 +72,7 @@ HARMLESS = re.compile(
     "disable_allgather|seed|scheduler|flops_profiler|comms_logger|comms_config|tensorboard|wandb|"
     "csv_monitor|comet|monitor_config|checkpoint|nebula|autotuning|aio|communication_backend|"
     r"scheduler\..*|autotuning\..*|optimizer\.params.*|optimizer\.legacy_fusion|"
-    "activation_checkpointing.*|data_types|"
+    "activation_checkpointing.*|"
     r"(fp16|bf16)\.(auto_cast|loss_scale|initial_scale_power|loss_scale_window|hysteresis|"
     r"consecutive_hysteresis|min_loss_scale|fused_mode|immediate_grad_update)|"
     r"zero_optimization\.(load_from_fp32_weights|elastic_checkpoint|ignore_unused_parameters|"
@@ -205,7 +205,10 @@ def _zero(keys: Keys, data: int, dtype: str) -> tuple[dict[str, Any], dict[str, 
         # Parameters have a second copy inside a host; gradients and states are cut over all.
         memory |= {"runtime": "shardwright", "zero": [2, 3]}
         degrees = {"data_replicate": data // hpz, "data_shard": hpz}
-    memory["offload"] = _offload(keys, stage, memory["runtime"])
+    memory["offload"] = _offload(keys, stage)
+    if memory["offload"] == "states" and "zero" in memory:
+        wanted = "none, or offload_param too, beside zero_hpz_partition_size"
+        keys.refuse(STATES, "device", wanted, "cpu")
     beside = way.beside if memory["runtime"] == way.memory["runtime"] else ""
     for what in filter(None, (BUCKETS if stage else "", beside)):
         keys.assume(what)
@@ -230,7 +233,7 @@ def _size(keys: Keys, key: str, data: int) -> int:
     return size
 
 
-def _offload(keys: Keys, stage: int, runtime: str) -> str:
+def _offload(keys: Keys, stage: int) -> str:
     """What lies on the host: nothing, states, or all."""
     old = {STATES: "cpu_offload", PARAMETERS: "cpu_offload_param"}
     on = []
@@ -251,8 +254,8 @@ def _offload(keys: Keys, stage: int, runtime: str) -> str:
         keys.refuse(PARAMETERS, "device", "none without offload_optimizer", "cpu")
     if not on:
         return "none"
-    # Of ours, all but the whole parameters lies on the host where stages leave these whole.
-    return "all" if PARAMETERS in on or runtime == "shardwright" else "states"
+    # Where a stage leaves parameters whole, they are all that ours then has on the device.
+    return "all" if PARAMETERS in on or stage != 3 else "states"
 
 
 def _optimizer(keys: Keys, memory: dict[str, Any]) -> dict[str, Any]:
