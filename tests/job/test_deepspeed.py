@@ -36,7 +36,7 @@ def read(config: dict[str, Any], beside: Job | None = None) -> Job:
         ({"stage": 1}, ("shardwright", 1, "none", 1, 8)),
         ({"stage": 2}, ("shardwright", 2, "none", 1, 8)),
         ({"stage": 3}, ("fsdp2", 3, "none", 1, 8)),
-        ({"stage": 0}, ("shardwright", 3, "none", 8, 1)),  # whole bf16 beside whole fp32
+        ({"stage": 0}, ("shardwright", 1, "none", 8, 1)),  # whole bf16 beside whole fp32
         ({"stage": 2, "offload_optimizer": CPU}, ("shardwright", 2, "all", 1, 8)),
         ({"stage": 2, "cpu_offload": True}, ("shardwright", 2, "all", 1, 8)),
         ({"stage": 3, "offload_optimizer": CPU}, ("fsdp2", 3, "states", 1, 8)),
@@ -101,6 +101,13 @@ def test_an_optimizer_has_our_name(optimizer: dict[str, Any], wanted: Any) -> No
     found = read({"optimizer": optimizer, "zero_optimization": {"stage": 3}, **BF16, **SIZES})
     assert found.memory
     assert (found.train.optimizer, found.memory.implementation) == wanted
+
+
+def test_a_plan_is_left_its_own_kernels() -> None:
+    adam = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}} | BF16
+    assert job_of(adam | SIZES, job(), None).document["memory"]["implementation"] == "fused"
+    once = adam | {"train_micro_batch_size_per_gpu": 2}
+    assert "implementation" not in job_of(once, job(), None).document["memory"]
 
 
 def test_what_the_trainer_fills_in_is_the_job_s_and_is_said() -> None:

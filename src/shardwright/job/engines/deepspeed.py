@@ -105,7 +105,7 @@ WAYS = {
 }
 BUCKETS = "units of a block each in place of DeepSpeed's buckets"
 WHOLE = Way(  # of stage 0 in half precision, whose parameters have copies in fp32
-    {"runtime": "shardwright"}, ""
+    {"runtime": "shardwright", "zero": 1}, ""
 )
 
 
@@ -161,8 +161,8 @@ def _document(keys: Keys, job: Job, world_size: int | None) -> Document:
     if dtype == "fp32" and job.model.traits.is_function:  # whose parameters say it
         del document["memory"]["param_dtype"], document["memory"]["reduce_dtype"]
     document["parallel"] = given(section) | degrees
-    document["train"] = given(job.train) | _optimizer(keys, document["memory"])
     _batch(keys, document, job, data)
+    document["train"] = given(job.train) | _optimizer(keys, document)
     return document
 
 
@@ -258,8 +258,8 @@ def _offload(keys: Keys, stage: int) -> str:
     return "all" if PARAMETERS in on or stage != 3 else "states"
 
 
-def _optimizer(keys: Keys, memory: dict[str, Any]) -> dict[str, Any]:
-    """The optimizer, and its kernel in ``memory``; the job's where the script makes it."""
+def _optimizer(keys: Keys, document: Document) -> dict[str, Any]:
+    """The optimizer, and its kernel in the job's memory; the job's where the script makes it."""
     named = keys.value("optimizer", "type", None)
     if named is None or named == AUTO:
         keys.assume("the optimizer of the job, for the file names none")
@@ -275,8 +275,10 @@ def _optimizer(keys: Keys, memory: dict[str, Any]) -> dict[str, Any]:
     if found == "sgd" and keys.value(params, "momentum", 0) not in (0, AUTO):
         found = "sgd_momentum"
     own = lower in FUSED and not keys.value(params, "torch_adam", False)
-    if own and memory["runtime"] != "shardwright":  # which has kernels of its own
-        memory["implementation"] = "fused"
+    # A plan of ours has its kernels, which are fused, too, and none follows microbatches.
+    planned = document["memory"]["runtime"] == "shardwright"
+    if own and not (planned and "microbatches" not in document["parallel"]):
+        document["memory"]["implementation"] = "fused"
     return {"optimizer": found}
 
 
