@@ -241,7 +241,9 @@ def _offload(keys: Keys, stage: int) -> str:
         usual = "cpu" if section in keys.config or keys.value(ZERO, deprecated, False) else "none"
         device = keys.value(section, "device", usual)
         if device not in ("none", "cpu", None):
-            keys.refuse(section, "device", "none or cpu, for no estimate has rows on NVMe", usual)
+            keys.refuse(
+                section, "device", "none or cpu, for no estimate has anything on NVMe", usual
+            )
         if device == "cpu":
             on.append(section)
     if keys.decimal(STATES, "ratio", 1.0) != 1:
