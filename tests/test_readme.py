@@ -136,6 +136,7 @@ CLAIMS = {
 COMMANDS = {
     "shardwright init dlrm --data": ("cli/test_init.py::test_a_log_becomes_a_job_that_reads_it"),
     "shardwright init python": "cli/test_init.py::test_a_job_is_written_and_can_be_read",
+    "shardwright init --from": "cli/test_init.py::test_a_configuration_of_torchtitan_becomes_a_job",
     "shardwright plan examples/dlrm_v2.toml": (
         "cli/test_examples.py::test_a_first_screen_has_forty_lines_of_eighty_columns"
     ),

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from shardwright.cli import options as shared
 from shardwright.cli.main import Parser, exit_code
-from shardwright.core.document import REPORT, FileKind, check_output, write_atomically
+from shardwright.core.document import write_atomically
+from shardwright.core.outputs import REPORT, FileKind, check_output
 from shardwright.job.job import named_files
 from study.found import Study, write_study
 from study.page import render_study

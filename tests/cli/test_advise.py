@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from commands import Call
 
-from shardwright.core.document import PICTURE, check_output
+from shardwright.core.outputs import PICTURE, check_output
 
 JOB = """
 [model]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,60 @@ def test_arguments_of_megatron_become_a_job(call: Any, tmp_path: Path, typed: bo
     assert written.out.startswith("wrote megatron.toml\n  shardwright memory megatron.toml\n")
     assert "# Without effect on memory: --lr." in (tmp_path / "megatron.toml").read_text()
     assert call("memory", "megatron.toml").code == 0
+
+
+def test_a_configuration_of_deepspeed_becomes_a_job_beside_one(call: Any, tmp_path: Path) -> None:
+    config = """{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2, "overlap_comm": true},
+        "train_micro_batch_size_per_gpu": 2, "steps_per_print": 10}"""
+    (tmp_path / "ds.json").write_text(config)
+    call("init", "llama")
+    call("init", "--from", "deepspeed", "ds.json").refuses(2, "--job", "DeepSpeed's JSON names no")
+    words = (
+        "init",
+        "--from",
+        "deepspeed",
+        "ds.json",
+        "--job",
+        "llama.toml",
+        "-n",
+        4,
+        "-o",
+        "a.toml",
+    )
+    assert call(*words).out.startswith("wrote a.toml\n  shardwright memory a.toml\n")
+    text = (tmp_path / "a.toml").read_text()
+    assert "# Without effect on memory: steps_per_print.\n" in text
+    assert "# Not read, whatever they change: zero_optimization.overlap_comm.\n" in text
+    assert read_job(tmp_path / "a.toml").batch.size == 2
+
+
+def test_a_model_s_configuration_becomes_a_job(call: Any, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "torch_dtype": "bfloat16", "max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "odd": 3}))
+    written = call("init", "--from", "huggingface", "config.json", "-n", 8, "-o", "job.toml")
+    assert written.out.startswith("wrote job.toml\n  shardwright memory job.toml\n")
+    text = (tmp_path / "job.toml").read_text()
+    said = (
+        "computed in bfloat16, its torch_dtype; batches of 1 x 2048 tokens a rank; 8 ranks; AdamW"
+    )
+    assert f"# Assumed: {said}.\n" in text
+    assert "# Not read, whatever they change: odd.\n" in text
+    assert read_job(tmp_path / "job.toml").model.hf_config == "config.json"
+    (tmp_path / "bad.json").write_text('{"model_type": "llama", "hidden_size": 0}')
+    refused = call("init", "--from", "huggingface", "bad.json")
+    refused.refuses(2, "bad.json: hidden_size: expected a whole number from 1, got 0")
+    assert refused.err.count("bad.json") == 1
+
+
+def test_a_plan_of_torchrec_becomes_a_job_of_tables(call: Any, tmp_path: Path) -> None:
+    shards = [{"shard_offsets": [0, 0], "shard_sizes": [70, 16], "placement": "rank:1/cuda:1"}]
+    table = {"sharding_type": "table_wise", "compute_kernel": "fused", "ranks": [1]}
+    plan = {"plan": {"ebc": {"shops": table | {"shards": shards}}}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    written = call("init", "--from", "torchrec", "plan.json", "-o", "job.toml")
+    assert written.out == "wrote job.toml\n  shardwright plan job.toml\n"
+    assert read_job(tmp_path / "job.toml").planner.constraints.ranks == {"shops": (1,)}
+    call("init", "--from", "torchrec", "nothing.json").refuses(2, "no such file")
 
 
 @pytest.mark.parametrize(

@@ -374,3 +374,15 @@ def test_yaml_without_sizes_shares_among_all_processes() -> None:
 def test_yaml_that_cannot_be_followed_is_refused(old: str, new: str, said: str) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
         accelerate.job_of(YAML.replace(old, new), job(), None)
+
+
+def test_all_of_yaml_that_cannot_be_followed_is_named_at_once() -> None:
+    wrong = YAML.replace("version: 2", "version: 1").replace("'no'", "fp8")
+    with pytest.raises(UnsupportedError) as error:
+        accelerate.job_of(wrong.replace("something: 3", "offload_params: 3"), job(), None)
+    for said in (
+        "fsdp_config.fsdp_version",
+        "--mixed_precision",
+        "fsdp_config.fsdp_offload_params",
+    ):
+        assert f"{said}: expected" in str(error.value)

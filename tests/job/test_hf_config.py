@@ -284,3 +284,21 @@ def test_experts_of_every_nth_layer() -> None:
     config = {"model_type": "deepseek_v2", "num_hidden_layers": 6, "num_experts_per_tok": 2}
     found = hf_shape(config | {"first_k_dense_replace": 1, "moe_layer_freq": 2})
     assert found.moe_layers == (2, 4)
+
+
+def test_all_values_that_are_wrong_are_named_at_once() -> None:
+    wrong = {
+        "hidden_size": "x",
+        "num_hidden_layers": 0,
+        "tie_word_embeddings": 3,
+        "vocab_size": 2.5,
+    }
+    with pytest.raises(InputError) as error:
+        hf_shape({"model_type": "llama", "rope_parameters": {"rope_theta": -1}} | wrong, "file")
+    assert str(error.value) == (
+        "file: hidden_size: expected a whole number from 1, got 'x'; "
+        "num_hidden_layers: expected a whole number from 1, got 0; "
+        "vocab_size: expected a whole number from 1, got 2.5; "
+        "rope_parameters: rope_theta: expected a number above 0, got -1; "
+        "tie_word_embeddings: expected true or false, got 3."
+    )

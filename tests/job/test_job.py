@@ -540,3 +540,13 @@ def test_a_million_tables_are_refused_by_their_number() -> None:
     tables = [{}] * 1_000_000
     with pytest.raises(InputError, match=r"job: tables: expected at most 100,000, got 1,000,000\."):
         parse_job({"tables": tables})
+
+
+def test_all_unknown_keys_are_named_at_once() -> None:
+    wrong = {"modle": {}, "batch": {"sise": 3}, "tables": [{"name": "a", "rows": 3, "xyz": 1}]}
+    with pytest.raises(InputError) as error:
+        parse_job(wrong, "job.toml")
+    assert str(error.value) == (
+        "job.toml: unknown keys 'tables[0].xyz', 'modle' (did you mean 'model'?), "
+        "'batch.sise' (did you mean 'size'?)."
+    )

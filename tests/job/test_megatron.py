@@ -238,3 +238,14 @@ def test_what_cannot_be_followed_is_refused_by_its_name(
     with pytest.raises(error) as caught:
         job_of(text, ranks)
     assert words in str(caught.value)
+
+
+def test_what_is_missing_is_named_at_once() -> None:
+    with pytest.raises(UnsupportedError) as error:
+        job_of("--seq-length x --lora-rank 8", None)
+    missing = ("hidden-size", "num-attention-heads", "num-layers", "vocab-size")
+    for name in missing:
+        assert f"--{name}: expected a number, got none" in str(error.value)
+    assert "--seq-length: expected a number from 1, got 'x'" in str(error.value)
+    assert "--lora-rank: expected none" in str(error.value)
+    assert str(error.value).count("num-layers") == 1

@@ -177,3 +177,23 @@ def test_what_cannot_be_followed_is_refused_by_its_key(
 def test_a_job_is_written_as_it_is_read() -> None:
     found = job_of(config(), None).document
     assert tomllib.loads(encode_toml(found)) == found
+
+
+def test_all_that_is_missing_or_wrong_is_named_at_once() -> None:
+    wrong = {
+        "model": {"name": "llama3"},
+        "parallelism": {"tensor_parallel_degree": 0},
+        "training": {"seq_len": "long", "dtype": "bfloat16"},
+        "optimizer": {"early_step_in_backward": True},
+    }
+    with pytest.raises(UnsupportedError) as error:
+        job_of(wrong, None)
+    for said in (
+        "parallelism.tensor_parallel_degree: expected a number from 1, got 0",
+        "Say how many ranks there are with -n",
+        "model.flavor: expected 8B or 70B or 405B, got none",
+        "training.dtype: expected float32, got bfloat16",
+        "optimizer.early_step_in_backward: expected false, got True",
+        "training.seq_len: expected a number from 1, got 'long'",
+    ):
+        assert said in str(error.value)

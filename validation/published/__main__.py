@@ -16,8 +16,9 @@ from typing import Any
 
 from published.comparison import compare
 from published.sheet import INTRODUCTION, SECTIONS, page
-from shardwright.core.document import FileKind, check_output, write_atomically
+from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
+from shardwright.core.outputs import FileKind, check_output
 
 PAGE = FileKind("page", re.compile(re.escape(INTRODUCTION.encode())))
 ROWS = FileKind("comparison", re.compile(rb'\{\s*"rows": \['))

@@ -25,8 +25,9 @@ import numpy as np
 import shardwright
 from published.clock import Array, Rows, features
 from published.times import CHANGED, job_of, ordered, read_rows, same_job, why_not
-from shardwright.core.document import FileKind, check_output, write_atomically
+from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
+from shardwright.core.outputs import FileKind, check_output
 from shardwright.job.job import parse_job
 
 HERE = Path(__file__).parent

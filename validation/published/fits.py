@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from published.times import command, job_of, read_rows
-from shardwright.core.document import FileKind
 from shardwright.core.errors import ShardwrightError
+from shardwright.core.outputs import FileKind
 from shardwright.estimate.unplanned import estimated
 from shardwright.job.job import parse_job
 

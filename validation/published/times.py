@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwright.core.document import FileKind, check_output, write_atomically
+from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
+from shardwright.core.outputs import FileKind, check_output
 from shardwright.estimate.unplanned import timed
 from shardwright.job.job import parse_job
 

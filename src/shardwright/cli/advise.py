@@ -11,8 +11,9 @@ from typing import Any
 from shardwright.cli import options as shared
 from shardwright.cli.planning import EstimateProgress
 from shardwright.core.advice import Advice
-from shardwright.core.document import PICTURE, check_output, write_atomically
+from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, NoPlanError, expected
+from shardwright.core.outputs import PICTURE, check_output
 from shardwright.core.quantities import parse_bytes
 from shardwright.job.job import Job, named_files
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from shardwright.cli import options as shared
 from shardwright.core.cluster import write_calibration
-from shardwright.core.document import CLUSTER, check_output
 from shardwright.core.errors import InputError, expected
+from shardwright.core.outputs import CLUSTER, check_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from shardwright.cli import options as shared
 from shardwright.cli.planning import planned
 from shardwright.cli.report import write_report
 from shardwright.cli.train import finish
-from shardwright.core.document import REPORT, check_output
+from shardwright.core.outputs import REPORT, check_output
 from shardwright.job.job import named_files, read_job
 from shardwright.job.plan import Plan
 from shardwright.planner.statistics import memory_prices

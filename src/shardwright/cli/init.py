@@ -11,12 +11,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from shardwright.core.document import encode_toml, parse_toml, read_bytes, write_atomically
-from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
+from shardwright.core.document import (
+    encode_toml,
+    parse_json,
+    parse_toml,
+    read_bytes,
+    write_atomically,
+)
+from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, check_type, expected
 from shardwright.job import megatron, torchtitan
-from shardwright.job.engines import accelerate
+from shardwright.job.engines import accelerate, deepspeed, huggingface, torchrec
 from shardwright.job.imported import Imported
-from shardwright.job.job import parse_job, read_job
+from shardwright.job.job import Job, parse_job, read_job
 from shardwright.job.model import KINDS
 
 # Kinds with a template, tables alone first: what they ask for is least
@@ -25,12 +31,21 @@ TEMPLATES = sorted(
 )
 FUNCTIONS = ("build", "batches")  # of a Python file that the job names
 MODULE = "my_model"  # a job beside a Python file, for which its kind would be a poor name
-SOURCES = {"torchtitan": "TorchTitan", "megatron": "Megatron-LM", "accelerate": "Accelerate"}
+SOURCES = {
+    "torchtitan": "TorchTitan",
+    "megatron": "Megatron-LM",
+    "accelerate": "Accelerate",
+    "deepspeed": "DeepSpeed",
+    "huggingface": "Hugging Face",
+    "torchrec": "TorchRec",
+}
+BESIDE = {"accelerate": "YAML", "deepspeed": "JSON"}  # which name no model: a job does
 ARGUMENTS: dict[str, Callable[[str, int | None], Imported]] = {
     "torchtitan": torchtitan.job_of_flags,
     "megatron": megatron.job_of,
 }
 ESTIMATES, ALONE = ("memory", "fit"), ("plan",)
+TABLES = "torchrec"  # whose jobs are of tables
 ALL = ("memory", "plan", "train")
 DIM = 16  # of guessed tables, as of the template
 MLPS = {"bottom": [64, DIM], "top": [64, 32, 1], "interaction": "dot"}
@@ -46,10 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         metavar=("|".join(SOURCES), "FILE"),
         help="instead of a kind: TorchTitan's TOML, its main branch's flags or Megatron-LM's "
-        "arguments (a script, or in quotes), or Accelerate's YAML, as a job for memory and fit",
+        "arguments (a script, or in quotes), Accelerate's YAML, DeepSpeed's JSON, a model's "
+        "config.json, as a job for memory and fit, or a plan of TorchRec's for plan",
     )
     parser.add_argument(
-        "--job", metavar="JOB.toml", help="whose model and batch Accelerate's YAML divides"
+        "--job",
+        metavar="JOB.toml",
+        help="whose model and batch Accelerate's YAML or DeepSpeed's JSON divides, or whose tables "
+        "TorchRec's plan places",
     )
     parser.add_argument(
         "--data",
@@ -100,7 +119,8 @@ def execute(options: argparse.Namespace) -> int:
         print(f"wrote {path}")
     if own and module not in files:
         print(f"kept {module}: {_lacking(module)}")
-    commands = ESTIMATES if traits is None else ALL if traits.has_step else ALONE
+    commands = ALL if traits is not None and traits.has_step else ESTIMATES
+    commands = ALONE if kind in ("tables", TABLES) else commands
     for command in commands:
         print(f"  shardwright {command} {job}")
     return EXIT_OK
@@ -145,10 +165,11 @@ def _lacking(module: Path) -> str:
 def _converted(job: Path, source: str, path: str, options: argparse.Namespace) -> str:
     if source not in SOURCES:
         raise InputError(expected("--from", " or ".join(SOURCES), f"'{source}'"))
-    if (options.job is None) is (source == "accelerate"):
-        wanted = "a job beside --from accelerate, and none beside others"
+    if source != TABLES and (options.job is None) is (source in BESIDE):
+        wanted = f"a job beside --from {' or '.join(BESIDE)}, and none beside others"
         found = "none" if options.job is None else "one"
-        raise InputError(expected("--job", wanted, found, "Accelerate's YAML names no model."))
+        remedy = f"{SOURCES[source]}'s {BESIDE[source]} names no model." if source in BESIDE else ""
+        raise InputError(expected("--job", wanted, found, remedy))
     typed = path.lstrip().startswith("--")  # arguments, not their file
     name, where = ("Arguments", "") if typed else (Path(path).name, f"{path}: ")
     raw = path.encode() if typed else read_bytes(path, f"{SOURCES[source]} configuration")
@@ -159,21 +180,19 @@ def _converted(job: Path, source: str, path: str, options: argparse.Namespace) -
         raise InputError(expected(path, what, f"'{error}'")) from None
     # One that cannot be read is told with its own name, and not with that of the other.
     beside = read_job(options.job) if options.job else None
-    config = _toml_of(source, text, path)
     try:
-        if beside is not None:
-            found = accelerate.job_of(text, beside, options.ranks)
-        elif config is not None:
-            found = torchtitan.job_of(config, options.ranks)
-        else:
-            found = ARGUMENTS[source](text, options.ranks)
+        found = _imported(source, text, path, beside, options.ranks)
         parse_job(found.document)
     except ShardwrightError as error:
-        raise type(error)(f"{where}{error}") from None
+        named = str(error).startswith(where)
+        raise type(error)(str(error) if named else f"{where}{error}") from None
+    use, command = ("memory is estimated", "memory")
+    if source == TABLES:
+        use, command = ("tables are cut and lie so", "plan")
     lines = [
-        f"# {name} of {SOURCES[source]}, as a job whose memory is estimated:",
-        f"#   shardwright memory {job}",
-        *([f"# Assumed: {', '.join(found.assumed)}."] if found.assumed else []),
+        f"# {name} of {SOURCES[source]}, as a job whose {use}:",
+        f"#   shardwright {command} {job}",
+        *([f"# Assumed: {'; '.join(found.assumed)}."] if found.assumed else []),
         f"# Without effect on memory: {', '.join(found.harmless) or 'nothing'}.",
         f"# Not read, whatever they change: {', '.join(found.unread) or 'nothing'}.",
         "# What a GPU has is said by cluster.preset (h100-8 and others) or cluster.hbm_cap.",
@@ -220,6 +239,22 @@ def _of_data(job: Path, data: str, ranks: int | None) -> str:
         document["data"] = {"kind": "criteo", "path": data}
     parse_job(document)
     return "".join(f"# {line}\n" for line in described(found)) + "\n" + encode_toml(document)
+
+
+def _imported(source: str, text: str, path: str, beside: Job | None, ranks: int | None) -> Imported:
+    if source == "torchrec":
+        return torchrec.job_of(text, beside, ranks)
+    if source == "accelerate" and beside:
+        return accelerate.job_of(text, beside, ranks)
+    if source in ("deepspeed", "huggingface"):
+        what = f"a configuration of {SOURCES[source]} in JSON"
+        config = parse_json(text, path, what)
+        check_type(config, dict, what)
+        if beside:
+            return deepspeed.job_of(config, beside, ranks)
+        return huggingface.job_of(config, path, ranks)
+    config = _toml_of(source, text, path)
+    return torchtitan.job_of(config, ranks) if config else ARGUMENTS[source](text, ranks)
 
 
 def _toml_of(source: str, text: str, path: str) -> dict[str, Any] | None:

@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 
 from shardwright.cli import options as shared
-from shardwright.core.document import read_bytes, same_file, write_atomically
+from shardwright.core.document import read_bytes, write_atomically
 from shardwright.core.errors import InputError, expected
+from shardwright.core.outputs import same_file
 from shardwright.report.wording import counted
 
 

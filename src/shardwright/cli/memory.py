@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 
 from shardwright.cli import options as shared
-from shardwright.core.document import PICTURE, TRACE, check_output, write_atomically
+from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, expected, there_are
 from shardwright.core.footprint import Footprint, RankMemory, Tracked
+from shardwright.core.outputs import PICTURE, TRACE, check_output
 from shardwright.job.job import Job, named_files
 
 PICTURES = {".svg": PICTURE, ".json": TRACE}

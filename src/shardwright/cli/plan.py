@@ -12,7 +12,7 @@ from msgspec import UNSET
 from shardwright.cli import options as shared
 from shardwright.cli.planning import planned
 from shardwright.core.cluster import TIERS
-from shardwright.core.document import PLAN, check_output
+from shardwright.core.outputs import PLAN, check_output
 from shardwright.job.job import named_files
 from shardwright.job.plan import Plan, write_plan
 from shardwright.planner.statistics import memory_prices, statistics

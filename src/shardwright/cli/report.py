@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 from shardwright.cli import options as shared
-from shardwright.core.document import REPORT, TRACE, check_output, read_bytes, write_atomically
+from shardwright.core.document import read_bytes, write_atomically
 from shardwright.core.errors import InputError, expected
 from shardwright.core.measurement import Curve, read_measurement
+from shardwright.core.outputs import REPORT, TRACE, check_output
 from shardwright.core.quantities import format_seconds
 from shardwright.job.job import named_files
 from shardwright.job.plan import read_plan

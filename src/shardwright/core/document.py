@@ -1,12 +1,10 @@
 """JSON documents with a schema tag: read with one-line errors, written whole or not at all; values
-of a document, where an error names the key; where a command may write one."""
+of a document, where an error names the key."""
 
 # Whatever a file holds, reading it ends in a value or in one line that names the key: users edit
 # jobs by hand, and a run that was killed leaves anything behind. Limits come before parsers,
 # because parsers cost: TOML's takes seconds for a MiB and grows with the square of a key's depth.
-# Writers rename: a reader, or a machine that loses power, never finds half of a document. And a
-# command never writes over what it reads, and over nothing but its own kind (check_output): a
-# mistyped -o would take a user's file with it; it is asked before minutes of work, not after.
+# Writers rename: a reader, or a machine that loses power, never finds half of a document.
 
 from __future__ import annotations
 
@@ -20,18 +18,26 @@ import threading
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 import shardwright
-from shardwright.core.errors import InputError, did_you_mean, expected, not_one_of
+from shardwright.core.errors import (
+    InputError,
+    did_you_mean,
+    expected,
+    likeliest,
+    listed,
+    not_one_of,
+)
 
 MAX_DOCUMENT_BYTES = 256 * 2**20
 MAX_TOML_BYTES = 16 * 2**20
 MAX_DEPTH = 100
+MOST_UNKNOWN = 10  # unknown keys that a message names
 # Possessive quantifiers (Python 3.11): with plain ones a long line that is almost such a key would
 # be split in very many ways, and the check would cost more than the parser that it guards.
 _STEP = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
@@ -100,6 +106,15 @@ def parse_toml(raw: bytes | str, where: str, what: str) -> dict[str, Any]:
         remedy = "A plan or a measurement is read by explain, train, compare and report."
         found = ("JSON", remedy) if json else (f"'{error}'",)
         raise InputError(expected(where, f"{what} in TOML", *found)) from None
+
+
+def parse_json(raw: bytes | str, where: str, what: str) -> Any:
+    """Plain JSON that a person or another program wrote; InputError names ``where`` and says what
+    was to be read."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise InputError(expected(where, what, f"'{error}'")) from None
 
 
 def read_document(path: Path | str, kind: type[T], schema: str, made_by: str) -> T:
@@ -254,7 +269,8 @@ def convert(
     """
     # Before msgspec: it would name the first wrong value, while a misspelt key is the likelier
     # mistake and often the cause (the right key is then missing).
-    _refuse_unknown_keys(document, kind, where, at, frozenset(hidden))
+    if unknown := tuple(_unknown_keys(document, kind, at, frozenset(hidden))):
+        raise _unknown(where, unknown)
     try:
         return to_kind(document, kind)
     except msgspec.ValidationError as error:
@@ -263,18 +279,30 @@ def convert(
 
 def unknown_key(where: str, spot: str, key: str, known: Collection[str]) -> InputError:
     """An error that names the nearest known key, if one is near."""
-    ordered = sorted(known)
-    guess = did_you_mean(key, ordered)
-    known_here = f"Known here: {', '.join(ordered)}."
-    return InputError(
-        " ".join(filter(None, (f"{where}: unknown key '{spot}'.", guess, known_here)))
-    )
+    return _unknown(where, ((spot, key, known),))
 
 
-def _refuse_unknown_keys(
-    value: Any, kind: Any, where: str, path: str, hidden: frozenset[str]
-) -> None:
-    """Walk the document beside its type and name the first key that does not exist."""
+def _unknown(where: str, keys: tuple[tuple[str, str, Collection[str]], ...]) -> InputError:
+    """An error that names all unknown keys, each with the nearest known one, if one is near; what
+    is known beside the only one."""
+    if len(keys) == 1:
+        ((spot, key, known),) = keys
+        listing = f"Known here: {', '.join(sorted(known))}."
+        parts = (f"{where}: unknown key '{spot}'.", did_you_mean(key, sorted(known)), listing)
+        return InputError(" ".join(filter(None, parts)))
+    shown = [
+        f"'{spot}' (did you mean '{near}'?)" if near else f"'{spot}'"
+        for spot, key, known in keys
+        for near in (likeliest(key, sorted(known)),)
+    ]
+    return InputError(f"{where}: unknown keys {listed(shown, MOST_UNKNOWN)}.")
+
+
+def _unknown_keys(
+    value: Any, kind: Any, path: str, hidden: frozenset[str]
+) -> Iterator[tuple[str, str, Collection[str]]]:
+    """Walk the document beside its type to the keys that do not exist: their place, name and which
+    there are."""
     # A value of another type is msgspec's to refuse: here are names alone.
     if not isinstance(value, dict | list):
         return
@@ -285,17 +313,17 @@ def _refuse_unknown_keys(
         known = {name for name in fields if f"{kind.__name__}.{name}" not in hidden}
         for key, inner in value.items():
             spot = f"{path}.{key}" if path else key
-            if key not in known:
-                raise unknown_key(where, spot, key, known)
-            _refuse_unknown_keys(inner, fields[key], where, spot, hidden)
+            if key in known:
+                yield from _unknown_keys(inner, fields[key], spot, hidden)
+            else:
+                yield spot, key, known
     # Types that are no struct are passed over, so a literal or UNSET beside a section does no harm.
     elif typing.get_origin(kind) is types.UnionType:  # a section that may be left out
         for inner in typing.get_args(kind):
-            _refuse_unknown_keys(value, inner, where, path, hidden)
+            yield from _unknown_keys(value, inner, path, hidden)
     elif typing.get_origin(kind) is tuple and isinstance(value, list):
         for index, inner in enumerate(value):
-            element = typing.get_args(kind)[0]
-            _refuse_unknown_keys(inner, element, where, f"{path}[{index}]", hidden)
+            yield from _unknown_keys(inner, typing.get_args(kind)[0], f"{path}[{index}]", hidden)
 
 
 @functools.cache
@@ -405,91 +433,3 @@ def _choices(kind: Any) -> list[str]:
     if typing.get_origin(kind) is Literal:
         return [str(choice) for choice in typing.get_args(kind)]
     return [choice for inner in typing.get_args(kind) for choice in _choices(inner)]
-
-
-_HEAD = 4096  # bytes in which a file says what it is
-
-
-class FileKind(NamedTuple):
-    """What a command writes, how the beginning of such a file looks, and which endings a new one's
-    name may have, besides none; empty for any."""
-
-    name: str
-    beginning: re.Pattern[bytes]
-    endings: tuple[str, ...] = ()
-
-
-PLAN = FileKind("plan", re.compile(rb'\{\s*"schema":\s*"shardwright\.plan/'))
-CLUSTER = FileKind("cluster file", re.compile(rb'(#[^\n]*\n|\s)*schema = "shardwright\.cluster/'))
-REPORT = FileKind(
-    "report",
-    re.compile(rb"\s*<!DOCTYPE html>.*Shardwright report</title>", re.DOTALL),
-    (".html", ".htm"),
-)
-PICTURE = FileKind(
-    "picture", re.compile(rb'<svg [^>]*aria-label="(Live memory of a step: |Layouts\. )')
-)
-TRACE = FileKind("timeline", re.compile(rb'\{"traceEvents":'))
-
-
-def check_output(
-    path: Path, kind: FileKind, inputs: Iterable[Path] = (), option: str = "-o"
-) -> None:
-    """Raise InputError unless ``path`` may be written.
-
-    It may if nothing is there, or an empty file, or a file of the same ``kind``, and it is not one
-    of ``inputs``, by whatever name or link.
-    """
-    remedy = f"Choose another {option}."
-    for read in inputs:
-        if same_file(path, read):
-            found = "one of them" if str(path) == str(read) else f"the same as {read}"
-            wanted = "another file than those that are read"
-            raise InputError(expected(str(path), wanted, found, remedy))
-    if path.is_dir():
-        raise InputError(expected(str(path), "a file that can be written", "a directory"))
-    if not path.exists():
-        if kind.endings and path.suffix and path.suffix.lower() not in kind.endings:
-            wanted = f"a name that ends in {' or '.join(kind.endings)}"
-            raise InputError(expected(f"{option} of a {kind.name}", wanted, f"'{path.name}'"))
-        _check_folder(path)
-        return
-    if not path.is_file():
-        raise InputError(expected(str(path), "a file that can be written", "no regular file"))
-    if not is_of(path, kind):
-        wanted = f"a new file or an earlier {kind.name}"
-        raise InputError(expected(str(path), wanted, "a file of another kind", remedy))
-
-
-def _check_folder(path: Path) -> None:
-    """Before minutes of work: the nearest folder above ``path`` that there is can be written to."""
-    # The nearest one that there is, since those below are made with the file.
-    above = next(parent for parent in path.absolute().parents if parent.exists())
-    wanted = "a file that can be written"
-    if not above.is_dir():
-        raise InputError(expected(str(path), wanted, f"'{above.name}', which is no folder, in it"))
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise InputError(expected(str(path), wanted, f"{above}, which may not be written to"))
-
-
-def is_of(path: Path, kind: FileKind) -> bool:
-    """Whether a file begins as one of ``kind`` does, or is empty; InputError: it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD)
-    except OSError as error:
-        raise InputError(expected(str(path), "a readable file", f"'{error.strerror}'")) from None
-    # An empty file counts: it holds nothing that could be lost.
-    return not head or kind.beginning.match(head) is not None
-
-
-def same_file(first: Path, second: Path) -> bool:
-    """Whether two paths lead to one file, also where there is none yet."""
-    try:
-        return os.path.samefile(first, second)
-    except OSError:
-        # One of the two does not exist yet, and may still be reached under two names, through a
-        # link to its folder.
-        return os.path.realpath(first) == os.path.realpath(second)
-    except ValueError:  # no path at all
-        return False

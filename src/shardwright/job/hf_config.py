@@ -21,6 +21,7 @@ from msgspec import UNSET
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.llama import LlamaShape, T5Shape, check_shape
 from shardwright.job.asked import DTYPES, config_document, said_dtype
+from shardwright.job.hf_reader import Reader
 
 
 class Defaults(msgspec.Struct, frozen=True):
@@ -188,20 +189,34 @@ def read_hf_config(path: Path | str) -> Shape:
 
 
 def hf_shape(document: dict[str, Any], where: str = "config.json") -> Shape:
-    """The model of a decoded configuration."""
+    """The model of a decoded configuration; InputError names every value that is wrong."""
     if "model_type" not in document:
         raise InputError(expected(f"{where}: model_type", "a value", "none"))
     family = document["model_type"]
     if not isinstance(family, str) or family not in (*FAMILIES, *T5_FAMILIES):
         return _of_transformers(document, where)
     renamed = GPT_2 if family == "gpt2" else {}
-    read = _Reader({renamed.get(key, key): value for key, value in document.items()}, where)
+    read = Reader({renamed.get(key, key): value for key, value in document.items()}, where)
+    try:
+        found = _read(read, family)
+    except InputError:
+        # What does not fit a default that stands in for a wrong value is no news of the file.
+        if not read.wrong:
+            raise
+    if read.wrong:
+        raise InputError(f"{where}: {'; '.join(read.wrong)}.")
+    return found
+
+
+def _read(read: Reader, family: str) -> LlamaShape | T5Shape:
     _refuse_others(read, family)
     if family in T5_FAMILIES:
         return _t5_shape(read, T5_FAMILIES[family])
     shape = msgspec.structs.replace(_shape(read, FAMILIES[family]), dtype=_dtype(read))
-    check_shape(shape, where)
-    return msgspec.structs.replace(shape, unread=read.unread() or UNSET)
+    if read.wrong:
+        return shape
+    check_shape(shape, read.where)
+    return msgspec.structs.replace(shape, unread=read.unread(HARMLESS) or UNSET)
 
 
 OWN = "Give the model as model.python = 'package.module:function'."
@@ -246,12 +261,12 @@ ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "ge
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
-def _refuse_others(read: _Reader, family: str) -> None:
+def _refuse_others(read: Reader, family: str) -> None:
     """Refuse what makes another model of a family: quantized weights, another head or gate."""
     _refuse_quantized(read.document, read.where)
     # A file without one is a bare model, which is trained with the usual head.
     made = read.document.get("architectures") or [HEADS[0]]
-    if not any(str(name).endswith(HEADS) for name in made):
+    if not isinstance(made, list) or not any(str(name).endswith(HEADS) for name in made):
         wanted = f"a model for tokens, such as one that ends in {HEADS[0]}"
         raise UnsupportedError(expected(f"{read.where}: architectures", wanted, repr(made), OWN))
     gate = "" if family in T5_FAMILIES else FAMILIES[family].fixed.get("activation", "silu")
@@ -262,77 +277,7 @@ def _refuse_others(read: _Reader, family: str) -> None:
             raise UnsupportedError(expected(f"{read.where}: {key}", wanted, repr(found), OWN))
 
 
-class _Asked(dict[str, Any]):
-    """A document that knows which keys it was asked for."""
-
-    def __init__(self, document: dict[str, Any]) -> None:
-        super().__init__(document)
-        self.asked: set[str] = set()
-
-    # `get` alone counts as a read: every value below goes through it, and `unread` must not.
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value, which is known from now on."""
-        self.asked.add(key)
-        return super().get(key, default)
-
-
-class _Reader:
-    """Values of a configuration by key, with a default for what is missing or null."""
-
-    def __init__(self, document: dict[str, Any], where: str) -> None:
-        self.document = _Asked(document)
-        self.where = where
-
-    def unread(self) -> tuple[str, ...]:
-        """Keys that nobody asked for and that may change the model; what is off changes none."""
-        # Falsy values are left out: a feature that is off (null, false, 0, an empty list) changes
-        # nothing.
-        known = self.document.asked | HARMLESS
-        return tuple(key for key, value in self.document.items() if value and key not in known)
-
-    def size(self, key: str, default: int, least: int = 1) -> int:
-        value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
-            wanted = f"a whole number from {least}"
-            raise InputError(expected(f"{self.where}: {key}", wanted, repr(value)))
-        return value
-
-    def unless_null(self, key: str, default: int | None) -> int | None:
-        """A size that a file may also say there is none of."""
-        found = self.document.get(key, default)
-        return None if found is None else self.size(key, found)
-
-    def real(self, key: str, default: float) -> float:
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise InputError(expected(f"{self.where}: {key}", "a number above 0", repr(value)))
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._value(key, default)
-        if not isinstance(value, bool):
-            raise InputError(expected(f"{self.where}: {key}", "true or false", repr(value)))
-        return value
-
-    def numbers(self, key: str) -> tuple[int, ...]:
-        value = self._value(key, [])
-        if not isinstance(value, list) or not all(type(each) is int for each in value):
-            raise InputError(expected(f"{self.where}: {key}", "a list of layers", repr(value)))
-        return tuple(value)
-
-    def theta(self, default: float) -> float:
-        """The base of rotary positions: a key of its own, or of ``rope_parameters`` (5.0)."""
-        nested = self.document.get("rope_parameters")
-        if isinstance(nested, dict) and "rope_theta" in nested:
-            return _Reader(nested, f"{self.where}: rope_parameters").real("rope_theta", default)
-        return self.real("rope_theta", default)
-
-    def _value(self, key: str, default: Any) -> Any:
-        value = self.document.get(key)
-        return default if value is None else value
-
-
-def _dtype(read: _Reader) -> Any:
+def _dtype(read: Reader) -> Any:
     """What a model is loaded in."""
     given = {key: read.document.get(key) for key in ("dtype", "torch_dtype")}
     found = said_dtype(given)
@@ -344,7 +289,7 @@ def _dtype(read: _Reader) -> Any:
     return found or UNSET
 
 
-def _t5_shape(read: _Reader, usual: T5Shape) -> T5Shape:
+def _t5_shape(read: Reader, usual: T5Shape) -> T5Shape:
     """A T5; its decoder is as deep as its encoder unless the file says otherwise."""
     activation = read.document.get("feed_forward_proj")
     if activation not in (None, *T5_ACTIVATIONS):
@@ -372,7 +317,7 @@ def _t5_shape(read: _Reader, usual: T5Shape) -> T5Shape:
     )
 
 
-def _shape(read: _Reader, family: Defaults) -> LlamaShape:
+def _shape(read: Reader, family: Defaults) -> LlamaShape:
     dim = read.size("hidden_size", family.dim)
     heads = read.size("num_attention_heads", family.heads)
     bias = read.flag(family.bias_key, family.biased) if family.bias_key else family.biased
@@ -403,7 +348,7 @@ def _shape(read: _Reader, family: Defaults) -> LlamaShape:
     return _with_experts(read, family, shape) if family.experts_key else shape
 
 
-def _as_gpt(read: _Reader, shape: LlamaShape) -> LlamaShape:
+def _as_gpt(read: Reader, shape: LlamaShape) -> LlamaShape:
     """With biases in all linear layers, learned positions, and dropout, by default 0.1."""
     dropout, attention = (
         0.0 if read.document.get(key) == 0 else read.real(key, 0.1)
@@ -419,7 +364,7 @@ def _as_gpt(read: _Reader, shape: LlamaShape) -> LlamaShape:
     )
 
 
-def _head_dim(read: _Reader, family: Defaults, dim: int, heads: int) -> int:
+def _head_dim(read: Reader, family: Defaults, dim: int, heads: int) -> int:
     """What the file or the family says, else what the heads share."""
     if dim % heads and not family.head_dim and read.document.get("head_dim") is None:
         raise InputError(
@@ -432,7 +377,7 @@ def _head_dim(read: _Reader, family: Defaults, dim: int, heads: int) -> int:
     return read.size("head_dim", family.head_dim or dim // heads)
 
 
-def _cap(read: _Reader, key: str, usual: float) -> float:
+def _cap(read: Reader, key: str, usual: float) -> float:
     """What a tanh keeps numbers below, 0 for nothing: null in the file, or no such family."""
     # A family without a cap does not ask for the key: if its file has one, it is told as unread.
     if not usual or read.document.get(key, True) is None:
@@ -440,7 +385,7 @@ def _cap(read: _Reader, key: str, usual: float) -> float:
     return read.real(key, usual)
 
 
-def _window(read: _Reader, family: Defaults) -> int | None:
+def _window(read: Reader, family: Defaults) -> int | None:
     """What attention looks back at most: null in a Mistral's file means everything."""
     # Qwen's files name a window and switch it off beside it; without the switch every layer would
     # be taken to look back only so far.
@@ -449,7 +394,7 @@ def _window(read: _Reader, family: Defaults) -> int | None:
     return read.unless_null("sliding_window", family.window)
 
 
-def _with_latent(read: _Reader, shape: LlamaShape) -> LlamaShape:
+def _with_latent(read: Reader, shape: LlamaShape) -> LlamaShape:
     """Every head has keys of its own; a null rank of queries means that they are made at once."""
     if read.flag("attention_bias", False):
         raise UnsupportedError(expected(f"{read.where}: attention_bias", "false", "true"))
@@ -464,7 +409,7 @@ def _with_latent(read: _Reader, shape: LlamaShape) -> LlamaShape:
     )
 
 
-def _with_experts(read: _Reader, family: Defaults, dense: LlamaShape) -> LlamaShape:
+def _with_experts(read: Reader, family: Defaults, dense: LlamaShape) -> LlamaShape:
     """The layers with experts: every ``decoder_sparse_step``-th but those that are named, and the
     first ones."""
     # Qwen counts layers from 1 here and DeepSeek from 0, as their own code does.

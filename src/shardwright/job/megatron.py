@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from shardwright.core.errors import InputError, ShardwrightError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.llama import MegatronSettings
 from shardwright.job.imported import Document, Imported, Keys
-from shardwright.job.megatron_model import ALL, further_of, lacks, model, needed, settings
+from shardwright.job.megatron_model import ALL, further_of, model, needed, settings
 from shardwright.job.parallel import dealt
 
 HARMLESS = re.compile(
@@ -109,19 +109,7 @@ def job_of(text: str | Mapping[str, Any], world_size: int | None) -> Imported:
             keys.refuse(ALL, name, f"none, for no estimate follows {brings}")
     if str(keys.value(ALL, "tokenizer-type", "")).startswith("Bert"):
         keys.refuse(ALL, "tokenizer-type", "one of a GPT")
-    if lacking := [f"--{name}" for name in lacks(keys)]:
-        # Together with what is refused: whoever adds them one by one would come back each time.
-        wanted, remedy = f"numbers for {', '.join(lacking)}", "Add them to the arguments."
-        text = expected("the arguments", wanted, "none", remedy)
-        raise InputError("; ".join([*keys.refusals, text]))
-    try:
-        document = _document(keys, world_size)
-    except ShardwrightError as error:
-        if not keys.refusals:
-            raise
-        # What is wrong with the model itself comes first, or it would be looked for in vain.
-        raise UnsupportedError("; ".join([*keys.refusals, str(error)])) from None
-    return keys.imported(document)
+    return keys.imported(lambda: _document(keys, world_size))
 
 
 def _document(keys: Keys, world_size: int | None) -> Document:
@@ -268,7 +256,8 @@ def _laid_out(keys: Keys, pipeline: int) -> tuple[int, tuple[int, int]]:
             if plain == _written_out(layout_of(layers, count, ends, further)):
                 return count // pipeline, ends
     found = layout_of(layers, pipeline, given, further)
-    raise keys.refused(ALL, LAYOUT, f"'{found}', as stages are estimated")
+    keys.refuse(ALL, LAYOUT, f"'{found}', as stages are estimated")
+    return 0, given
 
 
 def _written_out(layout: str) -> str:

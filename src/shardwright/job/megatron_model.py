@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from shardwright.core.errors import InputError, expected
 from shardwright.core.llama import MegatronSettings
 from shardwright.job.imported import Keys
 
@@ -47,21 +46,8 @@ WORDS = (
 
 
 def needed(keys: Keys, name: str) -> int:
-    """A number that no default is known for; InputError where it is not there."""
-    if keys.value(ALL, name, None) is None:
-        raise InputError(expected(f"--{name}", "a number", "none", "Add it to the arguments."))
-    return keys.number(ALL, name, default=1)
-
-
-NEEDED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
-
-
-def lacks(keys: Keys) -> list[str]:
-    """Numbers that no default is known for and that are not there."""
-    missing = [name for name in NEEDED if keys.value(ALL, name, None) is None]
-    sizes = ("vocab-size", "padded-vocab-size")
-    told = any(keys.value(ALL, name, None) is not None for name in sizes)
-    return missing if told or _known_words(keys) else [*missing, "vocab-size"]
+    """A number that no default is known for."""
+    return keys.needed(ALL, name, "Add it to the arguments.")
 
 
 def model(keys: Keys, tensor: int) -> dict[str, Any]:
@@ -159,7 +145,7 @@ def _positions(keys: Keys) -> int | str:
         kind = "rope"
     if keys.value(ALL, "no-position-embedding", False) and kind == "learned":
         kind = "none"
-    length = keys.value(ALL, "seq-length", 1)
+    length = keys.number(ALL, "seq-length", default=1)
     rows = keys.number(ALL, "max-position-embeddings", default=length)
     return rows if kind == "learned" else kind
 
@@ -234,5 +220,5 @@ def _experts(keys: Keys, wide: int) -> dict[str, Any]:
             for kind in ([one] * int(times) if one else listed.split(","))
         ]
     if len(kinds) != count:
-        raise keys.refused(ALL, "moe-layer-freq", f"a number, or a list of {count} layers")
+        keys.refuse(ALL, "moe-layer-freq", f"a number, or a list of {count} layers")
     return found | {"moe_layers": [layer for layer, moe in enumerate(kinds) if moe]}

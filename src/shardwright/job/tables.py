@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from shardwright.core.document import read_bytes
+from shardwright.core.document import parse_json, read_bytes
 from shardwright.core.errors import InputError, expected
 from shardwright.core.kinds import (
     EmbeddingsSection,
@@ -49,10 +48,7 @@ def read_tables(name: str, job_path: Path | None) -> list[Any]:
         raise InputError(
             expected(str(path), f"at most {MAX_BYTES >> 20} MiB", f"{len(raw):,} bytes")
         )
-    try:
-        document: Any = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise InputError(expected(str(path), "a JSON file of tables", f"'{error}'")) from None
+    document = parse_json(raw, str(path), "a JSON file of tables")
     if isinstance(document, dict):
         unknown = sorted(set(document) - {"tables", *NOTES})
         if unknown:

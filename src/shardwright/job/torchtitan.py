@@ -199,6 +199,10 @@ def job_of(config: Mapping[str, Any], world_size: int | None) -> Imported:
     InputError: a value that is none; UnsupportedError: one that no estimate follows.
     """
     keys = Keys(config, HARMLESS)
+    return keys.imported(lambda: _of_releases(keys, world_size))
+
+
+def _of_releases(keys: Keys, world_size: int | None) -> Document:
     document = _document(keys, world_size)
     batch, parallel = document["batch"], document["parallel"]
     batch["size"] = keys.number("training", "local_batch_size", "batch_size", default=8)
@@ -211,7 +215,7 @@ def job_of(config: Mapping[str, Any], world_size: int | None) -> Imported:
         batch["size"] *= times
     if parallel["pipeline"] > 1:
         parallel["microbatches"] = max(1, batch["size"] // size)
-    return keys.imported(document)
+    return document
 
 
 def job_of_flags(text: str, world_size: int | None) -> Imported:
@@ -220,6 +224,17 @@ def job_of_flags(text: str, world_size: int | None) -> Imported:
     InputError: a value that is none; UnsupportedError: one that no estimate follows.
     """
     keys = Keys(_sections(text), HARMLESS)
+    # Both take memory of their own, and nothing here knows how much.
+    more = []
+    if not keys.value("training", "disable_cuda_graphs", False):
+        more.append("CUDA graphs, for training.disable_cuda_graphs is not set")
+    if keys.value("compile", "enable_async_tensor_parallel", False):
+        more.append("compile.enable_async_tensor_parallel")
+    found = keys.imported(lambda: _of_main(keys, world_size))
+    return msgspec.structs.replace(found, unread=(*found.unread, *more))
+
+
+def _of_main(keys: Keys, world_size: int | None) -> Document:
     document = _document(keys, world_size)
     batch, parallel = document["batch"], document["parallel"]
     tokens = keys.number("training", "num_tokens_per_microbatch_per_dp_rank", default=16_384)
@@ -237,14 +252,7 @@ def job_of_flags(text: str, world_size: int | None) -> Imported:
     if parallel["tensor"] > 1:
         parallel["sequence"] = whole
     document["memory"]["loss"] = "chunked"
-    # Both take memory of their own, and nothing here knows how much.
-    more = []
-    if not keys.value("training", "disable_cuda_graphs", False):
-        more.append("CUDA graphs, for training.disable_cuda_graphs is not set")
-    if keys.value("compile", "enable_async_tensor_parallel", False):
-        more.append("compile.enable_async_tensor_parallel")
-    found = keys.imported(document)
-    return msgspec.structs.replace(found, unread=(*found.unread, *more))
+    return document
 
 
 def _sections(text: str) -> dict[str, Any]:
@@ -288,7 +296,7 @@ def _document(keys: Keys, world_size: int | None) -> Document:
         "train": {"optimizer": keys.one_of("optimizer", "name", OPTIMIZERS, "AdamW")},
     }
     if keys.value("optimizer", "early_step_in_backward", False):
-        raise keys.refused("optimizer", "early_step_in_backward", "false")
+        keys.refuse("optimizer", "early_step_in_backward", "false")
     _refuse_other_degrees(keys)
     return document
 
@@ -300,7 +308,7 @@ def _refuse_other_degrees(keys: Keys) -> None:
     for section, key, value in keys.unread():
         if key.endswith("_degree") and value not in (1, -1):
             wanted = "1, for degrees are read from [parallelism] and this is none of them"
-            raise keys.refused(section, key, wanted)
+            keys.refuse(section, key, wanted)
 
 
 def _model(keys: Keys) -> dict[str, Any]:
@@ -321,7 +329,7 @@ def _parallel(keys: Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
     # Expert ranks are left out of the product: they are ranks of the others, regrouped.
     others *= section["context"]
     if shard == -1 and world_size is None:
-        raise InputError(
+        keys.wrong(
             expected(
                 "parallelism.data_parallel_shard_degree",
                 "a number, or the ranks of the job",
@@ -329,6 +337,7 @@ def _parallel(keys: Keys, world_size: int | None) -> tuple[dict[str, Any], int]:
                 "Say how many ranks there are with -n.",
             )
         )
+        shard = 1
     ranks = world_size or others * shard
     if ranks % others or (shard != -1 and ranks != others * shard):
         degrees = " x ".join(str(n) for n in (*section.values(), shard) if n not in (1, -1)) or "1"
@@ -348,7 +357,7 @@ def _backwards(keys: Keys, parallel: Mapping[str, int], name: str, once: int) ->
         wanted = f"a multiple of {once} x {data} data ranks"
         raise InputError(expected(f"training.{name}", wanted, f"{in_all}"))
     if parallel["pipeline"] > 1:
-        raise keys.refused("training", name, "one batch to a step in a pipeline")
+        keys.refuse("training", name, "one batch to a step in a pipeline")
     return in_all // (once * data)
 
 
@@ -359,7 +368,7 @@ def _stages(keys: Keys, pipeline: int, layers: int) -> dict[str, Any]:
     for end, usual in zip(("first", "last"), ENDS_WEIGH, strict=True):
         key = f"pipeline_parallel_{end}_stage_less_layers"
         if keys.value("parallelism", key, usual) != usual:
-            raise keys.refused("parallelism", key, str(usual))
+            keys.refuse("parallelism", key, str(usual))
     if pipeline == 1:
         return {}
     found = named(str(schedule))
@@ -376,11 +385,11 @@ def _stages(keys: Keys, pipeline: int, layers: int) -> dict[str, Any]:
 
 def _memory(keys: Keys, cuts_words: bool) -> dict[str, Any]:
     if keys.value("training", "dtype", "float32") != "float32":
-        raise keys.refused("training", "dtype", "float32")
+        keys.refuse("training", "dtype", "float32")
     disabled = keys.value("parallelism", "disable_loss_parallel", False)
     reshard = keys.value("parallelism", "fsdp_reshard_after_forward", "default")
     if reshard not in RESHARDS:
-        raise keys.refused("parallelism", "fsdp_reshard_after_forward", "default, always or never")
+        keys.refuse("parallelism", "fsdp_reshard_after_forward", "default, always or never")
     offloads = keys.value("training", "enable_cpu_offload", False)
     return {
         "runtime": "fsdp2",
@@ -388,7 +397,7 @@ def _memory(keys: Keys, cuts_words: bool) -> dict[str, Any]:
         "checkpointing": _checkpointing(keys),
         "param_dtype": keys.one_of("training", "mixed_precision_param", DTYPES, "bfloat16"),
         "reduce_dtype": keys.one_of("training", "mixed_precision_reduce", DTYPES, "float32"),
-        "reshard_after_forward": RESHARDS[reshard],
+        "reshard_after_forward": RESHARDS.get(reshard),
         "implementation": str(keys.value("optimizer", "implementation", "fused")).replace("-", "_"),
         "compile": _compiled(keys),
         "float8": _float8(keys),
@@ -403,9 +412,9 @@ def _checkpointing(keys: Keys) -> str:
     if mode in ("none", "full"):
         return str(mode)
     if mode != "selective":
-        raise keys.refused("activation_checkpoint", "mode", "none, selective or full")
+        keys.refuse("activation_checkpoint", "mode", "none, selective or full")
     if every != "op" and not every.isdigit():
-        raise keys.refused("activation_checkpoint", "selective_ac_option", "op or a number")
+        keys.refuse("activation_checkpoint", "selective_ac_option", "op or a number")
     return "selective_op" if every == "op" else f"layers:{every}"
 
 
@@ -413,6 +422,9 @@ def _compiled(keys: Keys) -> bool | str:
     # Where earlier versions had it. Both are read, so that a file of either is.
     old = keys.value("training", "compile", False)
     parts = keys.value("compile", "components", ["model", "loss"])
+    if not isinstance(parts, list):
+        keys.refuse("compile", "components", "a list of parts")
+        return False
     if not (keys.value("compile", "enable", False) or old) or "model" not in parts:
         return False
     return True if "loss" in parts else "blocks"
@@ -420,16 +432,17 @@ def _compiled(keys: Keys) -> bool | str:
 
 def _float8(keys: Keys) -> bool | str:
     converters = keys.value("model", "converters", [])
-    wanted = [converters] if isinstance(converters, str) else list(converters)
+    wanted = converters if isinstance(converters, list) else [converters]
     quantize = keys.value("quantize", "linear", {})
-    inner = quantize.get("float8", {}) if isinstance(quantize, Mapping) else {}
+    inner = quantize.get("float8") if isinstance(quantize, Mapping) else None
+    inner = inner if isinstance(inner, Mapping) else {}
     recipe = keys.value("float8", "recipe_name", None) or inner.get("recipe_name") or "tensorwise"
     for name in filter(None, wanted):
         if name not in ("float8", "quantize.linear.float8"):
-            raise keys.refused("model", "converters", "float8 or none")
+            keys.refuse("model", "converters", "float8 or none")
     old = keys.value("float8", "enable_float8_linear", False)  # of earlier versions
     if not any(wanted) and not old:
         return False
     if recipe not in ("tensorwise", "rowwise"):
-        raise keys.refused("float8", "recipe_name", "tensorwise or rowwise")
+        keys.refuse("float8", "recipe_name", "tensorwise or rowwise")
     return str(recipe)

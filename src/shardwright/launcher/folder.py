@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from shardwright.core.document import same_file
 from shardwright.core.errors import InputError, expected
+from shardwright.core.outputs import same_file
 
 REMEDY = "Choose another train.out."
 MARK: Final = "SHARDWRIGHT_RUN"  # environment variable with the number of the run, if launched

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 import msgspec
 from msgspec import UNSET
 
-from shardwright.core.document import read_document, same_file, write_document
+from shardwright.core.document import read_document, write_document
 from shardwright.core.errors import EXIT_RUN_FAILED, InputError, MismatchError, expected
 from shardwright.core.measurement import (
     RECORD_SCHEMA,
@@ -26,6 +26,7 @@ from shardwright.core.measurement import (
     Record,
     write_measurement,
 )
+from shardwright.core.outputs import same_file
 from shardwright.job.job import Job, checkpoint_folder, named_files, run_in
 from shardwright.job.plan import Plan, read_plan, write_plan
 from shardwright.job.train import CheckpointSection

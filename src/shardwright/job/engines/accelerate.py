@@ -15,7 +15,7 @@ from msgspec import UNSET
 from shardwright.core.errors import InputError, expected
 from shardwright.job.engines.layout import ANY, Engine, EngineLayout, layout_of
 from shardwright.job.engines.own import document_of, given
-from shardwright.job.imported import Imported, Keys
+from shardwright.job.imported import Document, Imported, Keys
 from shardwright.job.job import Job, memory_of
 
 ALL = ""  # keys outside of a section
@@ -132,25 +132,29 @@ def job_of(text: str, job: Job, world_size: int | None) -> Imported:
     sections = {name: keys for name, keys in parsed(text).items() if isinstance(keys, Mapping)}
     plain = {name: value for name, value in parsed(text).items() if name not in sections}
     keys = Keys({ALL: plain, **sections}, HARMLESS)
+    return keys.imported(lambda: _document(keys, job, world_size))
+
+
+def _document(keys: Keys, job: Job, world_size: int | None) -> Document:
     keys.one_of(ALL, "distributed_type", {"FSDP": ""}, "none")
     if keys.number("fsdp_config", "fsdp_version", default=1) != 2:
-        raise keys.refused("fsdp_config", "fsdp_version", "2", "1, its default")
+        keys.refuse("fsdp_config", "fsdp_version", "2", "1, its default")
     if keys.number("parallelism_config", "parallelism_config_sp_size", default=1) > 1:
-        raise keys.refused("parallelism_config", "parallelism_config_sp_size", "1")
+        keys.refuse("parallelism_config", "parallelism_config_sp_size", "1")
     document = document_of(job)
     ranks = world_size or keys.number(ALL, "num_processes", default=job.cluster.world_size or 1)
-    document["parallel"] = _degrees(keys, ranks, "parallelism_config" in sections)
+    document["parallel"] = _degrees(keys, ranks)
     document["parallel"]["microbatches"] = layout_of(job).degrees.microbatches
     document.setdefault("cluster", {})["world_size"] = ranks
     document["memory"] = given(memory_of(job)) | _memory(keys, job)
-    return keys.imported(document)
+    return document
 
 
-def _degrees(keys: Keys, ranks: int, divided: bool) -> dict[str, Any]:
+def _degrees(keys: Keys, ranks: int) -> dict[str, Any]:
     sizes = {
         ours: keys.number("parallelism_config", theirs, default=1) for ours, theirs in SIZES.items()
     }
-    if not divided:
+    if "parallelism_config" not in keys.config:
         return {"data_shard": ranks}
     if math.prod(sizes.values()) != ranks:
         found = " x ".join(map(str, sizes.values()))
@@ -164,11 +168,11 @@ def _memory(keys: Keys, job: Job) -> dict[str, Any]:
     for theirs, (ours, values) in SWITCHES.items():
         value = keys.value("fsdp_config", theirs, False)
         if value not in values:
-            raise keys.refused("fsdp_config", theirs, "true or false")
-        found[ours] = values[value]
+            keys.refuse("fsdp_config", theirs, "true or false")
+        found[ours] = values.get(value)
     reshards = keys.value("fsdp_config", "fsdp_reshard_after_forward", True)
     if not isinstance(reshards, bool):
-        raise keys.refused("fsdp_config", "fsdp_reshard_after_forward", "true or false")
+        keys.refuse("fsdp_config", "fsdp_reshard_after_forward", "true or false")
     found["reshard_after_forward"] = "default" if reshards else False
     keys.config[ALL].setdefault("mixed_precision", "no")
     if keys.config[ALL]["mixed_precision"] is False:
