@@ -20,7 +20,7 @@ from shardwright.report.plan_sheets import checkpointing_line
 SHARED = {"units": dict.fromkeys(("embed", "layers", "head"), "shard")}
 # Whole parameters that go after a forward are gathered twice.
 FREED = {**SHARED, "dense": {"reshard": True, "checkpointing": ["none"]}}
-WIDE = {"dim": 512}  # beside which a further communicator is little
+ROOM = 2**32  # in which a further communicator is little
 
 
 def _job(
@@ -61,7 +61,7 @@ def test_hosts_share_units_where_memory_is_there_and_states_over_hosts_where_it_
 
 
 def test_a_plan_takes_replicas_where_that_is_fastest_and_fits() -> None:
-    made, everywhere = (plan(_job(zero, units=FREED, widths=WIDE)) for zero in ("auto", 3))
+    made, everywhere = (plan(_job(zero, ROOM, units=FREED)) for zero in ("auto", 3))
     assert (made.grid.replicas, made.grid.twice) == (4, False)
     assert made.max_rank_seconds < everywhere.max_rank_seconds
     assert "HSDP, none" in checkpointing_line(made)
@@ -92,7 +92,7 @@ def test_why_not_says_what_to_write(wanted: str, zero: str) -> None:
     assert answer.replanned is not None
     assert answer.replanned.option.endswith(wanted)
     assert answer.option.startswith("all sharded units: ")
-    tight = explain.why_not(plan(_job(3, units=FREED, widths=WIDE)), "layers.0", wanted)
+    tight = explain.why_not(plan(_job(3, ROOM, units=FREED)), "layers.0", wanted)
     assert tight.replanned is not None
     key = f"memory.zero = {zero} and parallel.data_replicate = 4, which is of all units"
     assert (key in tight.replanned.reason) == ("faster" in tight.replanned.reason)

@@ -17,7 +17,7 @@ from published.comparison import (
 from published.devices import device_of, ranks_of
 from published.megatron_rows import old_engine, test_of
 from published.prediction import Prediction, Row
-from published.sheet import page
+from published.sheet import SECTIONS, page
 
 from shardwright.core.errors import EXIT_INPUT, InputError
 
@@ -254,3 +254,12 @@ def test_a_framework_nobody_knows_is_refused() -> None:
 
 def test_the_page_can_be_made_of_nothing() -> None:
     assert "0 of 0 rows" in page(compare({"megatron": []}, "file"))
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_the_page_has_what_the_results_beside_it_say(name: str) -> None:
+    folder = Path(__file__).parents[2] / "validation" / "published"
+    told = json.loads((folder / f"{name}.json").read_text())
+    carried = (folder / "README.md").read_text()
+    assert all(part.strip() in carried for part in SECTIONS[name](told))
+    assert SECTIONS[name](told)[0] in page(compare({"megatron": []}, "file"), {name: told})
