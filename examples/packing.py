@@ -29,7 +29,8 @@ from torch.nn import functional
 
 from shardwright.cli import options as shared
 from shardwright.cli.main import Parser, exit_code
-from shardwright.core.document import FileKind, check_output, decode_json, write_atomically
+from shardwright.core.document import decode_json, write_atomically
+from shardwright.core.outputs import FileKind, check_output
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.kinds import PACKED, dense_of, packed_bytes
 from shardwright.core.model import TableSpec

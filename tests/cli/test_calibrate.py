@@ -96,7 +96,7 @@ def test_a_machine_is_measured_and_planned_with(call: Any, folder: Path, tmp_pat
 
 @pytest.mark.product  # daily without a process: tests/train/test_calibrate.py
 def test_one_rank_gets_a_table_that_says_what_was_not_measured(call: Any, folder: Path) -> None:
-    answer = call("calibrate", "-o", "one.toml", "-n", 1, "--quick")
+    answer = call("calibrate", "-o", "one.toml", "-n", 1, "--quick", "--full")
     assert answer.code == 0, answer.err
     measured, others = answer.out.split("Not measured")
     assert "compute_rate" in measured
@@ -142,7 +142,9 @@ def test_a_machine_is_measured_for_a_job(call: Any, folder: Path, tmp_path: Path
     found = read_calibration(tmp_path / "cluster.toml")
     more = {"elementwise_rate", "slowest_share", "load_latency", "reduce_latency"}
     assert more <= set(found.constants)
-    assert found.constants["reduce_latency"].source.startswith("measured: dlrm in batches of 8 and")
+    assert found.constants["reduce_latency"].source.startswith(
+        "measured: dlrm in batches of 32 and"
+    )
     assert list(folder.glob("shardwright*")) == []  # torch leaves a folder of its own
     planned = call("plan", "small.toml", "--on", "cluster.toml", "-o", "plan.json")
     assert planned.code == 0, planned.err

@@ -196,9 +196,8 @@ def test_what_changes_nothing_and_what_is_not_read_are_said_apart() -> None:
         (
             "--num-layers 2 --mtp-use-repeated-layer",
             None,
-            InputError,
-            "further tokens, got True; the arguments: expected numbers for --hidden-size, "
-            "--num-attention-heads, --seq-length, --vocab-size, got none.",
+            UnsupportedError,
+            "further tokens, got True; --hidden-size: expected a number, got none.",
         ),
         (
             "pretrain_t5.py --num-layers 2",

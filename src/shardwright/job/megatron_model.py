@@ -159,9 +159,10 @@ def _vocab(keys: Keys, tensor: int) -> int:
     if keys.value(ALL, "vocab-size", None) is not None:
         kind = str(keys.value(ALL, "tokenizer-type", ""))
         words = keys.number(ALL, "vocab-size", default=1) + (kind == "NullTokenizer")
-    else:
-        words = _known_words(keys)
+    elif words := _known_words(keys):
         keys.assume(f"--vocab-size {words}, by its tokenizer")
+    else:
+        words = needed(keys, "vocab-size")
     return math.ceil(words / multiple) * multiple
 
 

@@ -4,10 +4,9 @@ A kind is a short form for people. What it means is said here alone: a row of ``
 keys it reads and its traits, ``with_kind`` fills in what it implies, and every other file asks the
 traits of a section and never its name (but to name it in a sentence).
 """
-# The section is one flat struct for all kinds, though each reads few of its keys: a plan embeds its
-# job, and plans of every version have the widths of the first three kinds in them, whatever theirs
-# is. Their bytes, and the fingerprint over them, must stay. For the same reason keys that came
-# later are UNSET where a job does not have them, and are not written then.
+# The section is one flat struct for all kinds, though each reads few of its keys: plans embed their
+# job with the widths of the first three kinds, and its bytes, and their fingerprint, must stay. So
+# keys that came later are UNSET, and not written, where a job does not have them.
 
 from __future__ import annotations
 
@@ -489,8 +488,7 @@ def _spec_of(path: str) -> ModuleSpec | None:
 
 def _names(tree: ast.AST) -> Iterator[str]:
     """What a file's own scope has names for, however they come; ``*`` for all of another's."""
-    # Into `if` and `try`, where names are often made, but not into functions and classes, whose
-    # names are their own.
+    # Into `if` and `try`, too, but not into functions and classes, whose names are their own.
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, SCOPES):
             yield node.name
