@@ -30,10 +30,10 @@ from torch.nn import functional
 from shardwright.cli import options as shared
 from shardwright.cli.main import Parser, exit_code
 from shardwright.core.document import decode_json, write_atomically
-from shardwright.core.outputs import FileKind, check_output
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.kinds import PACKED, dense_of, packed_bytes
 from shardwright.core.model import TableSpec
+from shardwright.core.outputs import FileKind, check_output
 from shardwright.core.quantities import format_bytes
 from shardwright.job.job import checkpoint_folder
 from shardwright.job.plan import read_plan
