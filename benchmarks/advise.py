@@ -1,6 +1,7 @@
 """What ``shardwright advise`` takes and how tight its bound of memory is.
 
     python benchmarks/advise.py -o validation/advise.json      # four large jobs, a process each
+    python benchmarks/advise.py --published -o validation/advise.json    published choices
     python benchmarks/advise.py --bound 2000                   # random layouts against exact memory
     python benchmarks/advise.py --exhaustive 50                # random jobs, every layout taken
 
@@ -44,13 +45,37 @@ JOBS = {  # ranks, samples of all in a step, tokens of each
 }
 
 
-def job_of(name: str) -> Job:
-    world, samples, sequence = JOBS[name]
+# Layouts that were published, with what of them is the axis of a search for a faster one.
+PUBLISHED: dict[str, tuple[str, tuple[int, int, int], dict[str, str], str]] = {
+    "TorchTitan's of 8B": (
+        "Llama 3 8B",
+        (8, 16, 8192),
+        {"tensor": "1", "context": "1", "pipeline": "1", "data_replicate": "1"}
+        | {"micro_batch": "2", "checkpointing": "selective"},
+        "context",
+    ),
+    "Llama 3's of 405B": (
+        "Llama 3 405B",
+        (16384, 2048, 8192),
+        {"tensor": "8", "pipeline": "16", "context": "1"},
+        "tensor",
+    ),
+    "Llama 3's of 405B, 131,072 tokens": (
+        "Llama 3 405B",
+        (16384, 128, 131072),
+        {"tensor": "8", "pipeline": "16", "context": "16"},
+        "tensor",
+    ),
+}
+
+
+def job_of(name: str, sizes: tuple[int, int, int] | None = None) -> Job:
+    world, samples, sequence = sizes or JOBS[name]
     return parse_job(
         {
             "model": MODELS[name],
             "cluster": {"preset": "h100-8", "world_size": world},
-            "batch": {"size": samples // world, "sequence": sequence},
+            "batch": {"size": max(samples // world, 1), "sequence": sequence},
             "memory": {"runtime": "fsdp2"},
         }
     )
@@ -75,6 +100,25 @@ def searched(name: str) -> dict[str, Any]:
         "cpu_seconds": round(time.process_time() - begun, 1),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
+
+
+def published(title: str) -> dict[str, Any]:
+    """A published layout beside the fastest of those that have one of its axes in common."""
+    name, sizes, fixed, axis = PUBLISHED[title]
+    found: dict[str, Any] = {"choice": title}
+    searched = {"published": fixed, "answer": {axis: fixed[axis]}}
+    for key, axes in searched.items():
+        advice = advise(job_of(name, sizes), global_batch=sizes[1], fixed=axes)
+        row = advice.answer or advice.nearest
+        assert row
+        found[key] = {
+            "layout": row.layout.words,
+            "fits": row.verdict,
+            "seconds": round(row.time.seconds, 2),
+            "spare_gib": round((advice.capacity - row.most_bytes) / 2**30, 2),
+            "bubble": round(row.time.parts.get("pipeline bubble", 0.0), 2),
+        }
+    return found
 
 
 def bounded(count: int, seed: int) -> dict[str, Any]:
@@ -152,6 +196,7 @@ def exhaustive(count: int, seed: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--job", choices=JOBS)
+    parser.add_argument("--published", action="store_true")
     parser.add_argument("--bound", type=int, metavar="N")
     parser.add_argument("--exhaustive", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
@@ -166,6 +211,11 @@ def main() -> None:
     if options.exhaustive:
         found["exhaustive"] = exhaustive(options.exhaustive, options.seed)
         print(found["exhaustive"])
+    elif options.published:
+        found["published"] = []
+        for title in PUBLISHED:
+            found["published"].append(published(title))
+            print(found["published"][-1], flush=True)
     elif options.bound:
         found["bound"] = bounded(options.bound, options.seed)
         print(found["bound"])

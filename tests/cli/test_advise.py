@@ -9,7 +9,10 @@ from xml.etree import ElementTree
 import pytest
 from commands import Call
 
+from shardwright.core.measurement import Curve, Measurement, write_measurement
 from shardwright.core.outputs import PICTURE, check_output
+from shardwright.estimate.footprint import footprint
+from shardwright.job.plan import read_plan
 
 JOB = """
 [model]
@@ -92,6 +95,42 @@ def test_where_nothing_fits_the_code_is_3(job: str, call: Call) -> None:
     assert "layouts fits. Nearest: shard" in " ".join(done.out.split())
 
 
+def test_a_run_of_the_model_scales_all(job: str, call: Call, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    sets = ("--set", "memory.runtime='shardwright'", "--set", "cluster.hbm_cap='40 GiB'")
+    planned = call("plan", job, *sets, "-o", str(run / "plan.json"))
+    assert planned.code == 0, planned.err
+    plan = read_plan(run / "plan.json")
+    now = footprint(plan.job, ways=False).time
+    assert now
+    samples = plan.job.batch.size * plan.world_size
+    measured = Measurement(
+        schema="shardwright.measurement/1",
+        plan_fingerprint=plan.fingerprint,
+        world_size=plan.world_size,
+        steps=10,
+        memory_steps=(3, 4, 5),
+        time_steps=(6, 7),
+        timeline=(),
+        curve=Curve(),
+        quality=None,
+        samples_per_second=samples / now.seconds / 2,
+        bad_rows=0,
+        versions={},
+        machine={},
+    )
+    where = run / "measured.json"
+    write_measurement(measured, where)
+    plain = json.loads(call("advise", job, *FEW, "--json").out)
+    scaled = json.loads(call("advise", job, *FEW, "--json", "--measured", str(where)).out)
+    for one, other in zip(plain["rows"], scaled["rows"], strict=True):
+        assert other["time"]["seconds"] == pytest.approx(2 * one["time"]["seconds"])
+    other = call("advise", job, *FEW, "--set", "model.layers=2", "--measured", str(where))
+    assert other.code == 2
+    assert "measured.json: expected a run of" in other.err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -99,6 +138,7 @@ def test_where_nothing_fits_the_code_is_3(job: str, call: Call) -> None:
         (("--export", "megatron"), "--export: expected ENGINE and -o FILE beside it"),
         (("--fix", "tensor"), "--fix: expected AXIS=VALUE"),
         (("--measured", "0"), "--measured: expected seconds above 0"),
+        (("--measured", "soon"), "--measured: expected seconds, or the measured.json of a run"),
         (("--deadline", "12 days"), "--deadline: expected --fewest-gpus and --tokens"),
         (("--tokens", "-1"), "--tokens: expected a number above 0"),
         (("--headroom", "lots"), "--headroom: expected bytes"),

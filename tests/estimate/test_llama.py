@@ -6,9 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.core.llama import LlamaShape, LocalShape, MegatronSettings
 from shardwright.core.recording import Recording
+from shardwright.estimate import llama
 from shardwright.estimate.llama import StageRequest, forget_recordings, stage_recording
 from shardwright.estimate.stages import ModelStage
 from shardwright.heap.rank_step import Chunk
@@ -29,9 +31,28 @@ def recorded(
 ) -> Recording:
     local = local or LocalShape()
     local = msgspec.structs.replace(local, first=stage.first, last=stage.last)
-    treatment = Treatment("cpu", checkpointing)
+    treatment = changes.pop("treatment", None) or Treatment("cpu", checkpointing)
     request = StageRequest(shape, local, BATCH, SEQUENCE, "bf16", treatment, **changes)
     return stage_recording(request, stage)
+
+
+LOCALS = (LocalShape(), LocalShape(tensor=2, expert=2), LocalShape(context=2))
+
+
+@pytest.mark.parametrize("local", LOCALS)
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full", "core_attention"])
+def test_tensors_of_no_device_leave_what_fake_ones_do(
+    checkpointing: str, local: LocalShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = msgspec.structs.replace(
+        SHAPE, experts=4, experts_per_token=2, expert_ffn_dim=40, moe_layers=(1, 3, 5, 7)
+    )
+    treatment = Treatment("cuda", checkpointing)
+    found = recorded(shape=shape, local=local, treatment=treatment)
+    monkeypatch.setattr(llama, "_without_data", lambda _: FakeTensorMode())
+    forget_recordings()
+    assert recorded(shape=shape, local=local, treatment=treatment) == found
+    forget_recordings()
 
 
 def bytes_of(recording: Recording, *, named: str = "") -> tuple[int, int]:

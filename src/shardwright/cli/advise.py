@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from pathlib import Path
@@ -13,9 +14,12 @@ from shardwright.cli.planning import EstimateProgress
 from shardwright.core.advice import Advice
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, NoPlanError, expected
+from shardwright.core.measurement import read_measurement
 from shardwright.core.outputs import PICTURE, check_output
 from shardwright.core.quantities import parse_bytes
 from shardwright.job.job import Job, named_files
+from shardwright.job.plan import read_plan
+from shardwright.launcher.folder import plan_file
 
 DAYS = re.compile(r"(\d+(?:\.\d+)?)\s*(d|days?|h|hours?|weeks?)")
 DAYS_OF = {"d": 1.0, "h": 1 / 24, "w": 7.0}
@@ -48,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--headroom", metavar="SIZE", help='memory to leave free on each device: "6 GiB"'
     )
     parser.add_argument(
-        "--measured", type=float, metavar="SECONDS", help="a step of the job as it is took so long"
+        "--measured",
+        action="append",
+        default=[],
+        metavar="SECONDS|RUN.json",
+        help="a step of the job as it is took so long, or those of a run; may be repeated",
     )
     shared.tokens_option(parser)
     parser.add_argument(
@@ -77,8 +85,6 @@ def execute(options: argparse.Namespace) -> int:
             raise InputError(expected("--picture", wanted, f"'{options.picture.name}'"))
         inputs = (options.job, *named_files(job, options.job))
         check_output(options.picture, PICTURE, inputs, "--picture")
-    if options.measured is not None and not options.measured > 0:
-        raise InputError(expected("--measured", "seconds above 0", f"{options.measured:g}"))
     if options.global_batch < 0:
         raise InputError(expected("--global-batch", "at least 1", str(options.global_batch)))
     shared.check_tokens(options)
@@ -93,7 +99,7 @@ def execute(options: argparse.Namespace) -> int:
         "fixed": dict(map(_fixed, options.fix)),
         "headroom": parse_bytes(options.headroom, "--headroom") if options.headroom else 0,
         "global_batch": options.global_batch,
-        "measured": options.measured or 0.0,
+        "measured": [_measured(text, job) for text in options.measured],
     }
     from shardwright.estimate.advise import advise, fewest_ranks
 
@@ -148,6 +154,28 @@ def _fixed(text: str) -> tuple[str, str]:
     if not given:
         raise InputError(expected("--fix", "AXIS=VALUE", f"'{text}'", "Such as tensor=8."))
     return axis.strip().replace("-", "_"), value.strip()
+
+
+def _measured(text: str, job: Job) -> tuple[Job, float]:
+    """Seconds of a step of the job as it is; or a run's, with the job of the plan beside it."""
+    path = Path(text)
+    if not path.is_file():
+        try:
+            seconds = float(text)
+        except ValueError:
+            wanted = "seconds, or the measured.json of a run"
+            raise InputError(expected("--measured", wanted, f"'{text}'")) from None
+        if not 0 < seconds < math.inf:
+            raise InputError(expected("--measured", "seconds above 0", text))
+        return job, seconds
+    found, plan = read_measurement(path), read_plan(plan_file(path.parent))
+    if found.plan_fingerprint != plan.fingerprint:
+        raise InputError(expected(text, "a run of the plan beside it", "one of another plan"))
+    if plan.job.model != job.model:
+        raise InputError(expected(text, f"a run of {job.model.name}", plan.job.model.name))
+    if not found.samples_per_second:
+        raise InputError(expected(text, "steps whose seconds were taken", "none", "Train longer."))
+    return plan.job, plan.job.batch.size * plan.world_size / found.samples_per_second
 
 
 def _deadline(options: argparse.Namespace) -> float | None:

@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 import torch
@@ -106,7 +108,7 @@ def _recorded(request: StageRequest, treated: tuple[int, ...]) -> Recording:
     # another, and keeps them as torch does.
     lets_go = local.megatron is not None and local.own_words
     kept = StageResults(pipelined=not (local.first or lets_go))
-    with FakeTensorMode():
+    with _without_data(request.treatment):
         model = Llama(request.shape, local, sequence=tokens, dtype=dtype)
         if local.first:
             x = torch.empty(batch, tokens, dtype=torch.int64)
@@ -138,6 +140,13 @@ def _recorded(request: StageRequest, treated: tuple[int, ...]) -> Recording:
             )
             found = record(subject)
     return msgspec.structs.replace(found, notes=tuple(treatment.notes))
+
+
+def _without_data(treatment: Treatment) -> AbstractContextManager[Any]:
+    """Tensors that have no data: of torch's meta device, which needs a third of the time of fake
+    ones, but where what is treated looks at the device that a tensor would be on."""
+    is_plain = treatment.device == "cuda" and not (treatment.compile or treatment.float8)
+    return torch.device("meta") if is_plain else FakeTensorMode()
 
 
 def _units(model: Llama) -> dict[str, Sequence[nn.Module]]:

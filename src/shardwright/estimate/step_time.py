@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from msgspec import UNSET, UnsetType
 
@@ -187,6 +188,11 @@ class Stage:
     once: float
     update: float
 
+    @cached_property
+    def seconds(self) -> tuple[float, float]:
+        """Of a forward and of a backward."""
+        return self.forward.seconds, self.backward.seconds
+
 
 def work_of_chunk(
     chunk: Chunk, sharding: Sharding, clock: RankClock, optimizer: Optimizer
@@ -282,10 +288,7 @@ def step_time(
 
 def busy_seconds(stages: Sequence[Sequence[Stage]], degrees: Degrees) -> list[float]:
     """What every rank of a pipeline computes in a step, without what it does once."""
-    return [
-        sum(s.forward.seconds + s.backward.seconds for s in each) * degrees.microbatches
-        for each in stages
-    ]
+    return [sum(sum(s.seconds) for s in each) * degrees.microbatches for each in stages]
 
 
 def time_of(
@@ -390,12 +393,11 @@ def makespan(stages: Sequence[Sequence[Stage]], degrees: Degrees, transfer: floa
                     if came is None:
                         break
                     needs = came + transfer
-                stage = stages[rank][each.chunk]
-                work = stage.forward if key == "forward" else stage.backward
+                seconds = stages[rank][each.chunk].seconds[key == "backward"]
                 # A split backward computes the gradients of inputs and those of weights apart, each
                 # about half.
                 share = 0.5 if each.kind in ("input_backward", "weight_backward") else 1.0
-                free[rank] = max(free[rank], needs) + work.seconds * share
+                free[rank] = max(free[rank], needs) + seconds * share
                 if each.kind != "weight_backward":
                     done[key, at, each.microbatch] = free[rank]
                 place[rank] += 1

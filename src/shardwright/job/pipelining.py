@@ -441,7 +441,7 @@ def highest(
     """Rank by rank and by kind and chunk of a pass: the states before it that no other exceeds."""
     ranks = order_in_runs(schedule, stages, microbatches, chunks)
     return [
-        {key: _maximal(states) for key, states in _states(runs, chunks).items()} for runs in ranks
+        {key: maximal(states) for key, states in _states(runs, chunks).items()} for runs in ranks
     ]
 
 
@@ -483,7 +483,8 @@ def _repeat(
             now[chunks + chunk] -= 1
 
 
-def _maximal(states: set[State]) -> set[State]:
+def maximal(states: set[State]) -> set[State]:
+    """Those that no other exceeds."""
     found: list[State] = []
     for one in sorted(states, key=sum, reverse=True):  # what exceeds a state has a larger sum
         if not any(all(a >= b for a, b in zip(other, one, strict=True)) for other in found):

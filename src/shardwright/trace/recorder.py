@@ -36,7 +36,12 @@ from shardwright.core.timeline import Kind
 from shardwright.trace.tables import RoutedRows
 from shardwright.trace.work import NO_OPERATORS, NOTHING, work_of
 from shardwright.tracker.log import DECLARED, GUESSED, Holding
-from shardwright.tracker.private import key_of, operator_name
+from shardwright.tracker.private import (
+    DEVICE,
+    answered_device,
+    key_of,
+    operator_name,
+)
 from shardwright.tracker.storages import BEFORE, Follower, given_tensors, is_constant
 from shardwright.tracker.tensors import map_tensors, tensors_in
 
@@ -62,6 +67,8 @@ class Recorder(Follower):
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
+        if function is DEVICE:
+            return answered_device(arguments[0])
         return self.follow(function, types, arguments, keywords)
 
     def __init__(self) -> None:
@@ -69,7 +76,9 @@ class Recorder(Follower):
         self.pieces: list[Piece] = []
         self.touches: list[Touch] = []
         self.work, self.shapes = NOTHING, NO_OPERATORS  # since the last mark
-        self.operators: set[str] = set()
+        # Of fake tensors torch asks for the device all the time, of others it knows it: a recording
+        # is to be the same.
+        self.operators = {operator_name(DEVICE)}
         self.module = ""
         self.running = 0  # modules whose forward is under way
         self.given = 0

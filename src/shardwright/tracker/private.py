@@ -29,12 +29,14 @@ from torch.utils._python_dispatch import (
 from shardwright.tracker.announce import thread_rank
 
 __all__ = [
+    "DEVICE",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "Wrapped",
     "accumulated_hooks",
     "after_backward",
+    "answered_device",
     "any_accumulated_hooks",
     "any_gradient_hooks",
     "counting_nodes",
@@ -64,6 +66,7 @@ __all__ = [
     "wrapping_groups",
 ]
 
+_META = torch.device("meta")
 _DTENSOR = "torch.distributed.tensor"  # without it there is nothing to be worked out
 
 
@@ -89,6 +92,18 @@ def written_by(function: Any, arguments: Sequence[Any], keywords: Mapping[str, A
         for index, argument in enumerate(schema.arguments if schema is not None else ())
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+
+
+# The question where a tensor is. Torch asks it of fake ones, through all modes, more often than it
+# does anything else.
+DEVICE = torch.ops.prim.device.default
+
+
+def answered_device(tensor: torch.Tensor) -> torch.device:
+    """Where a fake tensor says it is, and any other one is."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor.device
+    return _META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
 
 
 def operator_name(operator: OpOverload) -> str:

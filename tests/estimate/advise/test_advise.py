@@ -145,11 +145,13 @@ def test_headroom_stays_free() -> None:
     assert without.answer.time.seconds < with_it.answer.time.seconds
 
 
-def test_one_measured_step_scales_all() -> None:
+def test_measured_steps_scale_all() -> None:
     job, fixed = job_with(), {"pipeline": "1", "context": "1", "tensor": "1"}
     now = estimated(job).time
     assert now
-    found, scaled = advise(job, fixed=fixed), advise(job, fixed=fixed, measured=3 * now.seconds)
+    # Two runs whose scales are 2 and 4.5: what lies between them by their ratio.
+    runs = [(job, 2 * now.seconds), (job, 4.5 * now.seconds)]
+    found, scaled = advise(job, fixed=fixed), advise(job, fixed=fixed, measured=runs)
     for one, other in zip(found.rows, scaled.rows, strict=True):
         assert other.layout == one.layout
         assert other.time.seconds == pytest.approx(3 * one.time.seconds)

@@ -10,9 +10,10 @@ layer: layouts that cut layers alike differ in sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from dataclasses import replace
+from functools import cache, lru_cache
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -48,13 +49,15 @@ from shardwright.heap.machine import Sharding
 from shardwright.heap.rank_step import states
 from shardwright.job.job import Job, memory_of, parallel_of
 from shardwright.job.parallel import Degrees, experts_of
-from shardwright.job.pipelining import State, checked, highest, named, representative
+from shardwright.job.pipelining import State, checked, highest, maximal, named, representative
 from shardwright.planner.profiles import cluster_of
 from shardwright.planner.variation import changed
 from shardwright.trace.checkpointing import policy
 
 PAIRS = ((1, 2), (2, 4))  # sizes of microbatches that larger ones are drawn by
-FEW = 2  # layers that are recorded where all are alike
+# Before a backward: its chunk, of how many microbatches each chunk keeps something then, and which
+# have gradients of earlier ones.
+InFlight = tuple[int, State, State]
 
 
 class _Kept(NamedTuple):
@@ -62,6 +65,7 @@ class _Kept(NamedTuple):
     units as they compute and of gradients as they are summed; whose backward begins behind the
     head's."""
 
+    stage: ModelStage
     resident: int
     updated: int
     saved: int
@@ -83,10 +87,16 @@ class Pricing:
         self.experts = experts_of(parallel_of(self.job), self.job.model.traits)
         shape = space.shape
         self.tied = shape is not None and shape.tied_embeddings
+        self._clock: RankClock | None = None
+        self._shardings: dict[tuple[int, Degrees], Sharding] = {}
         self._models: dict[tuple[object, ...], Model] = {}
+        self._ranks: dict[tuple[object, ...], list[tuple[ModelStage, ...]]] = {}
         self._stages: dict[tuple[object, ...], Stage] = {}
         self._residents: dict[tuple[object, ...], tuple[int, int]] = {}
         self._sums: dict[tuple[object, ...], _Kept] = {}
+        self._in_flight: dict[
+            tuple[object, ...], list[tuple[tuple[ModelStage, ...], set[InFlight]]]
+        ] = {}
         self._recordings: dict[tuple[object, ...], Recording] = {}
         # Whether what was drawn is what was recorded, by sizes and what divides a layer: under
         # another policy the same pieces run again.
@@ -96,14 +106,20 @@ class Pricing:
 
     def sharding(self, layout: Layout) -> Sharding:
         """How a layout's data ranks share what they have."""
-        section = memory_of(self.space.job_of(layout)) if layout.zero else self.section
         degrees = self.space.degrees(layout)
-        on_gpu = self.device == "cuda"
-        return sharding(section, degrees, on_gpu, self.experts, self.optimizer.block)
+        key = layout.zero, degrees
+        if key not in self._shardings:
+            section = memory_of(self.space.job_of(layout)) if layout.zero else self.section
+            on_gpu, block = self.device == "cuda", self.optimizer.block
+            self._shardings[key] = sharding(section, degrees, on_gpu, self.experts, block)
+        return self._shardings[key]
 
     def clock(self, layout: Layout) -> RankClock:
         """Where a layout's ranks are, with the constants."""
-        return RankClock.of(self.space.degrees(layout), self.cluster)
+        degrees = self.space.degrees(layout)
+        if self._clock is None:
+            self._clock = RankClock.of(degrees, self.cluster)
+        return replace(self._clock, degrees=degrees)
 
     def stages(self, layout: Layout) -> list[list[Stage]]:
         """Of every rank of its pipeline, chunk by chunk."""
@@ -125,9 +141,17 @@ class Pricing:
         return found
 
     def ranks(self, layout: Layout) -> list[tuple[ModelStage, ...]]:
-        """Which stages of the model every rank of the pipeline has."""
-        layers = len(self.model(layout).layers)
-        return stages_of_ranks(layers, self.space.degrees(layout), ends_of(self.section))
+        """Which stages of the model every rank of the pipeline has, or others like them."""
+        model, key = self.model(layout), self._ranks_key(layout)
+        if key not in self._ranks:
+            ends = ends_of(self.section)
+            ranks = stages_of_ranks(len(model.layers), self.space.degrees(layout), ends)
+            self._ranks[key] = [tuple(map(model.like, its)) for its in ranks]
+        return self._ranks[key]
+
+    def _ranks_key(self, layout: Layout) -> tuple[object, ...]:
+        model = self.model(layout)
+        return len(model.layers), model.alike, layout.pipeline, layout.schedule, layout.chunks
 
     def least_seconds(self, layout: Layout) -> float:
         """What a step takes at least: a rank begins when a microbatch has come through the stages
@@ -190,22 +214,27 @@ class Pricing:
     def _recorded(self, layout: Layout) -> Model:
         # One data rank that runs one microbatch: what is shared among more is the machine's.
         alone = msgspec.structs.replace(layout, pipeline=1, schedule="", chunks=1, data_replicate=1)
-        one = {"data_replicate": 1, "pipeline": 1, "chunks": 1, "microbatches": 1}
+        one = dict.fromkeys(
+            ("data_replicate", "data_shard", "pipeline", "chunks", "microbatches"), 1
+        )
         degrees = msgspec.structs.replace(self.space.degrees(layout), **one)
         job = self._small(self.space.job_of(alone), layout.pipeline > 1)
         found = self._between(job, degrees, layout.micro_batch)
         made = found or self._recording(job, degrees, layout.micro_batch)
-        return self._divided(made, degrees, self._stream(layout), NEAR if found else 0.0)
+        clock = replace(self.clock(layout), degrees=degrees)
+        return self._divided(made, clock, self._stream(layout), NEAR if found else 0.0)
 
     def _small(self, job: Job, pipelined: bool) -> Job:
-        """The job with two layers where all are alike, of which the first is like none behind it.
-        Stages of a pipeline each have a head or an embedding of their own."""
+        """The job with one layer where all are alike, or two in a unit of the root's. Stages of a
+        pipeline each have a head or an embedding of their own."""
         shape = self.space.shape
         if shape is None:
             return job
-        keys: dict[str, Any] = {"tied_embeddings": shape.tied_embeddings and not pipelined}
-        if len(shape.moe_layers) in (0, shape.layers) and shape.layers > FEW:
-            keys |= {"layers": FEW, "moe_layers": tuple(range(FEW)) if shape.moe_layers else ()}
+        tied = shape.tied_embeddings and not pipelined
+        keys: dict[str, Any] = {"tied_embeddings": tied}
+        if len(shape.moe_layers) in (0, shape.layers):
+            few = min(1 + tied, shape.layers)
+            keys |= {"layers": few, "moe_layers": tuple(range(few)) if shape.moe_layers else ()}
         model = msgspec.structs.replace(job.model, shape=msgspec.structs.replace(shape, **keys))
         return msgspec.structs.replace(job, model=model)
 
@@ -247,12 +276,11 @@ class Pricing:
         tokens = self.job.batch.sequence // layout.context // parts
         return layout.micro_batch * tokens * shape.dim * element_bytes(self.dtype)
 
-    def _divided(self, recording: Recording, degrees: Degrees, stream: int, off: float) -> Model:
+    def _divided(self, recording: Recording, clock: RankClock, stream: int, off: float) -> Model:
         """A recording, whose bytes may be ``off`` by such a part, cut where its layers begin and
         end."""
         blocks = BlockNames(recording)
-        clock = RankClock.of(degrees, self.cluster)
-        cut = sharding(self.section, degrees, self.device == "cuda", self.experts)
+        cut = sharding(self.section, clock.degrees, self.device == "cuda", self.experts)
         parts: dict[object, tuple[list[Piece], list[Piece]]] = {}
         at: object = "begin"
         waiting: list[Piece] = []
@@ -298,21 +326,31 @@ class Pricing:
         layers = [every[k] for k in order]
         if self.space.shape is not None:
             layers += layers[-1:] * (self.space.shape.layers - len(layers))
-        return Model(found["begin"], layers, found.get("end", Share()), stream)
+        alike = all(each is layers[1] for each in layers[2:])
+        return Model(found["begin"], layers, found.get("end", Share()), stream, alike=alike)
 
     # ---- a bound of memory ---------------------------------------------------------------------
 
     def least_bytes(self, layout: Layout) -> int:
         """What the fullest rank has alive at least: what it keeps between steps, and what is saved
         where most microbatches are in flight and the backward of a layer begins."""
-        return max(self._of_rank(layout, r, its) for r, its in enumerate(self.ranks(layout)))
-
-    def _of_rank(self, layout: Layout, rank: int, of_rank: Sequence[ModelStage]) -> int:
         cut, model = self.sharding(layout), self.model(layout)
-        chunks = [self._kept(layout, cut, stage) for stage in of_rank]
+        return max(
+            self._of_rank(layout, cut, model, [self._kept(cut, model, each) for each in its], alive)
+            for its, alive in self._alive(layout)
+        )
+
+    def _of_rank(
+        self,
+        layout: Layout,
+        cut: Sharding,
+        model: Model,
+        chunks: Sequence[_Kept],
+        alive: Iterable[InFlight],
+    ) -> int:
         base = sum(chunk.resident for chunk in chunks)
         updated = sum(chunk.updated for chunk in chunks)
-        received = sum(0 if stage.first else model.stream for stage in of_rank)
+        received = sum(0 if chunk.stage.first else model.stream for chunk in chunks)
         # Megatron-LM allocates what it receives, and so has what is in flight alone.
         if self.section.runtime != "megatron":
             base += received * self.space.microbatches(layout)
@@ -322,37 +360,37 @@ class Pricing:
         waits, stays = cut.reduces == "end", shared and not cut.reshard_after_forward
         ends = max(chunk.summed for chunk in chunks) if waits else updated
         found = base + ends if shared else base
-        for chunk, alive, again in self._alive(layout)[rank]:
-            own, stage = chunks[chunk], of_rank[chunk]
-            held = sum(n * each.saved for n, each in zip(alive, chunks, strict=True))
+        for chunk, kept, again in alive:
+            own = chunks[chunk]
+            held = sum(n * each.saved for n, each in zip(kept, chunks, strict=True))
             # Parameters stay whole, and gradients with them, until a chunk's last backward.
             whole, begun = 0, own.begun.whole if shared and not stays else 0
             before = updated if shared and any(again) and layout.pipeline == 1 else 0
             if stays:
-                whole = sum(each.whole for each in compress(chunks, alive))
+                whole = sum(each.whole for each in compress(chunks, kept))
             if waits and shared:
-                both = [n and g for n, g in zip(alive, again, strict=True)]
+                both = [n and g for n, g in zip(kept, again, strict=True)]
                 before = sum(each.summed for each in compress(chunks, both))
             # A backward begins behind the layers and gets to the last of them with all that is
             # saved before it; a forward ends there, too, with what microbatches left.
-            behind = model.end.saved if stage.last else 0
+            behind = model.end.saved if own.stage.last else 0
             most = [held, held - behind + own.begun.rise + begun]
-            if stage.last:
+            if own.stage.last:
                 most.append(held + model.end.rise)
-                before_end = own.saved * alive[chunk] - behind + model.end.forward_rise
+                before_end = own.saved * kept[chunk] - behind + model.end.forward_rise
                 found = max(found, base + (own.whole if stays else 0) + before_end)
             found = max(found, base + before + whole + max(most))
         return found
 
-    def _kept(self, layout: Layout, cut: Sharding, stage: ModelStage) -> _Kept:
+    def _kept(self, cut: Sharding, model: Model, stage: ModelStage) -> _Kept:
         """Sums of what a stage keeps."""
-        model = self.model(layout)
         key = (id(model), stage, cut.shards, cut.expert_shards, cut.replicas, cut.zero)
         if key not in self._sums:
             its = model.shares(stage)
             residents = [self._resident(cut, share) for share, _ in its]
             times = [n for _, n in its]
             self._sums[key] = _Kept(
+                stage,
                 sum(n * each[0] for n, each in zip(times, residents, strict=True)),
                 sum(n * each[1] for n, each in zip(times, residents, strict=True)),
                 sum(n * share.saved for share, n in its),
@@ -362,11 +400,33 @@ class Pricing:
             )
         return self._sums[key]
 
-    def _alive(self, layout: Layout) -> list[list[tuple[int, State, State]]]:
+    def _alive(self, layout: Layout) -> list[tuple[tuple[ModelStage, ...], set[InFlight]]]:
+        """What is in flight on ranks that have like stages."""
+        ranks = self.ranks(layout)
         times = self.space.microbatches(layout)
         if layout.pipeline == 1:
-            return [[(0, (1,), (int(times > 1),))]]
-        return _alive(layout.schedule, layout.pipeline, times, layout.chunks)
+            return [(ranks[0], {(0, (1,), (int(times > 1),))})]
+        few = _few(layout.schedule, layout.pipeline, times, layout.chunks)
+        key = (*self._ranks_key(layout), few)
+        if key not in self._in_flight:
+            found: dict[tuple[ModelStage, ...], set[InFlight]] = {}
+            alive = _alive(layout.schedule, layout.pipeline, few, layout.chunks)
+            for its, states in zip(ranks, alive, strict=True):
+                found.setdefault(its, set()).update(states)
+            # Where as much is there or more a rank is as full or fuller.
+            self._in_flight[key] = [
+                (
+                    its,
+                    {
+                        (c, kept[:count], kept[count:])
+                        for c in range(count)
+                        for kept in maximal({(*n, *g) for at, n, g in states if at == c})
+                    },
+                )
+                for its, states in found.items()
+                for count in (len(its),)
+            ]
+        return self._in_flight[key]
 
     def _resident(self, cut: Sharding, share: Share) -> tuple[int, int]:
         """Bytes that a rank keeps of a share's units, and those of what it updates."""
@@ -384,14 +444,13 @@ class Pricing:
         return self._residents[key]
 
 
-@lru_cache(maxsize=4096)
-def _alive(
-    schedule: str, pipeline: int, microbatches: int, chunks: int
-) -> list[list[tuple[int, State, State]]]:
-    """Rank by rank, before backwards that meet most: the chunk, of how many microbatches each chunk
-    keeps something then, and which have gradients of earlier ones."""
-    few = representative(schedule, pipeline, microbatches, chunks)
-    count = checked(schedule, pipeline, few, chunks)
+_few = lru_cache(maxsize=None)(representative)
+
+
+@cache
+def _alive(schedule: str, pipeline: int, microbatches: int, chunks: int) -> list[list[InFlight]]:
+    """Rank by rank, before backwards that meet most."""
+    count = checked(schedule, pipeline, microbatches, chunks)
     return [
         [
             (chunk, state[:count], state[2 * count :])
@@ -399,5 +458,5 @@ def _alive(
             if kind in ("backward", "input_backward")
             for state in states
         ]
-        for of_rank in highest(schedule, pipeline, few, count)
+        for of_rank in highest(schedule, pipeline, microbatches, count)
     ]

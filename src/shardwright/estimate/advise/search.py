@@ -10,8 +10,9 @@ memory or by its exact figure, until enough fit.
 from __future__ import annotations
 
 import heapq
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,14 +48,14 @@ MOST_DOUBLED = 2**14  # ranks up to which fewer are looked for
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What is asked for beside a job: an engine's layouts, values of axes, bytes of every device
-    that stay free, samples of all ranks in a step (the job's, where 0), and how many seconds a step
-    of the job as it is was measured to take, by which all are scaled."""
+    that stay free, samples of all ranks in a step (the job's, where 0), and jobs of its model with
+    the seconds that a step of each was measured to take, by which all are scaled."""
 
     engine: str = ""
     fixed: Mapping[str, str] = field(default_factory=dict)
     headroom: int = 0
     global_batch: int = 0
-    measured: float = 0.0
+    measured: Sequence[tuple[Job, float]] = ()
 
 
 Hear = Callable[[str], None]
@@ -226,14 +227,15 @@ class _Search:
                 self.progress(f"{len(self.least):,} of {len(layouts):,} layouts priced")
 
     def _scale(self) -> None:
-        if not self.wanted.measured:
-            return
-        now = footprint(self.job, ways=False).time
-        if not now:
-            raise InputError(
-                expected("--measured", "a job whose step has predicted seconds", "none of this one")
-            )
-        self.scale = self.wanted.measured / now.seconds
+        ratios = []
+        for job, seconds in self.wanted.measured:
+            now = footprint(job, ways=False).time
+            if not now:
+                wanted = "a job whose step has predicted seconds"
+                raise InputError(expected("--measured", wanted, "none of this one"))
+            ratios.append(seconds / now.seconds)
+        if ratios:
+            self.scale = statistics.geometric_mean(ratios)
 
     def in_order(self) -> Iterator[Advised]:
         """Every layout with its memory, fastest first."""

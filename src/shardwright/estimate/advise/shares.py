@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
@@ -40,7 +40,8 @@ class Share:
 
 class Model(NamedTuple):
     """The shares of a model: before its layers, a layer of each number, behind them; layers that a
-    policy picks, ``every`` so many of a stage, are those of ``picked``."""
+    policy picks, ``every`` so many of a stage, are those of ``picked``. With ``alike`` all layers
+    but the first are one."""
 
     begin: Share
     layers: list[Share]
@@ -48,6 +49,14 @@ class Model(NamedTuple):
     stream: int  # bytes that a stage sends on
     every: int = 1
     picked: list[Share] = []  # noqa: RUF012
+    alike: bool = False
+
+    def like(self, stage: ModelStage) -> ModelStage:
+        """The first stage that has the same layers: of many ranks few are different."""
+        begin, end = stage.layers
+        if not self.alike or begin < 2:
+            return stage
+        return replace(stage, layers=(1, 1 + end - begin))
 
     def shares(self, stage: ModelStage) -> list[tuple[Share, int]]:
         """What a stage has of it, in order, and how often."""

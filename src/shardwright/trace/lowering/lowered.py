@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwright.trace.lowering import functions
 from shardwright.trace.lowering.kernels import Kernels, kernels
 from shardwright.trace.lowering.operators import workspace
-from shardwright.tracker.private import operator_name, without_modes
+from shardwright.tracker.private import DEVICE, operator_name, without_modes
 
 _ORIGINALS = {
     function.__name__: function
@@ -170,6 +170,8 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
+        if function is DEVICE:
+            return function(*arguments)
         nbytes = workspace(function, arguments) if self.inner else 0
         # The buffer is there while the operator runs and its results are made, and goes with it: so
         # what records sees both at once, as on the device.
