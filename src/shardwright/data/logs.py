@@ -99,7 +99,7 @@ class CriteoLog(FileLog):
             _check_header(self.path, file.first_number, [n.encode() for n in file.names])
             file.check_rows()
             self.spelling = "csv" if self._separator == b"," else f"csv {file.separator.decode()}"
-        elif tuple(name.decode() for name in fields) == FIELD_NAMES:
+        elif fields == [name.encode() for name in FIELD_NAMES]:
             file.read_header()
         elif not any(map(NUMBER.fullmatch, fields)):
             found = f"a header that names {listed([shown(name) for name in fields], 3)}"
