@@ -100,8 +100,8 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_did(call: Any, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("case", tasks.CASES)
 def test_a_checkpoint_of_an_earlier_version_goes_on_as_it_did(case: str) -> None:
-    """Units cut in every way, with AdamW's states; tables with row-wise Adagrad and Adam: the losses
-    that the earlier version had, but for last bits, which another processor rounds otherwise."""
+    """Units cut in every way, with AdamW's states; tables with row-wise Adagrad and Adam: losses are
+    those of the earlier version, but for last bits, which another processor rounds otherwise."""
     plan = sw.read_plan(EARLIER / "routed.plan.json")
     then = json.loads((EARLIER / "losses.json").read_text())[case]
     folder = str(EARLIER / "saved" / case)
