@@ -100,15 +100,14 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_did(call: Any, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("case", tasks.CASES)
 def test_a_checkpoint_of_an_earlier_version_goes_on_as_it_did(case: str) -> None:
-    """Units cut in every way, with AdamW's states; tables with row-wise Adagrad and Adam: losses are
-    those of the earlier version, but for last bits, which another processor rounds otherwise."""
+    """Units cut in every way, with AdamW's states; tables with row-wise Adagrad and Adam: losses
+    are those of the earlier version but for last bits, which another processor rounds otherwise."""
     plan = sw.read_plan(EARLIER / "routed.plan.json")
     then = json.loads((EARLIER / "losses.json").read_text())[case]
     folder = str(EARLIER / "saved" / case)
     found = Threads().run(2, tasks.resumed, case=case, folder=folder, plan=plan)
-    assert [*map(_numbers, found)] == [
-        pytest.approx(rank, rel=1e-6) for rank in map(_numbers, then)
-    ]
+    expected = [pytest.approx(rank, rel=1e-6) for rank in map(_numbers, then)]
+    assert [*map(_numbers, found)] == expected
 
 
 def _numbers(losses: list[str]) -> list[float]:

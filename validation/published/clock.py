@@ -179,14 +179,7 @@ def path(order: Sequence[Any], ranks: Sequence[Sequence[int]], seconds: Array) -
         return counts
     spans = [Along(each, row) for each, row in zip(seconds, np.eye(len(seconds)), strict=True)]
     stages = [
-        [
-            SimpleNamespace(
-                forward=SimpleNamespace(seconds=spans[2 * s]),
-                backward=SimpleNamespace(seconds=spans[2 * s + 1]),
-            )
-            for s in rank
-        ]
-        for rank in ranks
+        [SimpleNamespace(seconds=(spans[2 * s], spans[2 * s + 1])) for s in rank] for rank in ranks
     ]
     degrees = Degrees(1, 1, 1, False, pipeline, 1, 1, schedule, microbatches, chunks)
     ends: Any = makespan(stages, degrees, spans[-1])  # type: ignore[arg-type]
