@@ -72,6 +72,7 @@ MOVED = {  # commands of earlier versions, and what in the repository does it no
 
 EPILOG = """\
 examples:
+  shardwright memory llama3-8b --on 8xH100 --seq 8192
   shardwright init python -o my_model.toml
   shardwright plan examples/demo.toml -o plan.json
   shardwright explain plan.json --tensor C3

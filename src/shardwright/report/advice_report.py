@@ -62,7 +62,7 @@ def _headline(advice: Advice) -> str:
     samples = f"{advice.global_batch:,} x {advice.sequence:,} tokens a step"
     engine = advice.engine or advice.runtime
     return (
-        f"Layouts of {printable(advice.model)} on {advice.world_size:,} x "
+        f"Layouts of {printable(advice.model)} on {advice.world_size:,} ranks of "
         f"{printable(advice.device)} for {engine}, {advice.dtype}: {samples}"
     )
 
