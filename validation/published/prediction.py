@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from typing import Any
 
 import msgspec
 
-Verdict = Literal["fits", "perhaps", "does not fit", "unknown"]
+from shardwright.core.footprint import Verdict, verdict_of
 
 UNCERTAINTY = 0.25
 """Share of a prediction by which it may be off and still be called a fit: the error that nine rows
@@ -40,12 +41,8 @@ class Prediction(msgspec.Struct, frozen=True):
     @property
     def verdict(self) -> Verdict:
         """Whether the row fits its device by the prediction, with room for its uncertainty."""
-        if self.capacity is None:
-            return "unknown"
-        if self.predicted > self.capacity:
-            return "does not fit"
-        fits = self.predicted * (1 + UNCERTAINTY) <= self.capacity
-        return "fits" if fits else "perhaps"
+        most = math.ceil(self.predicted * (1 + UNCERTAINTY))
+        return verdict_of(self.predicted, most, self.capacity)
 
 
 class Row(msgspec.Struct, frozen=True):

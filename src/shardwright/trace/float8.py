@@ -6,6 +6,9 @@ operators of torch, so that a compiled trace fuses them as Inductor does and an 
 their fp32 values as torchao does.
 """
 
+# Which factors are cast where: pytorch/ao float8/float8_linear.py, matmul_with_hp_or_float8_args;
+# what is gathered: fsdp_utils.py, with enable_fsdp_float8_all_gather; the rest is as without fp8.
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -129,37 +132,3 @@ def _cast(tensor: Tensor, dtype: torch.dtype, axis: int | None) -> tuple[Tensor,
     # Clamped, for a tensor of zeros would have an infinite scale.
     scale = limit / largest.float().clamp(min=_SMALLEST)
     return (tensor.float() * scale).clamp(-limit, limit).to(dtype), scale.reciprocal()
-
-
-RULES: tuple[tuple[str, str, str, str], ...] = (
-    (
-        "kept for backward",
-        "input and weight in their own dtype, as without fp8",
-        "pytorch/ao float8/float8_linear.py matmul_with_hp_or_float8_args",
-        "modelled",
-    ),
-    (
-        "taken inside",
-        "one fp8 copy of each factor; eager: fp32 values of the casts as well",
-        "the same",
-        "modelled",
-    ),
-    (
-        "gathered weight",
-        "own dtype, or 1 B an element with enable_fsdp_float8_all_gather",
-        "pytorch/ao float8/fsdp_utils.py",
-        "modelled",
-    ),
-    (
-        "states, gradients, shards",
-        "as without fp8",
-        "pytorch/ao float8/README.md",
-        "exact",
-    ),
-)
-
-
-def table() -> str:
-    """The rules as a Markdown table."""
-    lines = [("what", "bytes", "source", "certainty"), ("---",) * 4, *RULES]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
