@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwright.core.errors import InputError
 from shardwright.trace.checkpointing import apply_checkpointing
 from shardwright.trace.compiled import apply_compile
-from shardwright.trace.float8 import apply_float8, gathered_bytes
+from shardwright.trace.float8 import apply_float8
 from shardwright.trace.lowering import lowering
 from shardwright.trace.lowering.kernels import Kernels
 from shardwright.trace.lowering.lowered import Lowering
@@ -78,11 +78,6 @@ def test_the_head_and_odd_sizes_stay_as_they_are() -> None:
     with apply_float8(model) as converted:
         assert converted.names == ("wide", "inner.deep")
     assert not any("forward" in vars(layer) for layer in model.modules())
-
-
-def test_only_a_gather_in_fp8_halves_what_is_gathered() -> None:
-    assert gathered_bytes(4096, 2, all_gather=False) == 8192
-    assert gathered_bytes(4096, 2, all_gather=True) == 4096
 
 
 def test_an_unknown_recipe_is_refused() -> None:

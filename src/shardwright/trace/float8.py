@@ -1,30 +1,29 @@
-"""Linear layers in fp8 as torchao trains them: what they keep, and what FSDP gathers for them.
+"""Linear layers in fp8 as torchao trains them: what they keep and what they take.
 
 Input and weight are kept for backward in their own dtype and cast again there, so activations do
-not shrink; what shrinks is the gathered weight, if it is gathered in fp8. Casts are written in
+not shrink; nor do gathered weights, which FSDP gathers in their own dtype. Casts are written in
 operators of torch, so that a compiled trace fuses them as Inductor does and an eager one takes
 their fp32 values as torchao does.
 """
 
 # Which factors are cast where: pytorch/ao float8/float8_linear.py, matmul_with_hp_or_float8_args;
-# what is gathered: fsdp_utils.py, with enable_fsdp_float8_all_gather; the rest is as without fp8.
+# weights are gathered as without enable_fsdp_float8_all_gather.
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.core.errors import InputError, expected
+from shardwright.job.memory import Float8
 
-Recipe = Literal["tensorwise", "rowwise"]
-RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise")
+RECIPES: tuple[Float8, ...] = get_args(Float8)
 
 MULTIPLE = 16  # of both sizes of a weight, or it stays as it is; torch._scaled_mm
-GATHERED_BYTES = 1  # an element of a weight that FSDP gathers in fp8; pytorch/ao fsdp_utils.py
 SKIPPED = ("output", "lm_head")  # TorchTitan and Hugging Face leave the head alone
 _FORWARD, _BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2  # pytorch/ao float8/config.py
 _SMALLEST = 1e-12  # EPS, pytorch/ao float8/float8_utils.py
@@ -65,12 +64,6 @@ def apply_float8(
         layer.forward = partial(_linear, layer, recipe == "rowwise")  # type: ignore[method-assign]
         converted.layers.append(layer)
     return converted
-
-
-def gathered_bytes(elements: int, size: int, all_gather: bool) -> int:
-    """Bytes of a converted weight of ``elements`` on a rank that gathered it: of ``size`` bytes
-    each, or of one with torchao's ``enable_fsdp_float8_all_gather`` (tensorwise only)."""
-    return elements * (GATHERED_BYTES if all_gather else size)
 
 
 def _convertible(model: nn.Module, skip: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
