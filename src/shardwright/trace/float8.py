@@ -24,7 +24,7 @@ from shardwright.job.memory import Float8
 RECIPES: tuple[Float8, ...] = get_args(Float8)
 
 MULTIPLE = 16  # of both sizes of a weight, or it stays as it is; torch._scaled_mm
-SKIPPED = ("output", "lm_head")  # TorchTitan and Hugging Face leave the head alone
+SKIPPED = {"output", "lm_head"}  # TorchTitan and Hugging Face leave the head alone
 _FORWARD, _BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2  # pytorch/ao float8/config.py
 _SMALLEST = 1e-12  # EPS, pytorch/ao float8/float8_utils.py
 
@@ -49,16 +49,14 @@ class Converted:
         self.remove()
 
 
-def apply_float8(
-    model: nn.Module, recipe: str = "tensorwise", skip: Sequence[str] = SKIPPED
-) -> Converted:
+def apply_float8(model: nn.Module, recipe: str = "tensorwise") -> Converted:
     """Run the linear layers of ``model`` in fp8, in place, but those whose sizes do not allow it
-    and those with a name in ``skip``. Call it before compiling or checkpointing blocks."""
+    and a head. Call it before compiling or checkpointing blocks."""
     if recipe not in RECIPES:
         raise InputError(
             expected("memory.float8", " or ".join(RECIPES), f"'{recipe}'", "Choose one of them.")
         )
-    found = dict(_convertible(model, skip))
+    found = dict(_convertible(model))
     converted = Converted(tuple(found))
     for layer in found.values():
         layer.forward = partial(_linear, layer, recipe == "rowwise")  # type: ignore[method-assign]
@@ -66,9 +64,9 @@ def apply_float8(
     return converted
 
 
-def _convertible(model: nn.Module, skip: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
+def _convertible(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or set(name.split(".")) & set(skip):
+        if not isinstance(module, nn.Linear) or set(name.split(".")) & SKIPPED:
             continue
         if module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0:
             yield name, module
