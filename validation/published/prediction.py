@@ -17,8 +17,8 @@ of ten are to stay under."""
 class Prediction(msgspec.Struct, frozen=True):
     """Bytes that a framework's counter would show, what they are made of by name, and what was
     taken for granted. ``platform`` is the device as the row names it, ``capacity`` its memory
-    (None = unknown), ``steady`` what is alive between two steps (None = not predicted), and
-    ``configuration`` what rows that measured the same run have in common (empty = alone)."""
+    (None = unknown), and ``configuration`` what rows that measured the same run have in common
+    (empty = alone)."""
 
     family: str
     platform: str
@@ -28,8 +28,6 @@ class Prediction(msgspec.Struct, frozen=True):
     assumptions: tuple[str, ...] = ()
     capacity: int | None = None
     phase: str = ""
-    steady: int | None = None
-    measured_steady: int | None = None
     parameters: int | None = None
     configuration: str = ""
 
@@ -66,8 +64,6 @@ class Row(msgspec.Struct, frozen=True):
             "verdict": told.verdict,
             "capacity_bytes": told.capacity,
             "phase": told.phase,
-            "predicted_steady_bytes": told.steady,
-            "measured_steady_bytes": told.measured_steady,
             "parameters": told.parameters,
             "parts": told.parts,
             "assumptions": list(told.assumptions),
