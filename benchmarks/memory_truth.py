@@ -29,8 +29,7 @@ from shardwright.job.job import Job, degrees_of, memory_of
 from shardwright.models.llama import Llama
 from shardwright.trace.checkpointing import apply_checkpointing
 from shardwright.tracker.memory import MemoryTracker
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from shardwright.tracker.tensors import DTYPES
 
 
 class Head(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from memory_truth import DTYPES, Training, fake_group, fsdp_mem_tracker, mesh_of, our_tracker
+from memory_truth import Training, fake_group, fsdp_mem_tracker, mesh_of, our_tracker
 from tiny_configs import FAMILIES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
@@ -29,6 +29,7 @@ from shardwright.runtime.units.cutting import MixedPrecision
 from shardwright.trace.checkpointing import apply_checkpointing
 from shardwright.tracker.memory import MemoryTracker
 from shardwright.tracker.private import fsdp2_holds_all_reduced
+from shardwright.tracker.tensors import DTYPES
 
 MODEL = {
     "kind": "llama",

@@ -11,6 +11,7 @@ import pytest
 from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.llama import LlamaShape, T5Shape
 from shardwright.job.asked import SHORT, document_of, in_one_line, public_model, public_models
+from shardwright.job.engines import huggingface
 from shardwright.job.hf_config import FAMILIES, T5_FAMILIES, read_hf_config
 from shardwright.job.job import asked, memory_of, read_job
 
@@ -161,3 +162,9 @@ def test_the_documentation_lists_every_name() -> None:
     part = text.partition("Names, whose")[2].partition("A `config.json` of any other")[0]
     listed = re.findall(r"`([a-z0-9.-]+)`", part)
     assert [name for name in listed if name != "transformers"] == list(MODELS)
+
+
+def test_an_imported_gpt2_has_no_more_tokens_than_positions() -> None:
+    config = public_models()["gpt2"].config | {"n_positions": 512}
+    config.pop("max_position_embeddings", None)
+    assert huggingface.job_of(config, "config.json", None).document["batch"]["sequence"] == 512

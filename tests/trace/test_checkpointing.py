@@ -15,7 +15,7 @@ from torch.nn import functional
 from shardwright.core.errors import InputError
 from shardwright.core.llama import LocalShape
 from shardwright.trace import checkpointing
-from shardwright.trace.checkpointing import NAMES, apply_checkpointing, policy, table
+from shardwright.trace.checkpointing import NAMES, apply_checkpointing, policy
 from shardwright.trace.lowering import lowering
 
 MIB = 2**20
@@ -161,9 +161,3 @@ def test_an_unknown_policy_is_refused_by_its_name(name: str) -> None:
 def test_an_operator_that_torch_does_not_have_is_refused() -> None:
     with pytest.raises(InputError, match=r"got 'aten\.mmm' in 'save:aten\.mm,aten\.mmm'"):
         policy("save:aten.mm,aten.mmm")
-
-
-def test_the_table_shows_every_policy() -> None:
-    text = table()
-    for name in ("none", "full", "selective", "core_attention", "layers:N", "save:"):
-        assert f"| {name}" in text

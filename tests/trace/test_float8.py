@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwright.core.errors import InputError
 from shardwright.trace.checkpointing import apply_checkpointing
 from shardwright.trace.compiled import apply_compile
-from shardwright.trace.float8 import apply_float8, gathered_bytes, table
+from shardwright.trace.float8 import apply_float8
 from shardwright.trace.lowering import lowering
 from shardwright.trace.lowering.kernels import Kernels
 from shardwright.trace.lowering.lowered import Lowering
@@ -80,20 +80,11 @@ def test_the_head_and_odd_sizes_stay_as_they_are() -> None:
     assert not any("forward" in vars(layer) for layer in model.modules())
 
 
-def test_only_a_gather_in_fp8_halves_what_is_gathered() -> None:
-    assert gathered_bytes(4096, 2, all_gather=False) == 8192
-    assert gathered_bytes(4096, 2, all_gather=True) == 4096
-
-
 def test_an_unknown_recipe_is_refused() -> None:
     with pytest.raises(
         InputError, match=r"memory\.float8: expected tensorwise or rowwise, got 'blockwise'"
     ):
         apply_float8(nn.Linear(16, 16), "blockwise")
-
-
-def test_the_table_says_where_each_rule_is_from() -> None:
-    assert table().count("pytorch/ao") == 3
 
 
 def inductor_without_kernels() -> Callable[..., Any]:

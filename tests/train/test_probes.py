@@ -37,7 +37,6 @@ TRUTH = {
     "reduce_latency": 4e-3,
     "step_latency": 5e-4,
 }
-START = {"elementwise_rate": MACHINE.constants["memory_rate"].value, "slowest_share": 0.05}
 
 
 def _with(values: dict[str, float]) -> Calibration:

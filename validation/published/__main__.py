@@ -16,7 +16,7 @@ from typing import Any
 
 from published.comparison import compare
 from published.sheet import INTRODUCTION, SECTIONS, page
-from shardwright.core.document import write_atomically
+from shardwright.core.document import parse_json, read_bytes, write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, expected
 from shardwright.core.outputs import FileKind, check_output
 
@@ -57,14 +57,7 @@ def _joined(paths: Sequence[Path]) -> Any:
 
 
 def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(
-            expected(str(path), "a file that can be read", error.strerror or "an error")
-        ) from None
-    except (UnicodeDecodeError, ValueError) as error:
-        raise InputError(expected(str(path), "JSON", str(error))) from None
+    return parse_json(read_bytes(path, "JSON"), str(path), "JSON")
 
 
 def _write(result: dict[str, Any], folder: Path, read: Sequence[Path]) -> dict[str, Any]:

@@ -5,13 +5,21 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from published.frameworks import FRAMEWORKS, predictor
-from published.prediction import LeftOut, Row
+from published.megatron_rows import predict_megatron
+from published.prediction import LeftOut, Prediction, Row
+from published.reported_rows import predict_reported
+from published.torchtitan_rows import predict_torchtitan
 from shardwright.core.errors import InputError, ShardwrightError, expected
 
+# Lists of a file of published rows, and what predicts their rows.
+FRAMEWORKS: dict[str, Callable[[Mapping[str, Any]], Prediction]] = {
+    "torchtitan": predict_torchtitan,
+    "megatron": predict_megatron,
+    "reported": predict_reported,
+}
 CAVEATS = (
     "megatron: values are those of the last rank, which holds the last pipeline stage and is "
     "usually not the one with the highest peak",
@@ -91,7 +99,7 @@ def _predict(frameworks: Mapping[str, Sequence[Any]]) -> tuple[list[Row], list[L
     rows: list[Row] = []
     left_out: list[LeftOut] = []
     for framework, items in frameworks.items():
-        predict = predictor(framework)
+        predict = FRAMEWORKS[framework]
         for index, item in enumerate(items):
             source = f"{framework}[{index}]"
             if isinstance(item, Mapping):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from typing import Any
 
 import msgspec
 
-Verdict = Literal["fits", "perhaps", "does not fit", "unknown"]
+from shardwright.core.footprint import Verdict, verdict_of
 
 UNCERTAINTY = 0.25
 """Share of a prediction by which it may be off and still be called a fit: the error that nine rows
@@ -16,8 +17,8 @@ of ten are to stay under."""
 class Prediction(msgspec.Struct, frozen=True):
     """Bytes that a framework's counter would show, what they are made of by name, and what was
     taken for granted. ``platform`` is the device as the row names it, ``capacity`` its memory
-    (None = unknown), ``steady`` what is alive between two steps (None = not predicted), and
-    ``configuration`` what rows that measured the same run have in common (empty = alone)."""
+    (None = unknown), and ``configuration`` what rows that measured the same run have in common
+    (empty = alone)."""
 
     family: str
     platform: str
@@ -27,8 +28,6 @@ class Prediction(msgspec.Struct, frozen=True):
     assumptions: tuple[str, ...] = ()
     capacity: int | None = None
     phase: str = ""
-    steady: int | None = None
-    measured_steady: int | None = None
     parameters: int | None = None
     configuration: str = ""
 
@@ -40,12 +39,8 @@ class Prediction(msgspec.Struct, frozen=True):
     @property
     def verdict(self) -> Verdict:
         """Whether the row fits its device by the prediction, with room for its uncertainty."""
-        if self.capacity is None:
-            return "unknown"
-        if self.predicted > self.capacity:
-            return "does not fit"
-        fits = self.predicted * (1 + UNCERTAINTY) <= self.capacity
-        return "fits" if fits else "perhaps"
+        most = math.ceil(self.predicted * (1 + UNCERTAINTY))
+        return verdict_of(self.predicted, most, self.capacity)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -69,8 +64,6 @@ class Row(msgspec.Struct, frozen=True):
             "verdict": told.verdict,
             "capacity_bytes": told.capacity,
             "phase": told.phase,
-            "predicted_steady_bytes": told.steady,
-            "measured_steady_bytes": told.measured_steady,
             "parameters": told.parameters,
             "parts": told.parts,
             "assumptions": list(told.assumptions),

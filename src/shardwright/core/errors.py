@@ -171,11 +171,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"Did you mean '{near}'?" if near else ""
 
 
-def not_one_of(where: str, name: str, known: Iterable[str], remedy: str = "") -> str:
+def not_one_of(where: str, name: str, known: Iterable[str]) -> str:
     """What is said of a ``name`` where only ``known`` ones may stand."""
     names = list(known)
-    said = " ".join(filter(None, (did_you_mean(name, names), remedy)))
-    return expected(where, f"one of {', '.join(names)}", f"'{name}'", said)
+    wanted = f"one of {', '.join(names)}"
+    return expected(where, wanted, f"'{name}'", did_you_mean(name, names))
 
 
 def there_are(name: str, known: Iterable[str]) -> str:

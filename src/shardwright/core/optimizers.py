@@ -477,7 +477,6 @@ def optimizer_named(
     *,
     offload: bool = False,
     among: Sequence[str] = DENSE,
-    where: str = "train.optimizer",
 ) -> Optimizer:
     """The optimizer of a name as a job writes it.
 
@@ -485,7 +484,7 @@ def optimizer_named(
     implementation that it does not have.
     """
     if name not in among:
-        raise InputError(not_one_of(where, name, among))
+        raise InputError(not_one_of("train.optimizer", name, among))
     row = OPTIMIZERS[name]
     if implementation and implementation not in row.steps:
         wanted = f"one that {name} has: {', '.join(row.steps)}"

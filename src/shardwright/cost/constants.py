@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardwright.core.cluster import (
+    CAPACITIES,
     Calibration,
     Cluster,
     Constant,
@@ -20,7 +21,6 @@ from shardwright.job.cluster import ClusterSection, with_calibration
 from shardwright.job.planner import Profile
 
 ACCELERATED, PLAIN = "h100-8", "local"  # presets of a job that names none
-CAPACITIES = ("hbm_cap", "ddr_cap", "ssd_cap")
 RATES = (  # of a job's [cluster]: each replaces the constant of that name, where a profile has it
     "hbm_mem_bw",
     "ddr_mem_bw",

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from shardwright.core.advice import Advice
-from shardwright.core.errors import InputError, expected, likeliest
+from shardwright.core.errors import InputError, did_you_mean, expected
 from shardwright.core.footprint import Fit, Footprint
 from shardwright.estimate.footprint import footprint
 from shardwright.job.asked import SHORT
@@ -73,8 +73,7 @@ def job_for(model: Asked, on: str, keys: Mapping[str, Any]) -> Job:
 def _key(name: str) -> str:
     if name in SHORT or "." in name:
         return SHORT.get(name, name)
-    near = likeliest(name, SHORT)
-    guess = f"Did you mean '{near}'?" if near else "Keys of a job have a dot: 'memory.loss'."
+    guess = did_you_mean(name, SHORT) or "Keys of a job have a dot: 'memory.loss'."
     raise InputError(expected(name, f"one of {', '.join(SHORT)}", "another name", guess))
 
 

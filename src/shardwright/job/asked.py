@@ -19,8 +19,9 @@ from typing import Any
 
 import msgspec
 
-from shardwright.core.document import convert, parse_toml, read_bytes
-from shardwright.core.errors import InputError, expected, likeliest
+from shardwright.core.document import convert, parse_json, parse_toml, read_bytes
+from shardwright.core.errors import InputError, did_you_mean, expected
+from shardwright.core.tensor import TORCH_NAMES
 
 LIST = "public_models.toml"
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -83,8 +84,8 @@ def _plain(name: str) -> str:
 
 def misspelled(name: str) -> str:
     """The name that may have been meant, as a question; without one like it, how names look."""
-    near = likeliest(name.lower(), public_models())
-    return f"Did you mean '{near}'?" if near else "Public models have names such as llama3-8b."
+    near = did_you_mean(name.lower(), public_models())
+    return near or "Public models have names such as llama3-8b."
 
 
 def config_name(config: str) -> str:
@@ -102,16 +103,13 @@ def config_document(path: Path | str) -> dict[str, Any]:
     is_file = Path(path).suffix == ".json"
     remedy = "Name the config.json of a model." if is_file else misspelled(str(path))
     raw = read_bytes(path, "model configuration", remedy)
-    try:
-        document: Any = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise InputError(expected(str(path), "a config.json", f"'{error}'")) from None
+    document: Any = parse_json(raw, str(path), "a config.json")
     if not isinstance(document, dict):
         raise InputError(expected(str(path), "a JSON object", type(document).__name__))
     return document
 
 
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+DTYPES = {TORCH_NAMES[name]: name for name in ("bf16", "fp16", "fp32")}
 
 
 def said_dtype(config: Mapping[str, Any]) -> Any:
@@ -119,6 +117,13 @@ def said_dtype(config: Mapping[str, Any]) -> Any:
     where it says nothing. transformers 4.56 renamed the key."""
     said = config.get("dtype") or config.get("torch_dtype") or ""
     return DTYPES.get(str(said).removeprefix("torch."), said)
+
+
+def tokens_of(config: Mapping[str, Any], otherwise: int) -> int:
+    """Tokens of a sample where nobody names them: ``LONGEST``, or the positions that the model was
+    made for where these are fewer; of ``otherwise`` positions where it names none."""
+    said = next((config[key] for key in POSITIONS if isinstance(config.get(key), int)), otherwise)
+    return min(max(said, 1), LONGEST)
 
 
 def document_of(model: Path | str) -> dict[str, Any]:
@@ -143,8 +148,7 @@ def document_of(model: Path | str) -> dict[str, Any]:
     else:
         wanted = "a job file, a public model, a config.json or package.module:function"
         raise InputError(expected(name, wanted, "no such file", misspelled(name)))
-    longest = next((config[key] for key in POSITIONS if isinstance(config.get(key), int)), 1)
-    batch = {"size": 1, "sequence": min(max(longest, 1), LONGEST)}
+    batch = {"size": 1, "sequence": tokens_of(config, otherwise=1)}
     return {"model": {"hf_config": name}, "batch": batch}
 
 

@@ -88,7 +88,6 @@ ENDS = tuple(f"account_for_{end}_in_pipeline_split" for end in ("embedding", "lo
 REPLICAS = "num-distributed-optimizer-instances"
 OTHERS = re.compile(r"pretrain_(?!gpt)\w+\.py|train_(t5|bert|retro|vlm)\.py")  # programs
 NONE = (None, 0, "", "none", "None")  # of one of these: none
-DTYPES = {"bf16": "bf16", "fp16": "fp16"}
 OPTIMIZERS = {"adam": "adamw", "sgd": "sgd_momentum", "muon": "muon"}
 
 
@@ -283,7 +282,7 @@ def _batch(keys: Keys, document: Document) -> None:
 
 
 def _memory(keys: Keys, pipeline: int) -> dict[str, Any]:
-    dtype = next((ours for name, ours in DTYPES.items() if keys.value(ALL, name, False)), "fp32")
+    dtype = next((name for name in ("bf16", "fp16") if keys.value(ALL, name, False)), "fp32")
     # Megatron turns it on by itself for bf16, unless grad-reduce-in-bf16 is given.
     summed = keys.value(ALL, "accumulate-allreduce-grads-in-fp32", False) or dtype == "bf16"
     narrow = keys.value(ALL, "grad-reduce-in-bf16", False) or not summed

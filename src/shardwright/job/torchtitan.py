@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.job.asked import DTYPES
 from shardwright.job.imported import Document, Imported, Keys
 from shardwright.job.megatron import arguments
 from shardwright.job.parallel import ENDS_WEIGH
@@ -102,7 +103,6 @@ FLAVORS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Published sizes, by the names that TorchTitan gives models and their flavors."""
 
-DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam"}
 RESHARDS: dict[str, bool | str] = {"default": "default", "always": True, "never": False}
 DEGREES = {

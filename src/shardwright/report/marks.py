@@ -167,16 +167,15 @@ def legend(
     y: float,
     prefix: str,
     fills: Sequence[FillStyle],
-    x: float = 0,
 ) -> tuple[str, float]:
     """Swatches with their words, in as many lines as they need; also the height they take."""
     parts: list[str] = []
-    across, down = x, y
+    across, down = 0.0, y
     for words, fill in items:
         width = 34 + text_width(words)
         # The first of a line stays there, however long it is.
-        if across > x and across + width > WIDTH:
-            across, down = x, down + LINE + 2
+        if across > 0 and across + width > WIDTH:
+            across, down = 0.0, down + LINE + 2
         parts.append(box((across, down, 12, 12), fill, prefix, fills))
         parts.append(label(across + 18, down + 10.5, words))
         across += width

@@ -163,9 +163,9 @@ def signed_bytes(difference: float) -> str:
     return "equal" if difference == 0 else f"{difference:+,.0f} B"
 
 
-def seconds_text(seconds: float | None, absent: str = "-") -> str:
-    """A duration, or ``absent``."""
-    return absent if seconds is None else format_seconds(seconds)
+def seconds_text(seconds: float | None) -> str:
+    """A duration, or a dash."""
+    return "-" if seconds is None else format_seconds(seconds)
 
 
 MOST_NAMED = 3  # categories that a sentence names
@@ -250,9 +250,9 @@ def peak_text(rank: RankMemory) -> str:
     return f"{phase}, {printable(at)}" if at else phase
 
 
-def largest_text(by_category: Mapping[Kind, int], most: int = MOST_NAMED) -> str:
+def largest_text(by_category: Mapping[Kind, int]) -> str:
     """The largest categories with their bytes: ``activations 61.20 GiB, ...``."""
-    largest = sorted(by_category.items(), key=lambda item: -item[1])[:most]
+    largest = sorted(by_category.items(), key=lambda item: -item[1])[:MOST_NAMED]
     return ", ".join(f"{category(kind)} {format_bytes(n)}" for kind, n in largest if n > 0)
 
 

@@ -53,7 +53,7 @@ _BAG_TYPES: tuple[ShardingType, ...] = (
 )
 _SEQUENCE_TYPES = tuple(name for name in _BAG_TYPES if traits(name).sequences)
 _BAG_TYPES_ON_CPU = _BAG_TYPES[:4]
-_TYPES_ON_REQUEST: tuple[ShardingType, ...] = ("grid_shard",)
+TYPES_ON_REQUEST: tuple[ShardingType, ...] = ("grid_shard",)
 _KERNELS: dict[Device, tuple[ComputeKernel, ...]] = {
     "cpu": ("fused",),
     "cuda": ("fused", "fused_uvm", "fused_uvm_caching", "key_value"),
@@ -98,7 +98,7 @@ def _types(table: TableSpec, device: Device) -> tuple[ShardingType, ...]:
         possible = _BAG_TYPES_ON_CPU if device == "cpu" else _BAG_TYPES
     named = table.sharding_types
     # TorchRec has grid sharding, and tables on SSD, only where a constraint names them.
-    return tuple(t for t in possible if (t in named if named else t not in _TYPES_ON_REQUEST))
+    return tuple(t for t in possible if (t in named if named else t not in TYPES_ON_REQUEST))
 
 
 def _kernels(

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from shardwright.core.amount import ceil, minimum, named, noted, rounded, total, where
 from shardwright.core.cluster import Device, Tier, decisive
+from shardwright.core.model import QUANTIZED
 from shardwright.core.sharding import Traits, traits
 
-QUANTIZED = ("quant", "quant_uvm", "quant_uvm_caching")  # in inference only
 CACHES = ("fused_uvm_caching", "quant_uvm_caching")  # in HBM, of a table in host memory
 CACHED_KERNELS = (*CACHES, "key_value")
 HOST_KERNELS = ("fused_uvm", "quant_uvm", *CACHES)

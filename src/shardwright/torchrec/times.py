@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from shardwright.core.amount import maximum, minimum, named, noted, total, where
 from shardwright.core.errors import InputError, expected
+from shardwright.core.model import QUANTIZED
 from shardwright.core.timeline import Phase
 from shardwright.torchrec.storage import (
-    QUANTIZED,
     MeshSizes,
     Shards,
     ShardScheme,

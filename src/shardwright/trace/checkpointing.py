@@ -259,24 +259,3 @@ def _operator(policy_name: str, written: str) -> str:
             )
         )
     return f"{space}::{rest.partition('.')[0]}"
-
-
-DESCRIPTIONS: tuple[tuple[str, str, str], ...] = (
-    ("none", "everything that backward needs", "-"),
-    ("full", "each block's inputs", "each block, up to what backward needs last"),
-    (
-        "selective (selective_op)",
-        "each block's inputs, every second matrix product (first, third, ...), attention,"
-        " reduce-scatter, all-to-all, max",
-        "the rest (TorchTitan's policy by operator)",
-    ),
-    ("core_attention", "all but what core attention keeps inside", "core attention (Megatron's)"),
-    ("layers:N", "every N-th block's inputs, all of the others", "every N-th block"),
-    ("save:aten.mm,...", "each block's inputs, results of the operators named", "the rest"),
-)
-
-
-def table() -> str:
-    """The policies as a Markdown table."""
-    lines = [("policy", "keeps", "computes again"), ("---",) * 3, *DESCRIPTIONS]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -9,7 +9,11 @@ fused into kernels and never stored.
 # Why no compiler runs: Inductor's code decides which buffers exist, but takes seconds a block and
 # a device. What is kept for the backward is decided before that, by the partitioner, which runs
 # on fake tensors; what exists within a pass is what products, attention and reductions write, for
-# all that is between them is fused into their kernels.
+# all that is between them is fused into their kernels. A block that cannot be traced is taken as it
+# is without compile, about 7 % of the peak too much: 82.4 GiB became 77.0 for Llama 3.1 8B, FSDP on
+# 8 H100, batch 2, sequence 8192, selective checkpointing by operator (pytorch/torchtitan
+# benchmarks/llama3_h100_202412_torchtitan.md, table 1). A trace of these blocks alone gives 4.8 GiB
+# of the 5.4; the loss was compiled too.
 
 from __future__ import annotations
 
@@ -37,16 +41,6 @@ from shardwright.trace.fused import Fused, Held
 from shardwright.trace.lowering.kernels import Kernels
 from shardwright.trace.lowering.lowered import Lowering, alone
 from shardwright.trace.work import tell
-
-GIB = 2**30
-# Llama 3.1 8B, FSDP on 8 H100, local batch 2, sequence 8192, selective checkpointing by operator:
-# pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md, table 1
-MEASURED_EAGER = 82.4 * GIB
-MEASURED_COMPILED = 77.0 * GIB
-# of the peak, where a block cannot be traced. A trace of these blocks alone gives 4.8 GiB of the
-# 5.4; the loss was compiled too.
-FALLBACK_SAVING = 1 - MEASURED_COMPILED / MEASURED_EAGER
-FALLBACK_CERTAINTY = "assumed"
 
 
 @dataclass(slots=True)
@@ -310,34 +304,6 @@ class _CompiledRun(torch.autograd.Function):
             clear()
         del grads, through
         return (None, *context.graphs.backward.run(inputs))
-
-
-RULES: tuple[tuple[str, str, str, str], ...] = (
-    (
-        "kept for backward",
-        "what torch's partitioner keeps of the block's joint graph; checkpointing as its tags",
-        "torch/_functorch/partitioners.py (2.13), traced",
-        "modelled",
-    ),
-    (
-        "taken inside",
-        "results of products, attention and reductions and what those read; the rest is fused",
-        "torch/_inductor (2.13), rule of fused.py",
-        "modelled",
-    ),
-    (
-        "a block that cannot be traced",
-        f"as without compile and named in the notes; about {FALLBACK_SAVING:.0%} too much",
-        "pytorch/torchtitan benchmarks, Llama 3.1 8B, batch 2: 82.4 to 77.0 GiB",
-        FALLBACK_CERTAINTY,
-    ),
-)
-
-
-def table() -> str:
-    """The rules as a Markdown table."""
-    lines = [("what", "bytes", "source", "certainty"), ("---",) * 4, *RULES]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 STATISTICS = 2  # of a compiled loss: numbers in fp32 per token

@@ -1,28 +1,30 @@
-"""Linear layers in fp8 as torchao trains them: what they keep, and what FSDP gathers for them.
+"""Linear layers in fp8 as torchao trains them: what they keep and what they take.
 
 Input and weight are kept for backward in their own dtype and cast again there, so activations do
-not shrink; what shrinks is the gathered weight, if it is gathered in fp8. Casts are written in
+not shrink; nor do gathered weights, which FSDP gathers in their own dtype. Casts are written in
 operators of torch, so that a compiled trace fuses them as Inductor does and an eager one takes
 their fp32 values as torchao does.
 """
+
+# Which factors are cast where: pytorch/ao float8/float8_linear.py, matmul_with_hp_or_float8_args;
+# weights are gathered as without enable_fsdp_float8_all_gather.
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.core.errors import InputError, expected
+from shardwright.job.memory import Float8
 
-Recipe = Literal["tensorwise", "rowwise"]
-RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise")
+RECIPES: tuple[Float8, ...] = get_args(Float8)
 
 MULTIPLE = 16  # of both sizes of a weight, or it stays as it is; torch._scaled_mm
-GATHERED_BYTES = 1  # an element of a weight that FSDP gathers in fp8; pytorch/ao fsdp_utils.py
-SKIPPED = ("output", "lm_head")  # TorchTitan and Hugging Face leave the head alone
+SKIPPED = {"output", "lm_head"}  # TorchTitan and Hugging Face leave the head alone
 _FORWARD, _BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2  # pytorch/ao float8/config.py
 _SMALLEST = 1e-12  # EPS, pytorch/ao float8/float8_utils.py
 
@@ -47,16 +49,14 @@ class Converted:
         self.remove()
 
 
-def apply_float8(
-    model: nn.Module, recipe: str = "tensorwise", skip: Sequence[str] = SKIPPED
-) -> Converted:
+def apply_float8(model: nn.Module, recipe: str = "tensorwise") -> Converted:
     """Run the linear layers of ``model`` in fp8, in place, but those whose sizes do not allow it
-    and those with a name in ``skip``. Call it before compiling or checkpointing blocks."""
+    and a head. Call it before compiling or checkpointing blocks."""
     if recipe not in RECIPES:
         raise InputError(
             expected("memory.float8", " or ".join(RECIPES), f"'{recipe}'", "Choose one of them.")
         )
-    found = dict(_convertible(model, skip))
+    found = dict(_convertible(model))
     converted = Converted(tuple(found))
     for layer in found.values():
         layer.forward = partial(_linear, layer, recipe == "rowwise")  # type: ignore[method-assign]
@@ -64,15 +64,9 @@ def apply_float8(
     return converted
 
 
-def gathered_bytes(elements: int, size: int, all_gather: bool) -> int:
-    """Bytes of a converted weight of ``elements`` on a rank that gathered it: of ``size`` bytes
-    each, or of one with torchao's ``enable_fsdp_float8_all_gather`` (tensorwise only)."""
-    return elements * (GATHERED_BYTES if all_gather else size)
-
-
-def _convertible(model: nn.Module, skip: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
+def _convertible(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or set(name.split(".")) & set(skip):
+        if not isinstance(module, nn.Linear) or set(name.split(".")) & SKIPPED:
             continue
         if module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0:
             yield name, module
@@ -129,37 +123,3 @@ def _cast(tensor: Tensor, dtype: torch.dtype, axis: int | None) -> tuple[Tensor,
     # Clamped, for a tensor of zeros would have an infinite scale.
     scale = limit / largest.float().clamp(min=_SMALLEST)
     return (tensor.float() * scale).clamp(-limit, limit).to(dtype), scale.reciprocal()
-
-
-RULES: tuple[tuple[str, str, str, str], ...] = (
-    (
-        "kept for backward",
-        "input and weight in their own dtype, as without fp8",
-        "pytorch/ao float8/float8_linear.py matmul_with_hp_or_float8_args",
-        "modelled",
-    ),
-    (
-        "taken inside",
-        "one fp8 copy of each factor; eager: fp32 values of the casts as well",
-        "the same",
-        "modelled",
-    ),
-    (
-        "gathered weight",
-        "own dtype, or 1 B an element with enable_fsdp_float8_all_gather",
-        "pytorch/ao float8/fsdp_utils.py",
-        "modelled",
-    ),
-    (
-        "states, gradients, shards",
-        "as without fp8",
-        "pytorch/ao float8/README.md",
-        "exact",
-    ),
-)
-
-
-def table() -> str:
-    """The rules as a Markdown table."""
-    lines = [("what", "bytes", "source", "certainty"), ("---",) * 4, *RULES]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

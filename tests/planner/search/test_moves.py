@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,8 +17,6 @@ from shardwright.planner.search.moves import (
 )
 from shardwright.planner.search.space import Item, Space, item_option
 from shardwright.planner.search.state import SearchState
-
-SpaceOf = Callable[..., Space]
 
 
 def _whole(number: int, ranks: int, seconds: float, nbytes: int) -> Item:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from shardwright.core.errors import expected
+from shardwright.core.tensor import TORCH_NAMES
 from shardwright.job.engines.layout import ANY, Engine, EngineLayout
 from shardwright.job.memory import COSTLY, PRODUCTS
 
@@ -22,7 +23,6 @@ OPTIMIZERS = {
 }
 HOW = {"fused": ", fused=True", "foreach": ", foreach=True", "for_loop": ", foreach=False"}
 LINE = 100  # characters
-DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
 # A llama's own that parallelize_module has no style for, or that would need one more sum.
 UNCUT = ("qk_norm", "tied_embeddings", "moe_layers", "kv_lora_rank", "post_norms", "logit_cap")
 
@@ -251,7 +251,8 @@ def _quoted(value: object) -> str:
 def _shards(layout: EngineLayout, axes: tuple[str, ...]) -> str:
     degrees, memory = layout.degrees, layout.memory
     dtypes = ", ".join(
-        f"{key}={DTYPES[layout.said[f'memory.{key}']]}" for key in ("param_dtype", "reduce_dtype")
+        f"{key}=torch.{TORCH_NAMES[layout.said[f'memory.{key}']]}"
+        for key in ("param_dtype", "reduce_dtype")
     )
     apart, tied = memory.loss == "parallel", layout.shape.tied_embeddings
     line = f"(loss(model(tokens), targets) / {degrees.microbatches}).backward()"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from shardwright.job.asked import LONGEST, tokens_of
 from shardwright.job.hf_config import HARMLESS, hf_shape
 from shardwright.job.imported import Document, Imported
-
-TOKENS = 4096  # of a sample, where the model has as many positions
 
 
 def job_of(config: dict[str, Any], path: str, world_size: int | None) -> Imported:
@@ -17,7 +15,7 @@ def job_of(config: dict[str, Any], path: str, world_size: int | None) -> Importe
     InputError: a value that is none; UnsupportedError: a model of another family.
     """
     shape = hf_shape(config, path)
-    tokens = min(TOKENS, _positions(config))
+    tokens = tokens_of(config, otherwise=LONGEST)
     ranks = world_size or 1
     document: Document = {
         "model": {"hf_config": path},
@@ -29,8 +27,3 @@ def job_of(config: dict[str, Any], path: str, world_size: int | None) -> Importe
     assumed = (dtype, f"batches of 1 x {tokens} tokens a rank", f"{ranks} ranks", "AdamW")
     harmless = tuple(key for key in config if key in HARMLESS)
     return Imported(document, harmless, getattr(shape, "unread", None) or (), assumed)
-
-
-def _positions(config: Mapping[str, Any]) -> int:
-    found = config.get("max_position_embeddings")
-    return found if isinstance(found, int) and found > 0 else TOKENS

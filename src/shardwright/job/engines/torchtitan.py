@@ -12,6 +12,7 @@ import msgspec
 from shardwright.core.document import encode_toml, to_kind
 from shardwright.core.errors import expected
 from shardwright.core.llama import LlamaShape
+from shardwright.job.asked import DTYPES
 from shardwright.job.engines.layout import (
     ANY,
     NO_WIDTH,
@@ -23,7 +24,7 @@ from shardwright.job.engines.layout import (
 from shardwright.job.model import ModelSection, completed
 from shardwright.job.parallel import ENDS_WEIGH
 from shardwright.job.pipelining import SCHEDULES
-from shardwright.job.torchtitan import CONFIGS, DEGREES, DTYPES, FLAVORS, OPTIMIZERS, RESHARDS
+from shardwright.job.torchtitan import CONFIGS, DEGREES, FLAVORS, OPTIMIZERS, RESHARDS
 
 # Of torch.distributed.pipelining, which ZB-H1 and ZB-H2 are not in.
 ORDERS = tuple(name for name in SCHEDULES if not name.startswith("zbh"))

@@ -16,6 +16,7 @@ from shardwright.core.model import UnitSpec
 from shardwright.core.optimizer_states import MIN_8BIT_ELEMENTS, Elements
 from shardwright.core.schedule import Action
 from shardwright.core.tensor import element_bytes
+from shardwright.core.timeline import EXACT_KINDS
 from shardwright.core.work import Work
 from shardwright.cost import dense
 from shardwright.cost.clock import computed_seconds
@@ -29,7 +30,6 @@ from shardwright.planner.step_draft import StepDraft, unit_events
 from shardwright.planner.unit_choice import UnitChoice, UnitSizes, unit_seconds
 from shardwright.planner.variation import ModelOf
 
-UNIT_KINDS = ("weight", "gradient", "optimizer_state", "padding")
 SERIAL = "nothing overlaps: the unit's actions follow one another"
 AHEAD = (
     "gathers and reduces run beside compute; what hides costs no time, what is not there yet is "
@@ -180,7 +180,7 @@ def _bytes(amounts: UnitAmounts, choice: UnitChoice, where: str) -> Iterator[Exp
         kind, count = choice.unit.optimizer, trained.flat_tensors
         both = elements and (_elements(elements[0], ""), _elements(elements[1], " of padding"))
         kept = dense.unit_bytes(own, gap, kind, learns, its_gap, count, both)
-        amount = named("bytes_on_rank", total(kept[kind] for kind in UNIT_KINDS), "B")
+        amount = named("bytes_on_rank", total(kept[kind] for kind in EXACT_KINDS), "B")
         stored = sum(unit_events(choice, ranks[0]).values())
         yield finished(f"{where} on {ranks_label(ranks)}: bytes", stored, amount, ranks=ranks)
 

@@ -33,6 +33,7 @@ from shardwright.core.option import column_width, column_widths, row_runs
 from shardwright.core.sharding import TYPES, ShardingType, traits
 from shardwright.job.plan import Plan
 from shardwright.planner.options import USUAL_MIN_PARTITION
+from shardwright.torchrec.profile import TYPES_ON_REQUEST
 from shardwright.tracker.tensors import NAMES
 
 OPTIMIZER_CLASSES: dict[type, TableOptimizer] = {
@@ -265,7 +266,6 @@ def _named_apart(tables: Sequence[TorchRecTable]) -> tuple[TorchRecTable, ...]:
     )
 
 
-GUARDED_TYPES: tuple[ShardingType, ...] = ("grid_shard",)
 KERNELS: dict[str, tuple[ComputeKernel, ...]] = {
     "cpu": ("dense", "fused"),
     "cuda": ("dense", "fused", "fused_uvm", "fused_uvm_caching"),
@@ -297,7 +297,7 @@ def limited(table: TorchRecTable, hardware: Hardware, *, lean: bool) -> TableSpe
     offered = table.sharder.sharding_types(hardware.device)
     named: tuple[str, ...] = spec.sharding_types or ()
     types = [t for t in TYPES if t in (named or offered) and t in offered]
-    types = [t for t in types if named or t not in GUARDED_TYPES]
+    types = [t for t in types if named or t not in TYPES_ON_REQUEST]
     types = [t for t in types if _runs(t, spec, hardware)]
     # Row shards give sums, which have to be divided by lengths afterwards. TorchRec does that for
     # all tables of a module or for none, so averaged tables are not cut by rows unless somebody

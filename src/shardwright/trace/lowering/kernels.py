@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from shardwright.core.cluster import Device
 from shardwright.core.errors import InputError, expected
 from shardwright.core.footprint import Certainty
+from shardwright.job.memory import NormKernel
 
-Device = Literal["cpu", "cuda"]
 Attention = Literal["flash", "cudnn", "efficient", "math", "eager"]
-RMSNorm = Literal["fused", "composite"]
 CrossEntropy = Literal["composite", "fused"]
 
 
@@ -25,7 +25,7 @@ class Kernels:
 
     device: Device = "cuda"
     attention: Attention = "flash"
-    rms_norm: RMSNorm = "fused"
+    rms_norm: NormKernel = "fused"
     cross_entropy: CrossEntropy = "composite"
 
 
@@ -39,7 +39,7 @@ def kernels(
     choices = (
         ("device", device, get_args(Device)),
         ("attention", attention, get_args(Attention)),
-        ("rms_norm", rms_norm, get_args(RMSNorm)),
+        ("rms_norm", rms_norm, get_args(NormKernel)),
         ("cross_entropy", cross_entropy, get_args(CrossEntropy)),
     )
     for name, value, names in choices:
