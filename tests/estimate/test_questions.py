@@ -11,6 +11,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.cli.main import main
+from shardwright.core.errors import InputError
 
 ASKED = ["--runtime", "fsdp2", "--checkpointing", "full"]
 KEYS = {"runtime": "fsdp2", "checkpointing": "full"}
@@ -98,3 +99,10 @@ def test_a_module_at_hand_with_keys_that_no_plan_follows_is_refused() -> None:
         "estimate_memory: memory.runtime: expected 'shardwright' for a module at hand, got "
         "'fsdp2'. Name the function that makes the module as model.python of a job."
     )
+
+
+def test_what_a_program_mistakes_is_said_in_a_line() -> None:
+    with pytest.raises(InputError, match=r"on: expected a machine in a word.*got 8\."):
+        sw.fit("llama3-8b", on=8)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="inputs: expected what the module is called with"):
+        sw.estimate_memory(torch.nn.Linear(2, 2), on="1xH100")

@@ -93,6 +93,8 @@ def estimate_memory(of: Any, inputs: Any = None, **how: Any) -> Footprint:
     ``inputs`` (:func:`shardwright.estimate.recordings.module_memory`):
     ``estimate_memory(net, batch, optimizer="adamw", on="1xH100")``."""
     if inputs is None:
+        if not isinstance(of, Job) and callable(of):
+            raise InputError(expected("inputs", "what the module is called with", "none"))
         return footprint(of, **how)
     from shardwright.estimate.recordings import module_memory
 

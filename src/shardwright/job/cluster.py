@@ -131,6 +131,8 @@ _COUNTED = re.compile(
 def in_one_word(text: str, where: str = "--on") -> dict[str, Any]:
     """The keys of the ``[cluster]`` that ``8xH100``, ``2x8xA100-40`` (hosts, devices of each),
     a preset or a cluster file is; InputError where it is none of them."""
+    if not isinstance(text, str):  # from Python
+        raise InputError(expected(where, "a machine in a word, such as '8xH100'", repr(text)))
     if text.endswith(".toml"):
         return {"file": text}
     known = {name.lower(): preset for name, preset in DEVICES.items()}
