@@ -333,6 +333,12 @@ def collections(batch: int, pooling: str = "sum") -> Any:
     return Collections(pooling), inputs, nn.BCEWithLogitsLoss(), clicks
 
 
+def halved_collections(batch: int) -> Any:
+    """All of it made in bf16."""
+    model, *others = collections(batch)
+    return model.bfloat16(), *others
+
+
 def collections_batches(batch: int, rank: int, seed: int) -> Iterator[Any]:
     """Other ids on every rank; two in each bag."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
