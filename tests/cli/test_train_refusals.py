@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from plans import plan
 
+from shardwright.cli.main import parsers
+from shardwright.cli.train import _again
 from shardwright.core.document import encode_document
 from shardwright.job.job import read_job
 from shardwright.job.plan import Plan
@@ -343,3 +345,11 @@ def test_a_run_that_failed_names_the_command_that_goes_on_with_it(
     assert given[:5] == ["shardwright", "train", "job.toml", "--out", "a run"]
     assert "--resume" in given or "checkpoint.every=10 min" in given
     assert "train.out=a run" not in given  # it is said once
+
+
+def test_the_command_that_goes_on_has_every_word_of_the_first() -> None:
+    first = ["train", "gpt2", "-n", "2", "--on", "2xcpu", "--batch", "4", "--set", "train.steps=5"]
+    parser, _ = parsers("train")
+    again = _again(parser.parse_args(first))
+    assert again[:3] == ["shardwright", *first[:2]]
+    assert sorted(again[3:]) == sorted(first[2:])

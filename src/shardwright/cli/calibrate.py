@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="?",
         metavar="JOB.toml",
-        help="measure for this job, which is run at smaller batches",
+        help="measure for this job, which is run at half of its batch and at all of it",
     )
     shared.set_option(parser)
     parser.add_argument(

@@ -119,8 +119,8 @@ def execute(options: argparse.Namespace) -> int:
         print(f"wrote {path}")
     if own and module not in files:
         print(f"kept {module}: {_lacking(module)}")
-    commands = ALL if traits is not None and traits.has_step else ESTIMATES
-    commands = ALONE if kind in ("tables", TABLES) else commands
+    commands = ESTIMATES if traits is None else ALL if traits.has_step else ALONE
+    commands = ALONE if kind == TABLES else commands
     for command in commands:
         print(f"  shardwright {command} {job}")
     return EXIT_OK

@@ -58,7 +58,7 @@ def execute(options: argparse.Namespace) -> int:
 def _again(options: argparse.Namespace) -> list[str]:
     """The command that trains the same once more."""
     given = {"-n": options.ranks, "--on": options.on, "--out": options.out}
-    given["--forward"] = options.forward
+    given |= {f"--{name}": getattr(options, name) for name in ("forward", *SHORT)}
     words = [word for name, value in given.items() if value for word in (name, str(value))]
     settings = [word for each in options.set for word in ("--set", each)]
     return ["shardwright", "train", str(options.job), *words, *settings]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -221,20 +222,18 @@ class _OpenArrays:
     """Arrays that are read from their beginning, a few rows at a time."""
 
     def __init__(self, path: Path, files: dict[str, Path]) -> None:
-        self._open: list[Any] = []
-        archive = None
+        self._open, archive = ExitStack(), None
         try:
             if len(set(files.values())) == 1:
-                archive = zipfile.ZipFile(path)
-                self._open.append(archive)
+                archive = self._open.enter_context(zipfile.ZipFile(path))
             self.each = []
             for name, file in files.items():
                 stream = archive.open(f"{name}.npy") if archive else file.open("rb")
-                self._open.append(stream)
+                self._open.enter_context(stream)
                 where = str(file) if archive is None else f"{path}, {name}"
                 self.each.append(_Array(where, stream, signed=name == ARRAYS[-1]))
         except BaseException as error:
-            self.__exit__()
+            self._open.close()
             if isinstance(error, OSError | zipfile.BadZipFile):
                 raise broken(Path(getattr(error, "filename", None) or path), error) from error
             raise
@@ -243,8 +242,7 @@ class _OpenArrays:
         return self
 
     def __exit__(self, *ended: object) -> None:
-        for each in reversed(self._open):
-            each.close()
+        self._open.close()
 
 
 class _Array:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -444,7 +444,7 @@ class Pricing:
         return self._residents[key]
 
 
-_few = lru_cache(maxsize=None)(representative)
+_few = cache(representative)
 
 
 @cache
