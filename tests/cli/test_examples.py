@@ -42,20 +42,8 @@ def test_an_example_is_trained_with_the_memory_of_its_plan(
     _is_one_screen(done.out)
     said = " ".join(done.out.split())
     assert "exact bytes equal on 2 of 2 ranks, peak " + peak in said
-    if name == "transformer":
-        _check_shares(call("compare", str(tmp_path / "run"), "--json").json)
     if name in ("own_model", "vision", "recommender"):
         assert "no samples were held out to be scored: model.python may return an sw.Task" in said
-
-
-def _check_shares(compared: Any) -> None:
-    """How a rank's forward compares to its backward, whatever else the machine does: a few first
-    steps beside other work are up to three times off, a term that is left out far more."""
-    for rank in range(2):
-        its = {row["phase"]: row for row in compared["seconds"] if row["rank"] == rank}
-        forward, backward = its["forward"], its["backward"]
-        predicted, measured = (forward[s] / backward[s] for s in ("predicted", "measured"))
-        assert 0.2 < predicted / measured < 5
 
 
 @pytest.mark.parametrize("name", ["own_model", "recommender", "vision"])
