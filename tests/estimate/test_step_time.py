@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -59,6 +60,51 @@ def test_the_models_flops_are_three_forwards_by_hand() -> None:
     assert time_of().model_flops == 3 * forward_flops(8 * 8 * SEQUENCE)
     again = time_of(memory={"checkpointing": "full"})
     assert again.model_flops == time_of().model_flops
+
+
+MEGATRON = {"runtime": "megatron", "zero": 1}
+IN_8_BITS = {"megatron": {"fp8_format": "hybrid"}}
+EVERY_RANK_S = [
+    {},
+    {"memory": {"compile": True}},
+    {"memory": {"compile": True, "checkpointing": "selective"}},
+    {"memory": {"float8": "rowwise"}},
+    {"memory": MEGATRON},
+    {"memory": MEGATRON | IN_8_BITS, "parallel": {"tensor": 2, "sequence": True}},
+    {"parallel": {"tensor": 2, "sequence": True}},
+    {"parallel": {"context": 2}},
+    {"parallel": {"context": 4}, "memory": {"compile": True}},
+    {"parallel": {"context": 2}, "memory": {"checkpointing": "selective"}},
+    {"parallel": {"context": 2}, "memory": MEGATRON},
+    {"parallel": {"context": 2, "tensor": 2, "sequence": True}, "memory": {"compile": True}},
+    {"parallel": {"pipeline": 2, "microbatches": 4}},
+]
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+@pytest.mark.parametrize("sections", EVERY_RANK_S)
+def test_whatever_ranks_share_and_kernels_do_a_models_flops_are_the_same(
+    sections: dict[str, Any], experts: int
+) -> None:
+    """What a stand-in for a kernel forgets to say would be free: here all of it is by hand."""
+    memory, parallel = sections.get("memory", {}), sections.get("parallel", {})
+    if experts and (memory.get("compile") or memory.get("float8")):
+        pytest.skip("experts are refused there")
+    model = {"experts": experts, "experts_per_token": 2, "expert_ffn_dim": FFN} if experts else {}
+    shared = math.prod(parallel.get(name, 1) for name in ("tensor", "context", "pipeline"))
+    expert = {"expert": 2} if experts and "pipeline" not in parallel else {}
+    found = time_of(memory=memory, parallel=parallel | expert, model=model, size=8 * shared)
+    by_hand = forward_flops(found.tokens)
+    if experts:  # every token goes to two, and to the router
+        by_hand += 2 * found.tokens * LAYERS * (3 * DIM * FFN + DIM * experts)
+    # Tensor ranks may have a router each.
+    assert found.model_flops == pytest.approx(3 * by_hand, rel=1e-3)
+    # None of it takes less than it would at the peak of its dtype.
+    attention = 3 * 2 * found.tokens * LAYERS * 2 * DIM * SEQUENCE
+    is_narrow = memory.get("float8") or "megatron" in memory
+    least = (found.model_flops - attention) / found.peak_flops / (2 if is_narrow else 1)
+    assert found.parts["products"] > least
+    assert found.parts["attention"] > attention / 2 / found.peak_flops
 
 
 def test_products_take_their_flops_at_the_peak_with_what_fits_their_size() -> None:

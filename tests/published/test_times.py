@@ -81,7 +81,7 @@ def test_rows_are_predicted_and_their_errors_stated() -> None:
     ("change", "why"),
     [
         ({"gpu": "Z1"}, "no preset is a Z1"),
-        ({"experts": 8, "dtype": "fp8"}, "experts in fp8"),
+        ({"zero": 3, "dtype": "fp8"}, "fp8 of Transformer Engine under FSDP, which no job says"),
         ({"dtype": "mxfp8"}, "dtype mxfp8"),
         ({"vocab": None}, "vocab is not stated"),
         ({"checkpointing": "unknown"}, "checkpointing is not known"),

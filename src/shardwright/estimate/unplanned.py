@@ -278,8 +278,6 @@ def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
         )
     if section.runtime == "megatron" and job.model.traits.is_function:
         yield "what a forward keeps is the module's own, not that of Megatron-LM's layers"
-    if section.megatron_settings and section.megatron_settings.fp8_format != "none":
-        yield "products in 8 bits take as long as those in 16"
     if section.zero in (1, 2) and degrees.shards == 1:
         yield (
             f"memory.zero = {section.zero} shares nothing: parallel.data_shard is 1, and copies "

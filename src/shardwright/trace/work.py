@@ -22,6 +22,7 @@ aten = torch.ops.aten
 Counted = tuple[Work, OperatorShapes]
 NO_OPERATORS = OperatorShapes()
 NOTHING = Work()
+NARROW = "fp8"
 # Operators that touch no element: they make, alias or describe memory.
 _FREE = frozenset(
     packet
@@ -116,8 +117,10 @@ def _attended(name: str, given: dict[str, Any], result: Any) -> Counted:
     """Attention over a sequence that is divided among ranks, all steps of the ring at once."""
     query, width = given["query"], given["query"].shape[-1] + given["value"].shape[-1]
     # Queries by keys, and their weights by values.
-    forward = 2 * query.shape[:-1].numel() * given["keys"] * width
-    flops = int(forward * given["times"])
+    flops = 2 * query.shape[:-1].numel() * given["keys"] * width
+    if name == "attention_backward":
+        # Queries by keys again, and a gradient of each of the four that two products have.
+        flops = flops * 5 // 2
     return Work(1, 2 * flops), OperatorShapes(
         attention=(AttentionCalls(_dtype(query), query.shape[-1], flops),)
     )
@@ -136,6 +139,23 @@ def tell(like: torch.Tensor, work: Work, shapes: OperatorShapes = NO_OPERATORS) 
     _computes(like, msgspec.json.encode((work, shapes)).decode())
 
 
+def _dealt(name: str, given: dict[str, Any], result: Any) -> Counted:
+    """A product of every expert."""
+    work, shapes = _grouped(given["one"], given["other"], given["result"])
+    if given["narrow"]:
+        (its,) = shapes.products
+        shapes = OperatorShapes((msgspec.structs.replace(its, dtype=NARROW),))
+    return work, shapes
+
+
+def _narrow(name: str, given: dict[str, Any], result: Any) -> Counted:
+    """A product in 8 bits, and a cast before it in one pass: a copy by rows and one by columns."""
+    (m, k), n = given["one"].shape, given["other"].shape[1]
+    its = Product(NARROW, m, n, k)
+    cast = given["casts"] * (sum(_bytes(given["one"])) + 2 * m * k)
+    return Work(1 + given["casts"], its.flops, cast), OperatorShapes((its,))
+
+
 def _told(name: str, given: dict[str, Any], result: Any) -> Counted:
     return decode_json(given["work"], Counted)
 
@@ -148,7 +168,10 @@ _OF_OURS = {
     "all_reduce": _sent,
     "all_to_all": _sent,
     "all_reduce_": lambda _, given, result: _sent("all_reduce", given, given["x"]),
+    "grouped_product": _dealt,
+    "narrow_product": _narrow,
     "attention": _attended,
+    "attention_backward": _attended,
 }
 
 

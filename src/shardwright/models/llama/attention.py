@@ -90,16 +90,13 @@ class _RingAttention(torch.autograd.Function):
         # Keys and values in one collective, as torch gathers them, so both are there until the last
         # step.
         everyone = gathered(_joined(key.contiguous(), value.contiguous()), degree, CONTEXT)
-        # Half of all pairs are masked, and ranks share them evenly: what all steps of the ring
-        # compute is said at once, for of many steps few are made.
-        keys = key.shape[-2] * degree // 2
-        attends(query, value, keys, 1)
-        merged, sums = _kernel(query, value)
         # Partial results are merged in fp32, which is what peaks: two results, their difference and
         # a product of it are there at once.
+        first, *others = _keys_of_steps(key, degree)
+        merged, sums = attends(query, value, everyone, first)
         merged, sums = merged.float(), sums[..., None]
-        for _ in range(1, min(degree, DISTINCT_STEPS)):
-            part, part_sums = _kernel(query, value)
+        for keys in others:
+            part, part_sums = attends(query, merged, everyone, keys)
             part, part_sums = part.float(), part_sums[..., None]
             merged = merged - torch.sigmoid(part_sums - sums) * (merged - part)
             sums = sums - torch.nn.functional.logsigmoid(sums - part_sums)
@@ -116,10 +113,9 @@ class _RingAttention(torch.autograd.Function):
         # tensor in bf16.
         sums = [torch.zeros_like(part, dtype=torch.float32) for part in (query, key, value)]
         everyone = gathered(_joined(key.contiguous(), value.contiguous()), ctx.degree, CONTEXT)
-        # Queries by keys again, and a gradient of each of the four that two products have.
-        attends(query, value, key.shape[-2] * ctx.degree // 2, 2.5)
-        for _ in range(min(ctx.degree, DISTINCT_STEPS)):
-            parts = [torch.empty_like(part) for part in (query, key, value)]
+        for keys in _keys_of_steps(key, ctx.degree):
+            parts = attends_backward(grad, query, key, value, everyone, keys)
+            grad = sums[0]
             for total, part in zip(sums, parts, strict=True):
                 total += part
             sent = _joined(sums[1], sums[2])
@@ -131,16 +127,40 @@ class _RingAttention(torch.autograd.Function):
         return results[0], results[1], results[2], None
 
 
-def _kernel(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What one call of the attention kernel returns: its result and a log-sum per query."""
-    return torch.empty_like(value), query.new_empty(query.shape[:-1], dtype=torch.float32)
+def _keys_of_steps(key: torch.Tensor, degree: int) -> list[int]:
+    """Half of all pairs are masked, and ranks share them evenly; of many steps of the ring few are
+    made, each of which stands for as many."""
+    keys, steps = key.shape[-2] * degree // 2, min(degree, DISTINCT_STEPS)
+    return [keys // steps + (step < keys % steps) for step in range(steps)]
 
 
-def _nothing(query: torch.Tensor, value: torch.Tensor, keys: int, times: float) -> None:
-    """Says what kernels compute, ``times`` a forward whose queries attend to ``keys`` each."""
+# What a kernel is given and gives is said here: a compiler drops what nothing needs, moves to the
+# forward what needs no gradient and makes one of two calls that are given the same, and what they
+# compute is gone. So a later step of a ring is given what the one before it has added to.
 
 
-attends = operator("attention", _nothing)
+def _results(
+    query: torch.Tensor, value: torch.Tensor, everyone: torch.Tensor, keys: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values for queries that attend to ``keys`` of ``everyone`` each, and their log-sums."""
+    sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    return query.new_empty((*query.shape[:-1], value.shape[-1])), sums
+
+
+def _gradients(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    everyone: torch.Tensor,
+    keys: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of queries, keys and values."""
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+attends = operator("attention", _results)
+attends_backward = operator("attention_backward", _gradients)
 
 
 def _joined(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -3,10 +3,10 @@
 One product serves many experts: rows are sorted by expert, each group times its own matrix.
 """
 
-# Grouped kernels need a device; what counts here is that a trace sees what they take: one result
-# for all experts and two factors kept, whatever the number of experts. So there is a loop where
-# there are numbers, which a test can compare, and one allocation where there are none. Rows are
-# sorted by expert, since a group has to be one stretch.
+# Grouped kernels need a device; what counts here is that a trace sees what they take and compute:
+# one operator with one result for all experts and two factors kept, whatever the number of experts.
+# Inside of it there is a loop where there are numbers, which a test can compare. Rows are sorted by
+# expert, since a group has to be one stretch.
 
 from __future__ import annotations
 
@@ -32,61 +32,79 @@ Context = Any
 
 
 def grouped_product(
-    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, adds: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor,
+    adds: bool = False,
+    narrow: bool = False,
 ) -> torch.Tensor:
     """[rows, in] times [experts, out, in] transposed -> [rows, out].
 
     Rows of expert e stop at ``ends[e]``, int64 on any device; rows beyond the last end are unset.
     It takes and keeps what a grouped kernel does: one result, and for backward its two factors.
-    One that ``adds`` has its gradient of weights in the runtime's buffer, where there is no data.
+    One that ``adds`` has its gradient of weights in the runtime's buffer, where there is no data;
+    one that is ``narrow`` is computed in 8 bits there.
     """
-    return _GroupedProduct.apply(x, weight, ends, adds)
+    return _GroupedProduct.apply(x, weight, ends, adds, narrow)
 
 
 @torch.library.custom_op("shardwright::grouped_product", mutates_args=("result",))
 def _multiply(
-    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, result: torch.Tensor
+    one: torch.Tensor,
+    other: torch.Tensor,
+    ends: torch.Tensor,
+    result: torch.Tensor,
+    narrow: bool,
 ) -> None:
-    """Fill ``result``: one operator, for a policy of checkpointing that keeps the results of
-    products would find each expert's written to again, in the buffer of all."""
-    for expert, group in _groups(x, ends):
-        torch.mm(x[group], weight[expert].T, out=result[group])
+    """Fill ``result`` as ``torch._grouped_mm`` does: rows of ``one`` times their expert's matrix,
+    or an expert's columns of it times its rows of ``other``. One operator, for a policy of
+    checkpointing that keeps the results of products would find each expert's written to again, in
+    the buffer of all."""
+    stops = ends.tolist()
+    for expert, (start, stop) in enumerate(zip([0, *stops], stops, strict=False)):
+        if other.dim() == 3:
+            torch.mm(one[start:stop], other[expert], out=result[start:stop])
+        else:
+            torch.mm(one[:, start:stop], other[start:stop], out=result[expert])
+
+
+_multiply.register_fake(lambda one, other, ends, result, narrow: None)
+
+
+def _product(
+    one: torch.Tensor, other: torch.Tensor, ends: torch.Tensor, narrow: bool
+) -> torch.Tensor:
+    sizes = one.shape[0], other.shape[-1]
+    result = one.new_empty(sizes if other.dim() == 3 else (len(ends), *sizes))
+    _multiply(one, other, ends, result, narrow)
+    return result
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """A loop over experts that writes into one buffer; without data only the buffer is made."""
+    """Keeps its two factors, and where rows end."""
 
     @staticmethod
     def forward(
-        ctx: Context, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, adds: bool
+        ctx: Context,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        ends: torch.Tensor,
+        adds: bool,
+        narrow: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight, ends)
-        ctx.adds = adds and not has_data(x)
-        result = x.new_empty(x.shape[0], weight.shape[1])
-        # Under a trace `ends` has no values, so no loop could be cut by them.
-        if has_data(x):
-            _multiply(x, weight, ends, result)
-        return result
+        ctx.adds, ctx.narrow = adds and not has_data(x), narrow
+        return _product(x, weight.transpose(1, 2), ends, narrow)
 
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, ends = ctx.saved_tensors
-        grad_x = torch.empty_like(x)
+        grad_x = _product(grad, weight, ends, ctx.narrow)
         if ctx.adds:
-            return grad_x, None, None, None
-        grad_weight = torch.empty_like(weight)
-        for expert, group in _groups(x, ends):
-            torch.mm(grad[group], weight[expert], out=grad_x[group])
-            torch.mm(grad[group].T, x[group], out=grad_weight[expert])
-        return grad_x, grad_weight, None, None
-
-
-def _groups(x: torch.Tensor, ends: torch.Tensor) -> list[tuple[int, slice]]:
-    """The rows of every expert; none where tensors have no data."""
-    if not has_data(x):
-        return []
-    stops = ends.tolist()
-    return [(e, slice(a, b)) for e, (a, b) in enumerate(zip([0, *stops], stops, strict=False))]
+            # What is there already and has the size of the buffer's part stands for it.
+            _multiply(grad.T, x, ends, weight.data, ctx.narrow)
+            return grad_x, None, None, None, None
+        return grad_x, _product(grad.T, x, ends, ctx.narrow), None, None, None
 
 
 class Experts(nn.Module):

@@ -26,6 +26,7 @@ from shardwright.models.llama.attention import (
     LatentAttention,
     Rotation,
     attends,
+    attends_backward,
     repeat_heads,
     rotate,
 )
@@ -82,11 +83,12 @@ class _Columns(torch.autograd.Function):
         ctx: Context, x: torch.Tensor, local: LocalShape, narrow: bool, *factors: Given
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = factors[::2], factors[1::2]
-        ctx.save_for_backward(_narrowed(x, local) if narrow else x, *weights)
-        ctx.local, ctx.biased = local, [bias is not None for bias in biases]
+        narrow = narrow and _is_narrow(x, local)
+        ctx.save_for_backward(_narrowed(x, narrow), *weights)
+        ctx.local, ctx.narrow, ctx.biased = local, narrow, [bias is not None for bias in biases]
         every = _gathered(x, local)
         pairs = zip(weights, biases, strict=True)
-        return tuple(linear(every, weight, bias) for weight, bias in pairs if weight is not None)
+        return tuple(_linear(every, w, bias, narrow) for w, bias in pairs if w is not None)
 
     @staticmethod
     def backward(ctx: Context, *grads: torch.Tensor) -> tuple[Given, ...]:
@@ -96,14 +98,17 @@ class _Columns(torch.autograd.Function):
         # One matrix has one gradient of its result, in which those of its parts lie side by side.
         if len(flat) > 1:
             flat = list(torch.cat(flat, -1).split([grad.shape[-1] for grad in flat], -1))
-        of_input = flat[0] @ weights[0]
+        of_input = _product(flat[0], weights[0], ctx.narrow, 1)
         for grad, weight in zip(flat[1:], weights[1:], strict=True):
-            torch.addmm(of_input, grad, weight, out=of_input)
+            if ctx.narrow:
+                _fill(grad, weight, of_input, 1)
+            else:
+                torch.addmm(of_input, grad, weight, out=of_input)
         shape = (*grads[0].shape[:-1], x.shape[-1])
         found = _summed(of_input.view(shape), ctx.local)
         of_weights: list[Given] = []
         for grad, weight, biased in zip(flat, weights, ctx.biased, strict=True):
-            of_weights.append(_of_weight(grad, every, weight, ctx.local))
+            of_weights.append(_of_weight(grad, every, weight, ctx.local, ctx.narrow))
             of_weights.append(grad.sum(0) if biased else None)
         return found, None, None, *of_weights
 
@@ -115,23 +120,54 @@ class _Rows(torch.autograd.Function):
     def forward(
         ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: Given, local: LocalShape
     ) -> torch.Tensor:
-        ctx.save_for_backward(_narrowed(x, local), weight)
+        ctx.narrow = _is_narrow(x, local)
+        ctx.save_for_backward(_narrowed(x, ctx.narrow), weight)
         ctx.local, ctx.biased = local, bias is not None
-        return _summed(linear(x, weight, bias), local)
+        return _summed(_linear(x, weight, bias, ctx.narrow), local)
 
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[Given, ...]:
         x, weight = ctx.saved_tensors
         of_bias = grad.flatten(0, -2).sum(0) if ctx.biased else None
         every, x = _gathered(grad, ctx.local), _widened(x, grad)
-        of_weight = _of_weight(every.flatten(0, -2), x.flatten(0, -2), weight, ctx.local)
-        return every @ weight, of_weight, of_bias, None
+        flat = every.flatten(0, -2)
+        of_weight = _of_weight(flat, x.flatten(0, -2), weight, ctx.local, ctx.narrow)
+        of_input = _product(flat, weight, ctx.narrow, 1).view(*every.shape[:-1], weight.shape[1])
+        return of_input, of_weight, of_bias, None
 
 
-def _narrowed(x: torch.Tensor, local: LocalShape) -> torch.Tensor:
+def _is_narrow(x: torch.Tensor, local: LocalShape) -> bool:
+    """Whether products with ``x`` are in 8 bits, by kernels that only a device has."""
+    return settings_of(local).fp8_format != "none" and not has_data(x)
+
+
+def _narrowed(x: torch.Tensor, narrow: bool) -> torch.Tensor:
     """What a product keeps of its input: a copy in 8 bits where it computes in them."""
-    narrow = settings_of(local).fp8_format != "none" and not has_data(x)
     return torch.empty_like(x, dtype=torch.uint8) if narrow else x
+
+
+@torch.library.custom_op("shardwright::narrow_product", mutates_args=("result",))
+def _fill(one: torch.Tensor, other: torch.Tensor, result: torch.Tensor, casts: int) -> None:
+    """Stands for a product [m, k] x [k, n] in 8 bits, for which ``one`` is cast where ``casts`` is
+    1; a matrix of weights is cast once a step, which is not counted."""
+
+
+_fill.register_fake(lambda one, other, result, casts: None)
+
+
+def _product(one: torch.Tensor, other: torch.Tensor, narrow: bool, casts: int = 0) -> torch.Tensor:
+    """[m, k] x [k, n]."""
+    if not narrow:
+        return one @ other
+    result = one.new_empty(one.shape[0], other.shape[1])
+    _fill(one, other, result, casts)
+    return result
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: Given, narrow: bool) -> torch.Tensor:
+    if not narrow:
+        return linear(x, weight, bias)
+    return _product(x.flatten(0, -2), weight.T, narrow, 1).view(*x.shape[:-1], len(weight))
 
 
 def _widened(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -169,14 +205,17 @@ _sum_in_place.register_fake(lambda x, group="tensor": None)
 
 
 def _of_weight(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, local: LocalShape
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, local: LocalShape, narrow: bool
 ) -> Given:
     """The gradient of a weight; none where the product adds it to the runtime's buffer itself."""
     if settings_of(local).gradient_accumulation_fusion and not has_data(weight):
         # What is there already and has the size of the buffer's part stands for it.
-        torch.mm(grad.T, x, out=weight.data)
+        if narrow:
+            _fill(grad.T, x, weight.data, 0)
+        else:
+            torch.mm(grad.T, x, out=weight.data)
         return None
-    return grad.T @ x
+    return _product(grad.T, x, narrow)
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -284,30 +323,21 @@ class _Kernel(torch.autograd.Function):
         context: int,
         apart: bool,
     ) -> torch.Tensor:
-        size, length, heads, _ = query.shape
-        ctx.context = context
+        ctx.keys = query.shape[1] * context // 2  # half of all pairs are masked
         if context > 1:  # keys and values of the next rank, and a result of every rank's
             _ = [torch.empty_like(part) for part in (key, value, key, value)]
-        _attend(query, value, context, 1)
-        found = query.new_empty(size, length, heads * value.shape[-1])
+        found, sums = attends(query, value, key, ctx.keys)
+        found = found.flatten(2)
         _ = [torch.empty_like(found) for _ in range(context - 1)]
-        sums = query.new_empty((size, heads, length), dtype=FP32)
         ctx.save_for_backward(query, key, value, found.clone() if apart else found, sums)
         return found
 
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[Given, ...]:
         query, key, value, _, _ = ctx.saved_tensors
-        _attend(query, value, ctx.context, 2.5)
-        if ctx.context > 1:
+        if ctx.keys > query.shape[1] // 2:
             _ = [torch.empty_like(part) for part in (key, value, key, value)]
-        query, key, value = (torch.empty_like(part) for part in (query, key, value))
-        return query, key, value, None, None
-
-
-def _attend(query: torch.Tensor, value: torch.Tensor, context: int, times: float) -> None:
-    """Says what kernels compute: half of all pairs are masked."""
-    attends(query, value, query.shape[1] * context // 2, times)
+        return *attends_backward(grad, query, key, value, key, ctx.keys), None, None
 
 
 def _softmax(scores: torch.Tensor, scale: float, fused: bool) -> torch.Tensor:
@@ -403,13 +433,13 @@ class MegatronExperts(MixtureOfExperts):
         shares = all_gather(all_to_all(share, received, local.expert), 0, width)
         here = self.experts
         ends = torch.arange(len(here.w1), device=x.device)
-        adds = fused.gradient_accumulation_fusion
+        adds, narrow = fused.gradient_accumulation_fusion, _is_narrow(x, local)
         weights = [here.w1] if here.w3 is None else [here.w1, here.w3]
-        parts = [grouped_product(found, weight, ends, adds) for weight in weights]
+        parts = [grouped_product(found, weight, ends, adds, narrow) for weight in weights]
         del found
         inner = _activated(parts, here.activation, fused.bias_activation_fusion, shares)
         del parts
-        found = reduce_scatter(grouped_product(inner, here.w2, ends, adds), 0, width)
+        found = reduce_scatter(grouped_product(inner, here.w2, ends, adds, narrow), 0, width)
         del inner
         found = all_to_all(found, sent, local.expert)
         if fused.deterministic_mode:  # torch's own, which keeps the rows to know their shape
