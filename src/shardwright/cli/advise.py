@@ -144,7 +144,8 @@ def _write(job: Job, found: Advice, wanted: dict[str, Any], options: argparse.Na
         from shardwright.estimate.advise import job_of
         from shardwright.job.exported import exported
 
-        text = exported(job_of(job, found.answer.layout, **wanted), options.export)
+        held = {**wanted, "global_batch": found.global_batch}  # of however many ranks
+        text = exported(job_of(job, found.answer.layout, **held), options.export)
         write_atomically(options.out, text.encode())
         print(f"wrote {options.out}", file=sys.stderr)
 
