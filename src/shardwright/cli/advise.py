@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``advise``."""
     parser.epilog = (
         "The global batch, the sequence, dtypes and the optimizer of the job are kept; its degrees "
-        "are not looked at. Exit code 3: no layout fits. Ctrl-C shows what was found."
+        "are not looked at. Jobs with embedding tables are planned layout by layout. "
+        "Exit code 3: no layout fits. Ctrl-C shows what was found."
     )
     shared.job_argument(parser)
     parser.add_argument(
