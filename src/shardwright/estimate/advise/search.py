@@ -205,7 +205,7 @@ class _Search:
             engine=self.wanted.engine,
             runtime=memory_of(self.space.job).runtime,
             world_size=self.world,
-            device=self.job.cluster.preset,
+            device=self.job.cluster.preset or self.pricing.cluster.name,
             capacity=self.capacity,
             global_batch=self.space.global_batch,
             sequence=self.job.batch.sequence,
