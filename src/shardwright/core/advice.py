@@ -85,7 +85,8 @@ class Advice(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device's ``capacity`` that stay free its ``headroom``.
 
     Of a job whose layouts are planned ``exact`` were, and the others cannot be faster; no plan of
-    any that may fit takes less than ``lower_bound_seconds``, which is 0 where nothing is known.
+    any that may fit takes less than ``lower_bound_seconds``, which is 0 where nothing is known;
+    ``proven`` is then that the answer takes no longer.
     """
 
     model: str
