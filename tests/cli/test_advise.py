@@ -12,6 +12,7 @@ from commands import Call
 from shardwright.core.measurement import Curve, Measurement, write_measurement
 from shardwright.core.outputs import PICTURE, check_output
 from shardwright.estimate.footprint import footprint
+from shardwright.job.job import read_job
 from shardwright.job.plan import read_plan
 
 JOB = """
@@ -34,6 +35,29 @@ sequence = 4096
 
 [memory]
 runtime = "fsdp2"
+"""
+TABLES = """
+[model]
+bottom = [64, 16]
+top = [256, 64, 1]
+
+[cluster]
+preset = "local"
+world_size = 2
+ddr_cap = "2 MiB"
+
+[batch]
+size = 64
+
+[[tables]]
+name = "users"
+rows = 20_000
+dim = 16
+
+[[tables]]
+name = "shops"
+rows = 50
+dim = 16
 """
 FEW = ("--fix", "pipeline=1", "--fix", "context=1", "--fix", "tensor=1")
 
@@ -93,6 +117,59 @@ def test_where_nothing_fits_the_code_is_3(job: str, call: Call) -> None:
     done = call("advise", job, *FEW, "--set", "cluster.hbm_cap='1 GiB'", "--fix", "micro_batch=1")
     assert done.code == 3
     assert "layouts fits. Nearest: shard" in " ".join(done.out.split())
+
+
+def test_layouts_with_tables_are_planned_and_the_answer_is_a_job(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    path, out, picture = (tmp_path / name for name in ("job.toml", "answer.toml", "all.svg"))
+    path.write_text(TABLES)
+    files = ("--export", "shardwright", "-o", str(out), "--picture", str(picture))
+    done = call("advise", str(path), *files)
+    assert done.code == 0, done.err
+    assert max(map(len, done.out.splitlines())) <= 80
+    said = " ".join(done.out.split())
+    assert "2 ranks of local for shardwright, fp32: 128 samples a step" in said
+    assert "Planned: " in said
+    assert " by any plan" in said
+    assert "MFU" not in said, "nobody knows the peak of this machine"
+    found = json.loads(call("advise", str(path), "--json").out)
+    assert 0 < found["lower_bound_seconds"] <= found["rows"][0]["time"]["seconds"] * (1 + 1e-9)
+    made = call("plan", str(out), "-o", str(tmp_path / "plan.json"))
+    assert made.code == 0, made.err
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.max_rank_seconds == pytest.approx(found["rows"][0]["time"]["seconds"])
+    circles = [e for e in ElementTree.fromstring(picture.read_text()).iter() if "circle" in e.tag]
+    assert len(circles) >= found["layouts"]
+
+
+def test_a_layout_with_tables_that_lacks_memory_says_how_much_beside_what_stays_free(
+    call: Call, tmp_path: Path
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(TABLES)
+    done = call("advise", str(path), "--headroom", "1.5 MiB")
+    assert done.code == 3
+    said = " ".join(done.out.split())
+    assert "layouts fits. Nearest: shard " in said
+    assert "which needs -" not in said
+    assert "On 8 ranks something fits." in said
+
+
+def test_the_answer_on_fewer_ranks_is_written_with_the_batch_of_all(
+    call: Call, tmp_path: Path
+) -> None:
+    path, out = tmp_path / "job.toml", tmp_path / "answer.toml"
+    path.write_text(TABLES)
+    done = call(
+        "advise", str(path), "-n", "4", "--set", "cluster.local_world_size=1",
+        "--fewest-gpus", "--export", "shardwright", "-o", str(out),
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    its = read_job(out)
+    assert (its.cluster.world_size or 0) < 4
+    assert its.batch.size * (its.cluster.world_size or 0) == 4 * 64
 
 
 def test_a_run_of_the_model_scales_all(job: str, call: Call, tmp_path: Path) -> None:

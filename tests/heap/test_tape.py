@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,9 +14,12 @@ from shardwright.core.errors import UnsupportedError
 from shardwright.core.footprint import RankMemory
 from shardwright.core.timeline import StorageChange
 from shardwright.estimate.footprint import footprint
+from shardwright.estimate.recordings import found_for
 from shardwright.heap.classes import RankClass, Setting
-from shardwright.heap.tape import STREAMS
+from shardwright.heap.tape import AGAIN, STREAMS
 from shardwright.job.job import parse_job
+from shardwright.planner.search.watch import Watch
+from shardwright.planner.step_draft import StepDraft
 
 MODEL = {
     "kind": "llama",
@@ -91,6 +95,35 @@ def test_the_timeline_reaches_the_peak_and_ends_as_it_began(case: str) -> None:
 def test_the_allocator_reserves_at_least_what_is_alive(case: str) -> None:
     worst = _followed(case)
     assert worst.reserved_bytes >= worst.peak_bytes
+
+
+@pytest.mark.parametrize("overlap", ["none", "rows", "ids_and_rows"])
+def test_a_batch_that_was_fetched_ahead_is_what_the_next_step_lets_go(overlap: str) -> None:
+    job = {
+        "model": {"bottom": [8, 16], "top": [8, 1], "interaction": "cat"},
+        "tables": [{"name": "t", "rows": 3000, "dim": 16, "pooling_factors": [4.0],
+                    "sharding_types": ["row_wise"]}],
+        "cluster": {"preset": "a100-8", "world_size": 2},
+        "batch": {"size": 4096},
+        "train": {"overlap": overlap},
+    }  # fmt: skip
+    draft = found_for(parse_job(job), Watch()).draft
+    assert isinstance(draft, StepDraft)
+    held: dict[int, int] = {}
+    for number, nbytes, _, _ in draft.rank_step(draft.load(0)).asked(draft.machine):
+        if nbytes > 0:
+            held[number] = nbytes
+        else:
+            assert held.pop(number) == -nbytes
+    fetched = Counter(nbytes for number, nbytes in held.items() if number > AGAIN // 2)
+    before = Counter(nbytes for number, nbytes in held.items() if number <= AGAIN // 2)
+    inputs = draft.problem.chunk.recording.inputs
+    # What both steps leave is their input; all else that was fetched ahead is let go once.
+    assert fetched[inputs] == 1
+    assert before[inputs] >= 1
+    assert not (fetched & before) - Counter([inputs])
+    assert (sum(fetched.values()) > 1) == (overlap == "ids_and_rows")
+    assert draft.needs[1] >= draft.highest_peak
 
 
 def test_gradients_that_stay_where_they_are_take_no_second_memory() -> None:

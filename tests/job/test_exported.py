@@ -251,6 +251,13 @@ def test_a_job_is_written_as_a_document_that_reads_as_equal(example: Path) -> No
     assert parse_job(tomllib.loads(encode_toml(document_of(whole)))) == whole
 
 
+def test_a_model_of_which_nothing_is_said_is_written_all_the_same() -> None:
+    tables = [{"name": "t", "rows": 10, "dim": 16}]
+    plain = parse_job({"model": {"kind": "dlrm"}, "tables": tables})
+    assert plain.model.kind == "dlrm"
+    assert parse_job(tomllib.loads(encode_toml(document_of(plain)))) == plain
+
+
 def test_a_key_without_a_row_is_refused_by_every_other_engine() -> None:
     memory = {"runtime": "fsdp2", "fsdp2": {"separate_reduce_scatter_group": True}}
     for engine in ("torchtitan", "torchtitan-toml", "megatron", "fsdp2", "accelerate"):

@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``advise``."""
     parser.epilog = (
         "The global batch, the sequence, dtypes and the optimizer of the job are kept; its degrees "
-        "are not looked at. Exit code 3: no layout fits. Ctrl-C shows what was found."
+        "are not looked at. Jobs with embedding tables are planned layout by layout. "
+        "Exit code 3: no layout fits. Ctrl-C shows what was found."
     )
     shared.job_argument(parser)
     parser.add_argument(
@@ -144,7 +145,8 @@ def _write(job: Job, found: Advice, wanted: dict[str, Any], options: argparse.Na
         from shardwright.estimate.advise import job_of
         from shardwright.job.exported import exported
 
-        text = exported(job_of(job, found.answer.layout, **wanted), options.export)
+        held = {**wanted, "global_batch": found.global_batch}  # of however many ranks
+        text = exported(job_of(job, found.answer.layout, **held), options.export)
         write_atomically(options.out, text.encode())
         print(f"wrote {options.out}", file=sys.stderr)
 

@@ -15,7 +15,8 @@ SCHEMA = "shardwright.advice/1"
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a model is divided over ranks and its batch over time. ``zero`` is 0 where the runtime
-    has no stages, ``micro_batch`` are samples of a data rank that run at once."""
+    has no stages, ``micro_batch`` are samples of a data rank that run at once: 0 where all of them
+    do, as in a plan; without ``checkpointing`` the model has nothing to checkpoint."""
 
     data_replicate: int = 1
     data_shard: int = 1
@@ -45,8 +46,10 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         yield f"{shard} x {self.data_replicate}" if self.data_replicate > 1 else shard
         if self.zero:
             yield f"zero {self.zero}"
-        yield f"micro {self.micro_batch}"
-        yield self.checkpointing
+        if self.micro_batch:
+            yield f"micro {self.micro_batch}"
+        if self.checkpointing:
+            yield self.checkpointing
         if self.compile:
             yield "compiled"
 
@@ -78,7 +81,12 @@ class Advice(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``space`` has the values of every axis, ``layouts`` is how many of their combinations there are;
     all were priced. ``bounded`` were refused by a bound of their memory, ``exact`` had theirs
     worked out, and ``unable`` are what the engine does not run. ``proven``: every layout that is
-    faster than the answer was refused. Samples of all ranks are the ``global_batch``.
+    faster than the answer was refused. Samples of all ranks are the ``global_batch``, bytes of a
+    device's ``capacity`` that stay free its ``headroom``.
+
+    Of a job whose layouts are planned ``exact`` were, and the others cannot be faster; no plan of
+    any that may fit takes less than ``lower_bound_seconds``, which is 0 where nothing is known;
+    ``proven`` is then that the answer takes no longer.
     """
 
     model: str
@@ -100,6 +108,8 @@ class Advice(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     proven: bool
     nearest: Advised | UnsetType = UNSET
     fewest_ranks: int | UnsetType = UNSET
+    headroom: int = 0
+    lower_bound_seconds: float | UnsetType = UNSET
     points: tuple[Priced, ...] = ()
     assumptions: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -114,6 +124,22 @@ class Advice(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def fits(self) -> bool:
         """Whether any layout fits for sure."""
         return bool(self.rows)
+
+    @property
+    def planned(self) -> bool:
+        """Whether seconds are those of plans."""
+        return self.lower_bound_seconds is not UNSET
+
+    @property
+    def gap(self) -> float:
+        """The share by which the answer is above the lower bound, where there are both."""
+        if not self.lower_bound_seconds or self.answer is None:
+            return 0.0
+        return self.answer.time.seconds / self.lower_bound_seconds - 1
+
+    def lack(self, row: Advised) -> int:
+        """Bytes that a layout needs beyond what it may fill."""
+        return row.most_bytes + self.headroom - self.capacity
 
     def days(self, tokens: float) -> float:
         """How long so many tokens take with the answer."""

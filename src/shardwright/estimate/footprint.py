@@ -25,7 +25,7 @@ from shardwright.job.job import A_JOB, Job, memory_of
 from shardwright.job.memory import MemorySection
 from shardwright.job.model_of_job import is_planned
 from shardwright.planner import shortage
-from shardwright.planner.draft import Draft
+from shardwright.planner.draft import Draft, Found
 from shardwright.planner.planner import watch_of
 from shardwright.planner.search.watch import Hear
 from shardwright.planner.step_draft import StepDraft, class_name, memories
@@ -73,26 +73,36 @@ def _planned(
     """
     watch = watch_of(job, hear)
     found = found_for(job, watch, record)
-    problem, draft = found.problem, found.draft
-    source = "To the byte what the job's plan foresees (shardwright plan)."
-    if watch.cut_short:
-        source += f" Not searched to its end: {watch.cut_short}."
-    if draft is None and problem.model.is_trained:
-        source = "No plan was found that fits: this is the one whose highest peak is lowest."
-        draft = smallest(problem)
+    draft = found.draft
+    if draft is None and found.problem.model.is_trained:
+        draft = smallest(found.problem)
     if draft is None:
         raise shortage.error(found, watch) if ways else NoPlanError("no plan found that fits")
+    return footprint_of(found, draft, watch.cut_short, details=details, rank=rank)
+
+
+def footprint_of(
+    found: Found, draft: Draft, cut_short: str = "", *, details: bool = False, rank: str = ""
+) -> Footprint:
+    """The memory of a ``draft``: that of what was ``found``, or where that has none of another,
+    which does not fit; ``cut_short`` says what ended the search, if anything."""
+    problem, job = found.problem, found.problem.job
+    source = "To the byte what the job's plan foresees (shardwright plan)."
+    if cut_short:
+        source += f" Not searched to its end: {cut_short}."
+    if found.draft is None:
+        source = "No plan was found that fits: this is the one whose highest peak is lowest."
     whole, room = problem.cluster.memory_per_rank, problem.decisive_capacity
     if room < whole:
         source += f" Its budget is what the reservation leaves of {format_bytes(whole)}."
     world, assumptions = problem.cluster.world_size, list(problem.assumptions)
-    device = memory_of(problem.job).lowering or problem.cluster.compute_device
+    device = memory_of(job).lowering or problem.cluster.compute_device
     units = problem.model.units
     policy = next((unit.checkpointing for unit in units if unit.checkpointed), "none")
     on_gpu = problem.on_accelerator
     if isinstance(draft, StepDraft):
         recording = problem.chunk.recording
-        assumptions += [*trained(problem.job.train.optimizer).assumptions(), *recording.notes]
+        assumptions += [*trained(job.train.optimizer).assumptions(), *recording.notes]
         assumptions += assumptions_on_gpu([recording.operators]) if on_gpu else []
         shown = details or rank
         ranks = memories(draft, details=details, named=rank) if shown else draft.memories()
@@ -103,7 +113,7 @@ def _planned(
         parameters=sum(tensor.numel for tensor in problem.model.tensors),
         world_size=world,
         parallel={},
-        settings=settings_of(problem.job, device if problem.model.is_trained else "", policy),
+        settings=settings_of(job, device if problem.model.is_trained else "", policy),
         ranks=ranks,
         capacity=room,
         outside=problem.extras,

@@ -16,7 +16,7 @@ import hashlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from importlib.metadata import version
@@ -35,7 +35,12 @@ from shardwright.core.model import ModelSpec
 from shardwright.core.quantities import MOST_GIB
 from shardwright.core.recording import Recording, without_shapes
 from shardwright.cost.clock import has_clock
-from shardwright.estimate.with_tables import Paths, Recorded, find_with_tables
+from shardwright.estimate.with_tables import (
+    Paths,
+    Recorded,
+    find_with_tables,
+    ways_with_tables,
+)
 from shardwright.job.cluster import check_units, in_one_word
 from shardwright.job.job import (
     A_JOB,
@@ -59,7 +64,7 @@ from shardwright.planner.draft import Found
 from shardwright.planner.planner import find, find_kinds, surely_or_perhaps, watch_of, written
 from shardwright.planner.profiles import cluster_of
 from shardwright.planner.search.watch import Hear, Watch
-from shardwright.planner.variation import as_recorded, once
+from shardwright.planner.variation import ModelOf, as_recorded, once
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,14 +88,31 @@ def plan(job: Job, hear: Hear | None = None) -> Plan:
 def found_for(job: Job, watch: Watch, record: Recorded | None = None) -> Found:
     """What the search of ``job`` brings back, with a draft of its plan or without; ``record`` gives
     the step of a module of the user's own in place of ``recorded``."""
-    at_all, own, models = bool(table_optimizer(job)), _once(record or recorded), once(described)
+    if not job.model.traits.is_function:
+        return found_among(job, [once(described)], watch)
+    at_all, own = bool(table_optimizer(job)), _once(record or recorded)
 
     def look(sure: bool) -> Found:
-        if not job.model.traits.is_function:
-            return find_kinds(job, lambda its: find(its, [models], watch, sure))
         return find_with_tables(job, own, watch, found_at_all=at_all, sure=sure)
 
     return surely_or_perhaps(look)
+
+
+def found_among(job: Job, models: Sequence[ModelOf], watch: Watch) -> Found:
+    """The same of a job whose ``models`` are known."""
+    return surely_or_perhaps(
+        lambda sure: find_kinds(job, lambda its: find(its, models, watch, sure))
+    )
+
+
+def models_of(job: Job) -> tuple[ModelOf, ...]:
+    """What describes the model of every job that is recorded as this one, a way each; none of a
+    module of the user's own that has no tables."""
+    if not job.model.traits.is_function:
+        return (once(described),)
+    at_all = bool(table_optimizer(job))
+    ways = ways_with_tables(job, _once(recorded), found_at_all=at_all)
+    return ways.models if ways.everything.tables else ()
 
 
 def _once(record: Recorded) -> Recorded:

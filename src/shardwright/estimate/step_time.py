@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
@@ -361,6 +362,18 @@ def planned_time(draft: StepDraft) -> StepTime | UnsetType:
     parts["tables"] = sum(seconds.values()) - sum(parts.values()) if draft.tables else 0.0
     dtype = problem.unit_space.context.param_dtype or "fp32"
     return _told(parts, forward.flops * draft.ranks, clock, job.batch, dtype)
+
+
+def unranged_time(draft: StepDraft) -> StepTime:
+    """The same of a machine without a clock, by phase: how far it is off nobody knows."""
+    batch, phases = draft.problem.job.batch, max(draft.seconds, key=lambda its: sum(its.values()))
+    seconds = draft.max_rank_seconds
+    tokens = batch.size * batch.sequence * draft.ranks
+    counted: Literal["tokens", "samples"] = "tokens" if batch.sequence > 1 else "samples"
+    source = f"the constants of {draft.problem.cluster.name}"
+    return StepTime(
+        seconds, seconds, seconds, dict(phases), tokens, 0, 1.0, draft.ranks, source, counted
+    )
 
 
 def transfer_seconds(nbytes: int, clock: RankClock) -> float:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET
@@ -46,12 +47,32 @@ MOST_REASONS = 3  # of a longer list
 BESIDE_TABLES = ("", "fp32", "bf16")  # that units compute in beside tables
 
 
+class Ways(NamedTuple):
+    """A description of a module for each way to have its embeddings; its step with all of them that
+    can be tables, and why others can not."""
+
+    models: tuple[ModelOf, ...]
+    everything: Recording
+    reasons: Paths
+
+
 def find_with_tables(
     job: Job, recorded: Recorded, watch: Watch, *, found_at_all: bool, sure: bool = True
 ) -> Found:
-    """What the search of a module brings back; ``recorded`` gives its step with the embeddings at
-    some paths as tables, or at None with all that can be. Unless some are ``found_at_all`` there
-    are none. What perhaps fits is enough where it need not be ``sure``.
+    """What the search of a module brings back, of all its :func:`ways_with_tables`. What perhaps
+    fits is enough where it need not be ``sure``."""
+    models, everything, reasons = ways_with_tables(job, recorded, found_at_all=found_at_all)
+    best = find(job, models, watch, sure)
+    if best.draft is None:
+        best = replace(best, remark=_no_tables(everything, reasons))
+    if best.draft is None and any(note.startswith(COULD) for note in everything.notes):
+        return replace(best, helps=partial(_tables_help, job, recorded))
+    return best
+
+
+def ways_with_tables(job: Job, recorded: Recorded, *, found_at_all: bool) -> Ways:
+    """The ways to plan a module; ``recorded`` gives its step with the embeddings at some paths as
+    tables, or at None with all that can be. Unless some are ``found_at_all`` there are none.
 
     InputError for what is said of tables that there are not.
     """
@@ -71,13 +92,8 @@ def find_with_tables(
     # alone.
     ways = _ways(job, tables, collected, everything)
     given = (None if paths == tables and wanted else paths for paths in ways)
-    models = (_described(recorded, paths, reasons, wanted) for paths in given)
-    best = find(job, models, watch, sure)
-    if best.draft is None:
-        best = replace(best, remark=_no_tables(everything, reasons))
-    if best.draft is None and any(note.startswith(COULD) for note in everything.notes):
-        return replace(best, helps=partial(_tables_help, job, recorded))
-    return best
+    models = tuple(_described(recorded, paths, reasons, wanted) for paths in given)
+    return Ways(models, everything, reasons)
 
 
 def _no_tables(recording: Recording, reasons: Paths) -> str:

@@ -135,7 +135,7 @@ class RequestTape(_Followed):
         """What was there before, then the step twice, in which every storage has another number."""
         there: set[int] = set()
         before, step = _happening(self._before, there), _happening(self._step, there)
-        return [*before, *step, *((AGAIN + k, nbytes, stream, 0) for k, nbytes, stream, _ in step)]
+        return [*before, *step, *_again(step)]
 
     def run(self, summary: Summary, scene: Scene, rule: GradientRule) -> None:
         """Every touch of the piece."""
@@ -186,6 +186,31 @@ def _happening(asked: Sequence[Asked], there: set[int]) -> list[Asked]:
             continue
         found.append(each)
     return found
+
+
+def _again(step: Sequence[Asked]) -> Iterator[Asked]:
+    """A step once more. What it frees without having taken it the step before has left, which has
+    that from the one before it in turn: a batch that was fetched ahead."""
+    left: dict[int, int] = {}
+    for number, nbytes, _, _ in step:
+        if nbytes > 0:
+            left[number] = nbytes
+        else:
+            left.pop(number, None)
+    own: set[int] = set()
+    for number, nbytes, stream, _ in step:
+        if nbytes > 0:
+            own.add(number)
+        elif number in own:
+            own.remove(number)
+        else:
+            # Another name, for it was another batch, but as many bytes.
+            found = next((k for k, size in left.items() if size == -nbytes), None)
+            if found is not None:
+                del left[found]
+                yield found, nbytes, stream, 0
+            continue
+        yield AGAIN + number, nbytes, stream, 0
 
 
 class Tape(_Followed):

@@ -79,9 +79,11 @@ def checkpointed(job: Job, policy: str) -> Job:
 
 
 def as_recorded(job: Job) -> bytes:
-    """The job as far as a recording depends on it: not on stages of ZeRO, nor on buckets."""
-    bare = changed(job, {"memory.zero": 3, "planner.dense.bucket_size": UNSET})
-    return msgspec.json.encode(bare)
+    """The job as far as a recording depends on it: not on stages of ZeRO, on buckets, nor on which
+    data ranks share."""
+    keys = {"memory.zero": 3, "planner.dense.bucket_size": UNSET}
+    keys |= {"parallel.data_replicate": 1, "parallel.data_shard": -1}
+    return msgspec.json.encode(changed(job, keys))
 
 
 def once(model_of: ModelOf) -> ModelOf:

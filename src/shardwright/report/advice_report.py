@@ -25,6 +25,8 @@ from shardwright.report.sheet import Cell, Sheet, number, sheet_of, text
 from shardwright.report.table import assumed_line, drawn, listed, prose, spaced
 from shardwright.report.wording import (
     TEXT_LIMIT,
+    about_seconds,
+    percent,
     printable,
     range_text,
     step_time_sentence,
@@ -59,7 +61,9 @@ def advice_report(
 
 
 def _headline(advice: Advice) -> str:
-    samples = f"{advice.global_batch:,} x {advice.sequence:,} tokens a step"
+    samples = f"{advice.global_batch:,} samples a step"
+    if advice.sequence > 1:
+        samples = f"{advice.global_batch:,} x {advice.sequence:,} tokens a step"
     engine = advice.engine or advice.runtime
     return (
         f"Layouts of {printable(advice.model)} on {advice.world_size:,} ranks of "
@@ -87,21 +91,46 @@ def _proof(advice: Advice) -> str:
     unable = f", {advice.unable:,} not of {advice.engine}" if advice.unable else ""
     alike = sum(each.time.seconds <= answer.time.high for each in advice.rows)
     text_of = (
-        f"Of {advice.layouts:,} layouts none that fits is faster within this model "
-        f"({advice.bounded:,} refused by a bound of memory, {advice.exact:,} worked out in "
-        f"{format_seconds(advice.seconds)}{unable}).{whole}"
+        _planned(advice, answer)
+        if advice.planned
+        else (
+            f"Of {advice.layouts:,} layouts none that fits is faster within this model "
+            f"({advice.bounded:,} refused by a bound of memory, {advice.exact:,} worked out in "
+            f"{format_seconds(advice.seconds)}{unable}).{whole}"
+        )
     )
-    if alike > 1:
+    if alike > 1 and answer.time.low < answer.time.high:
         more = " or more" if alike == len(advice.rows) else ""
         text_of += f" {alike}{more} lie within its range: try them in this order."
     return text_of
 
 
+def _planned(advice: Advice, answer: Advised) -> str:
+    """The same where seconds are those of plans: how far above what no plan can beat."""
+    least = advice.lower_bound_seconds or 0.0
+    faster = sum(not p.verdict and p.seconds < answer.time.seconds for p in advice.points)
+    missed = max(faster - advice.bounded, 0)
+    slower = advice.layouts - advice.exact - advice.bounded - missed
+    of_all = f"Planned: {advice.exact:,} of {advice.layouts:,} layouts"
+    counts = {
+        f"in {format_seconds(advice.seconds)}": 1,
+        f"{slower:,} cannot be faster": slower,
+        f"{advice.bounded:,} refused by a bound of memory": advice.bounded,
+        f"{missed:,} left, for the search was ended": missed,
+    }
+    found = f"{of_all} {', '.join(text for text, count in counts.items() if count)}."
+    if advice.proven or not least:
+        return found + " None can be faster by any plan." * advice.proven
+    best = f"None can take less than {about_seconds(least)} by any plan"
+    return f"{found} {best} (gap {percent(advice.gap)})."
+
+
 def _nothing(advice: Advice) -> str:
     found = f"None of {advice.layouts:,} layouts fits."
     if advice.nearest:
-        lack = advice.nearest.most_bytes - advice.capacity
-        found += f" Nearest: {advice.nearest.layout.words}, which needs {format_bytes(lack)} more."
+        lack = advice.lack(advice.nearest)
+        needs = f"needs {format_bytes(lack)} more" if lack > 0 else "lacks memory of its host"
+        found += f" Nearest: {advice.nearest.layout.words}, which {needs}."
     if advice.fewest_ranks:
         return f"{found} On {advice.fewest_ranks:,} ranks something fits."
     return f"{found} Nor does anything on more ranks that divide the batch."
@@ -114,10 +143,11 @@ def _rows_sheet(advice: Advice, rows: tuple[Advised, ...], *, full: bool) -> She
     cells: list[Cell[Advised]] = [
         text("layout", lambda row: row.layout.words),
         number("a step", lambda row: f"{two_digits(row.time.seconds)} s"),
-        number("MFU", lambda row: f"{row.time.mfu:.0%}"),
         number("needs", lambda row: format_bytes(row.most_bytes)),
         text("loses by", lambda row: _largest(_losses(row, first))),
     ]
+    if first.time.model_flops:
+        cells.insert(2, number("MFU", lambda row: f"{row.time.mfu:.0%}"))
     if full:
         cells += [
             number(rate, lambda row: two_digits(row.time.tokens_per_second / row.time.devices)),
@@ -130,7 +160,7 @@ def _rows_sheet(advice: Advice, rows: tuple[Advised, ...], *, full: bool) -> She
 
 def _faster_sheet(advice: Advice, faster: tuple[Advised, ...]) -> Sheet:
     def lacks(row: Advised) -> str:
-        missing = format_bytes(row.most_bytes - advice.capacity)
+        missing = format_bytes(advice.lack(row))
         return f"perhaps fits; {missing} to be sure" if row.verdict == "perhaps" else missing
 
     cells: list[Cell[Advised]] = [
@@ -147,8 +177,16 @@ def _exposed(row: Advised) -> dict[str, float]:
 
 def _losses(row: Advised, first: Advised) -> dict[str, float]:
     """By how much parts of a step take longer than in the first row."""
-    before = first.time.parts
-    return {name: spent - before.get(name, 0.0) for name, spent in row.time.parts.items()}
+    before = _alike(first)
+    return {name: spent - before.get(name, 0.0) for name, spent in _alike(row).items()}
+
+
+def _alike(row: Advised) -> dict[str, float]:
+    """The parts of a step with what units send under one name, however they are placed."""
+    parts = dict(row.time.parts)
+    if "gradients" in parts:
+        parts["sharded parameters"] = parts.pop("gradients") + parts.get("sharded parameters", 0.0)
+    return parts
 
 
 def _largest(parts: dict[str, float]) -> str:
@@ -166,6 +204,8 @@ def _next(advice: Advice, answer: Advised | None, *, full: bool) -> str:
     more = "" if full else "More: --full. "
     if answer is None:
         return f"{more}Other axes: --fix AXIS=VALUE. A smaller batch: --global-batch N."
+    if advice.planned:
+        return f"{more}As a job: --export shardwright -o FILE; its plan: shardwright plan FILE."
     return f"{more}As a file: --export ENGINE -o FILE. All layouts: --picture x.svg."
 
 

@@ -284,12 +284,14 @@ VERDICT_WORDS: dict[Verdict, str] = {
 
 
 def step_time_sentence(time: StepTime) -> str:
-    """How long a step takes, and what that is in tokens and of the peak: on one line of 80."""
+    """How long a step takes, and what that is in tokens and of the peak: on one line of 80. Its
+    range and the peak are told where they are known."""
     rate = time.tokens_per_second
+    known = f" ({two_digits(time.low)} to {two_digits(time.high)})" if time.low < time.high else ""
+    peak = f", MFU {time.mfu:.0%}" if time.model_flops else ""
     return (
-        f"A step: about {two_digits(time.seconds)} s ({two_digits(time.low)} to "
-        f"{two_digits(time.high)}), {two_digits(rate)} {time.counted}/s, "
-        f"{two_digits(rate / time.devices)} a device, MFU {time.mfu:.0%}."
+        f"A step: about {two_digits(time.seconds)} s{known}, {two_digits(rate)} {time.counted}/s, "
+        f"{two_digits(rate / time.devices)} a device{peak}."
     )
 
 

@@ -5,7 +5,9 @@ memory or by its exact figure, until enough fit.
 # What makes the answer a proof: layouts leave the queue in the order of their seconds. One waits
 # there with a bound from below until it is the first; then its pipeline is followed pass by pass,
 # and it goes back with its real seconds. Memory is asked the same way: only a layout that is next
-# and whose bound leaves room is estimated, which takes a thousand times as long.
+# and whose bound leaves room is estimated, which takes a thousand times as long. A layout that has
+# to be planned is one of these: its seconds and memory come at once, and when the answer is known,
+# those that are left with their bound alone are not planned.
 
 from __future__ import annotations
 
@@ -17,9 +19,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from shardwright.core.advice import Advice, Advised, Layout, Priced
+from shardwright.core.cluster import Cluster
 from shardwright.core.errors import (
     InputError,
     NoPlanError,
@@ -29,6 +32,7 @@ from shardwright.core.errors import (
 )
 from shardwright.core.footprint import Footprint, StepTime, Verdict, verdict_of
 from shardwright.cost.clock import has_clock
+from shardwright.estimate.advise.planned import Plans, planned_layouts
 from shardwright.estimate.advise.pricing import Pricing
 from shardwright.estimate.advise.space import Space, global_batch
 from shardwright.estimate.footprint import footprint
@@ -68,12 +72,15 @@ def advise(job: Job, progress: Hear = lambda _: None, **wanted: Any) -> Advice:
 
     ``progress`` gets a line for everything that is worked out; an interruption ends the search with
     what was found until then. Of a job for which nothing fits the nearest layout is told and the
-    fewest ranks. InputError for a cluster whose clock is not known, UnsupportedError for a model
-    that is planned table by table or that the engine does not run.
+    fewest ranks. InputError for a cluster whose clock is not known unless layouts are planned,
+    UnsupportedError for tables alone or a model that the engine does not run.
     """
     begun = time.perf_counter()
     check_type(job, Job, "job", A_JOB)
-    search = _Search(job, Wanted(**wanted), progress)
+    return _advised(_Search(job, Wanted(**wanted), progress), begun)
+
+
+def _advised(search: _Search, begun: float) -> Advice:
     found = search.advice()
     if not found.rows and search.finished:
         found = msgspec.structs.replace(found, **search.ways_out())
@@ -96,10 +103,11 @@ def fewest_ranks(
     cluster, here = cluster_of(job)[0], _Search(job, Wanted(**wanted), progress)
     wanted["global_batch"] = here.space.global_batch
     for world in _doubled(min(cluster.local_world_size or 1, here.world)):
-        fewer = _on(job, world)
-        if not any(True for _ in _Search(fewer, Wanted(**wanted), progress).space.layouts()):
+        fewer, begun = _on(job, world), time.perf_counter()
+        search = _Search(fewer, Wanted(**wanted), progress)
+        if not any(True for _ in search.space.layouts()):
             continue
-        found = advise(fewer, progress, **wanted)
+        found = _advised(search, begun)
         if found.rows and fast_enough(found):
             return fewer, found
     return None
@@ -122,38 +130,58 @@ def _on(job: Job, world: int) -> Job:
     return changed(job, keys)
 
 
+def _leaving(job: Job, headroom: int) -> Job:
+    """The job on devices with so many bytes less, in which plans are made."""
+    cluster, _ = cluster_of(job)
+    left = max(cluster.memory_per_rank - headroom, 1)
+    return changed(job, {f"cluster.{cluster.decisive_tier}_cap": left}) if headroom else job
+
+
 class _Search:
     def __init__(self, job: Job, wanted: Wanted, progress: Callable[[str], None]) -> None:
         cluster, _ = cluster_of(job)
-        if not (job.cluster.preset and has_clock(cluster.constants)):
-            where = "job: cluster.preset"
-            accelerators = "an accelerator whose seconds are known"
-            found = f"'{job.cluster.preset}'" if job.cluster.preset else "none"
-            raise InputError(expected(where, accelerators, found, "Such as --on 8xH100."))
-        if not (job.model.traits.is_function or job.model.traits.is_estimated):
-            remedy = "shardwright plan places its tables and units together."
-            what = "a llama, or a module of your own"
-            raise UnsupportedError(expected("job: model.kind", what, job.model.kind, remedy))
         self.job, self.wanted, self.progress = job, wanted, progress
         self.world = job.cluster.world_size or cluster.world_size
         host = cluster.local_world_size or self.world
         self.unable = 0
         batch = wanted.global_batch or global_batch(job, self.world)
         ranks = self.world, min(host, self.world)
-        self.space = Space(job, wanted.engine, ranks, batch, wanted.fixed)
-        self.pricing = Pricing(self.space)
-        self.capacity = self.pricing.cluster.memory_per_rank
+        self.capacity = cluster.memory_per_rank
+        self.plans = planned_layouts(
+            _leaving(job, wanted.headroom), wanted.engine, ranks, batch, wanted.fixed, progress
+        )
+        self.space: Space
+        self.pricing: Pricing | Plans
+        if self.plans:
+            self.space, self.pricing = self.plans.space, self.plans
+        else:
+            self._check_has_seconds(cluster)
+            self.space = Space(job, wanted.engine, ranks, batch, wanted.fixed)
+            self.pricing = Pricing(self.space)
         self.scale = 1.0
         self.least: dict[Layout, tuple[float, int]] = {}
+        self.rows: list[Advised] = []
         self.taken: list[Advised] = []
         self.refused: list[Layout] = []  # by their bound
         self.exact = 0
         self.finished = False
         self.assumptions: list[str] = []
 
+    def _check_has_seconds(self, cluster: Cluster) -> None:
+        job = self.job
+        if not (job.cluster.preset and has_clock(cluster.constants)):
+            where = "job: cluster.preset"
+            accelerators = "an accelerator whose seconds are known"
+            found = f"'{job.cluster.preset}'" if job.cluster.preset else "none"
+            raise InputError(expected(where, accelerators, found, "Such as --on 8xH100."))
+        if not (job.model.traits.is_function or job.model.traits.is_estimated):
+            remedy = "Of tables alone there is nothing to choose but their plan: shardwright plan."
+            what = "a model with a step"
+            raise UnsupportedError(expected("job: model.kind", what, job.model.kind, remedy))
+
     def advice(self) -> Advice:
         """What was found, in the order of seconds."""
-        rows: list[Advised] = []
+        rows = self.rows
         try:
             self.price()
             self._scale()
@@ -165,6 +193,10 @@ class _Search:
                     break
             self.finished = True
         except KeyboardInterrupt:
+            if self.plans and not rows:
+                found = map(self._exact, self.plans.planned)
+                self.taken = sorted(found, key=lambda each: each.time.seconds)
+                rows += [each for each in self.taken if each.verdict == "fits"]
             if not rows:
                 raise
         answer = rows[0] if rows else None
@@ -173,7 +205,7 @@ class _Search:
             engine=self.wanted.engine,
             runtime=memory_of(self.space.job).runtime,
             world_size=self.world,
-            device=self.job.cluster.preset,
+            device=self.job.cluster.preset or self.pricing.cluster.name,
             capacity=self.capacity,
             global_batch=self.space.global_batch,
             sequence=self.job.batch.sequence,
@@ -183,17 +215,31 @@ class _Search:
             rows=tuple(rows),
             faster=tuple(self._faster(answer)) if answer else (),
             bounded=len(self.refused),
-            exact=self.exact,
+            exact=len(self.plans.planned) if self.plans else self.exact,
             unable=self.unable,
-            proven=answer is not None,
+            proven=self._proven(answer),
+            headroom=self.wanted.headroom,
+            lower_bound_seconds=self._lower_bound(),
             points=self._points(),
             assumptions=tuple(dict.fromkeys(self.assumptions)),
         )
 
+    def _lower_bound(self) -> float | UnsetType:
+        """What no plan of any layout can beat that may fit, with what plans told of theirs."""
+        if not self.plans:
+            return UNSET
+        left = [layout for layout in self.least if layout not in self.refused]
+        return min(map(self.plans.bound, left), default=0.0) * self.scale
+
+    def _proven(self, answer: Advised | None) -> bool:
+        least = self._lower_bound()
+        return answer is not None and (not self.plans or answer.time.seconds <= least * (1 + 1e-9))
+
     def ways_out(self) -> dict[str, object]:
         """Where nothing fits: what lacks least, and the fewest ranks on which something does."""
         order = sorted(self.least, key=lambda layout: self._bound(layout)[0])
-        nearest = min(map(self._exact, order[:3]), key=lambda each: each.most_bytes)
+        few = self.plans.planned or order[:1] if self.plans else order[:3]
+        nearest = min(map(self._exact, few), key=lambda each: each.most_bytes)
         wanted = replace(self.wanted, global_batch=self.space.global_batch)
         for world in _doubled(2 * self.world):
             search = _Search(_on(self.job, world), wanted, self.progress)
@@ -229,7 +275,7 @@ class _Search:
     def _scale(self) -> None:
         ratios = []
         for job, seconds in self.wanted.measured:
-            now = footprint(job, ways=False).time
+            now = self.plans.time_of(job) if self.plans else footprint(job, ways=False).time
             if not now:
                 wanted = "a job whose step has predicted seconds"
                 raise InputError(expected("--measured", wanted, "none of this one"))
@@ -244,13 +290,17 @@ class _Search:
         exact: dict[int, StepTime] = {}
         while queue:
             seconds, place, layout = heapq.heappop(queue)
+            if self.plans and self.rows and place not in exact:
+                continue  # it cannot be faster
             _, high = self._bound(layout)
             if high > self.capacity - self.wanted.headroom:
                 self.refused.append(layout)
                 continue
             if place not in exact:
                 exact[place] = found = self.pricing.time(layout)
-                assert found.seconds > seconds * (1 - 1e-9), "a bound above what it bounds"
+                fits = not self.plans or self.plans.plan(layout).fits
+                bounded = found.seconds > seconds * (1 - 1e-9)
+                assert bounded or not fits, "a bound above what it bounds"
                 heapq.heappush(queue, (found.seconds, place, layout))
                 continue
             if self.wanted.engine and cannot(self.space.job_of(layout), self.wanted.engine):
@@ -271,6 +321,8 @@ class _Search:
     def _estimated(self, layout: Layout, *, full: bool) -> Footprint | None:
         """The layout's footprint, or None where there is none for it; but for ``full`` ones what an
         allocator holds is followed as far as it tells whether it fits."""
+        if self.plans:
+            return self.plans.plan(layout).footprint
         self.exact += 1
         self.progress(
             f"{len(self.least):,} layouts priced, {len(self.refused):,} refused by a bound, "
@@ -292,7 +344,13 @@ class _Search:
         self.assumptions += found.assumptions
         needs = [found.needs(rank) for rank in found.ranks]
         least, most = max(n[0] for n in needs), max(n[1] for n in needs)
-        return Advised(layout, self._scaled(seconds), least, most, self._verdict(least, most))
+        if self.plans and found.capacity is not None:  # what a job reserves of its budget is needed
+            taken = self.pricing.cluster.memory_per_rank - found.capacity
+            least, most = least + taken, most + taken
+        verdict = self._verdict(least, most)
+        if self.plans and not self.plans.plan(layout).fits:
+            verdict = "does not fit"
+        return Advised(layout, self._scaled(seconds), least, most, verdict)
 
     def _exact(self, layout: Layout) -> Advised:
         return self._judged(layout, self.pricing.time(layout), full=True)
@@ -311,7 +369,8 @@ class _Search:
         limit = answer.time.seconds
         known = [e for e in self.taken if e.verdict != "fits" and e.time.seconds < limit]
         bounds = {e.layout: e.most_bytes for e in known}
-        bounds |= {each: self._bound(each)[1] for each in self.refused}
+        if not self.plans:
+            bounds |= {each: self._bound(each)[1] for each in self.refused}
         found: list[Advised] = []
         for layout in sorted(bounds, key=bounds.__getitem__):
             if self.pricing.time(layout).seconds * self.scale < limit:

@@ -136,8 +136,8 @@ class Space:
         return kept or values[:1]
 
     def _fixed(self, axis: str, text: str) -> Any:
-        if axis not in AXES:
-            raise InputError(not_one_of("--fix", axis, AXES))
+        if axis not in self.axes:
+            raise InputError(not_one_of("--fix", axis, self.axes))
         where = f"--fix {axis}"
         if axis == "checkpointing":
             check_policy(text, where)
@@ -151,7 +151,8 @@ class Space:
         if not text.isdigit() or int(text) < (axis != "zero"):
             raise InputError(expected(where, "a whole number from 1 on", f"'{text}'"))
         if self.shape is None and int(text) not in self.axes[axis]:
-            raise InputError(expected(where, f"{self.axes[axis][0]} of a module of your own", text))
+            its = " of a module of your own" if self.job.model.traits.is_function else ""
+            raise InputError(expected(where, " or ".join(map(str, self.axes[axis])) + its, text))
         return int(text)
 
     def layouts(self) -> Iterator[Layout]:

@@ -32,7 +32,8 @@ def document_of(job: Job) -> dict[str, Any]:
     found: dict[str, Any] = given(job)
     if not job.tables:
         del found["tables"]
-    return found
+    # Without [model] a document is one of tables alone.
+    return {"model": {"kind": job.model.kind}, **found}
 
 
 def given(value: Any) -> Any:
