@@ -16,7 +16,7 @@ from shardwright.data.reading import ClickBatch, ClickReader, evaluation_batches
 FEATURES = (
     BagColumn("item", 100),
     BagColumn("seen", 50, weighted=True),
-    BagColumn("word", 7, hashed=True),
+    BagColumn("word", 7, ids="modulo"),
 )
 HEADER = "other,word,click,seen,age,item"
 
