@@ -118,7 +118,7 @@ def test_a_log_becomes_a_job_that_reads_it(call: Any, tmp_path: Path) -> None:
     for line in ("empty: empty", "country: always '1'", "day: a date, as '2026-03-01 09:30'"):
         assert f"# not used {line}\n" in text
     assert job.data.ids == "hash"
-    assert "# ids title: 5 different ones, text: hashed, 4 rows for each\n" in text
+    assert "# ids title: 5 different ones, hashed, 4 rows for each\n" in text
     log = log_of(job, "clicks.csv")
     assert log.parsed(list(log.rows()), skip_bad_rows=False)[0].dense.shape == (3, 3)
     counted = call("inspect", "job.toml", "-o", "job.toml")
@@ -151,6 +151,16 @@ def test_a_part_of_a_log_is_held_out_for_scores(call: Any, tmp_path: Path) -> No
         assert ("days = 10  # the last tenth of the rows is held out" in written) == (days == 10)
         assert said in written
         assert ("AUC" in written) == bool(said)
+
+
+def test_whole_numbers_below_zero_are_ids_too(call: Any, tmp_path: Path) -> None:
+    """-1 of a user who is not known, and hashes of 64 bits with a sign."""
+    signed = rows(40, lambda n: n % 2, lambda n: n / 2, lambda n: n % 9 - 1, lambda n: -(7**n) or 1)
+    (tmp_path / "log.csv").write_text("click,share,user,hashed\n" + signed)
+    call("init", "--data", "log.csv")
+    job = read_job(tmp_path / "dlrm.toml")
+    assert (job.data.ids, job.data.dense) == ("hash", ("share",))
+    assert [(table.name, table.rows) for table in job.tables] == [("user", 36), ("hashed", 160)]
 
 
 def test_of_days_the_first_is_looked_at_and_the_others_have_other_ids(

@@ -215,11 +215,6 @@ class _Seen:
         self.distinct.update(words)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all ids are whole numbers."""
-        return all(number_of(word, "modulo") is not None for word in self.distinct)
-
-    @property
     def is_constant(self) -> bool:
         """Whether all rows have the same."""
         return len(self.distinct if self.odd else set(self.numbers)) == 1
@@ -227,10 +222,8 @@ class _Seen:
     @property
     def is_dense(self) -> bool:
         """Whether it is of numbers that are no ids, but for a few words."""
-        if not self.odd:
-            return bool(QUANTITY.search(self.name)) or not self.is_whole
         few = len(self.odd) <= _ODD and len(self.numbers) > _MOSTLY * self.filled
-        fractions = any(not number.is_integer() for number in self.numbers)
+        fractions = not all(map(float.is_integer, self.numbers))
         return few and (fractions or bool(QUANTITY.search(self.name)))
 
     def unused(self) -> str:
@@ -245,7 +238,8 @@ class _Seen:
             return ""
         if QUANTITY.search(self.name) and all(map(_COMMA.fullmatch, self.odd)):
             return f"numbers with a comma in place of a point, as {shown(self.first)}"
-        if not self.is_whole and all(map(is_float, self.distinct)):
+        numbers = [float(word) for word in self.distinct if is_float(word)]
+        if len(numbers) == len(self.distinct) and not all(map(float.is_integer, numbers)):
             return f"several numbers, as {shown(self.first)}"
         if len(self.distinct) == self.words == self.bags >= _MANY:
             return "another one in every row"
@@ -253,7 +247,7 @@ class _Seen:
 
     def table(self) -> GuessedTable:
         """As a column of ids."""
-        whole = self.is_whole
+        whole = all(number_of(word, "modulo") is not None for word in self.distinct)
         numbers = {number_of(word, "hash") or 0 for word in self.distinct}
         most, distinct = max(numbers), len(numbers)
         far = most >= max(_SPARSE * distinct, _SMALL)
@@ -313,7 +307,7 @@ def described(found: Guess) -> Iterator[str]:
     yield f"label {found.label}; dense {', '.join(each.name for each in found.dense)}"
     if found.header:
         yield "The first line is a row: columns have their numbers in data.header for names."
-    said = {"exact": "", "modulo": ", far apart: taken modulo the rows", "hash": ", text: hashed"}
+    said = {"exact": "", "modulo": ", far apart: taken modulo the rows", "hash": ", hashed"}
     for each in found.tables:
         room = "" if each.ids == "exact" else f", {_ROOM} rows for each"
         yield f"ids {each.column}: {each.distinct:,} different ones{said[each.ids]}{room}"
