@@ -357,7 +357,9 @@ def test_folders_that_say_a_column_are_one_log_in_the_order_of_their_numbers(
     assert ids["user"][0].tolist() == [4, 4, 12, 12]
     assert log.count() == 4
     written(tmp_path / "log", parquet(table()), "more.parquet")
-    with pytest.raises(InputError, match=r"more\.parquet: expected columns as in part-0.parquet"):
+    with pytest.raises(
+        InputError, match=r"more\.parquet: expected columns as in day=9/user=4/part-0"
+    ):
         columns(tmp_path / "log")
 
 

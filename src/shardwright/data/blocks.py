@@ -77,7 +77,7 @@ class Parquet(RowFile):
                 self._rows += file.metadata.num_rows
             self.names = self.names or names
             if names != self.names:
-                wanted, found = f"columns as in {files[0].name}", listed(names, 5)
+                wanted, found = f"columns as in {files[0].relative_to(path)}", listed(names, 5)
                 raise InputError(expected(str(each), wanted, found))
         if not self._rows:
             raise InputError(expected(str(path), "data rows", "Parquet without one", CHECK))

@@ -117,7 +117,7 @@ def day_files(folder: Path) -> list[Path]:
         wanted = f"day_{missing[0]}" if missing else "files day_0, day_1, ..., two at least"
         names = [found[day].name for day in sorted(found)]
         names = names or [path.name for path in sorted(folder.iterdir())] or ["an empty folder"]
-        remedy = "Put all days into one folder; join parts of one log, or write them as Parquet."
+        remedy = "Put all days, or Parquet of one log, into one folder; join parts of text."
         raise InputError(expected(str(folder), wanted, listed(names, 3), remedy))
     return [found[day] for day in sorted(found)]
 
