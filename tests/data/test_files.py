@@ -341,6 +341,18 @@ def test_a_folder_of_parquet_is_one_log_of_all_its_files(tmp_path: Path) -> None
         columns(tmp_path)
 
 
+def test_text_without_a_header_is_given_names_and_other_files_have_theirs(tmp_path: Path) -> None:
+    first, _, rows = PLAIN.partition(b"\n")
+    names = first.decode().split(",")
+    log = columns(written(tmp_path, rows), header=names)
+    assert dealt(log) == dealt(columns(written(tmp_path, PLAIN, "plain")))
+    assert log.count() == ROWS
+    with pytest.raises(InputError, match=r"data.header: expected one column 'age', got none"):
+        columns(written(tmp_path, rows), header=names[:1])
+    with pytest.raises(InputError, match=r"data.header: expected none, for .* names its columns"):
+        columns(written(tmp_path, parquet(table()), "parquet"), header=names)
+
+
 def test_folders_that_say_a_column_are_one_log_in_the_order_of_their_numbers(
     tmp_path: Path,
 ) -> None:
