@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from msgspec import UNSET
 from shardwright.cli.init import TEMPLATES
 from shardwright.data.synthetic import ClickModel
 from shardwright.job.job import read_job
-from shardwright.train.sources.clicks import log_of
+from shardwright.train.sources import source_of
+from shardwright.train.sources.clicks import log_of, rows_of
 
 NAMES = {"python": "my_model"}  # of the job that is written, where it is not its kind
 
@@ -92,17 +95,17 @@ def test_a_configuration_of_torchtitan_becomes_a_job(call: Any, tmp_path: Path) 
 
 
 LOG = (
-    "click;age;Preis €;user;seen;title;empty;country;price\n"
-    "1;34;9.5;17.0;3|90;Blue, or so;;1;NULL\n"
-    "0;;2000.0;4.0;;Red;;1;3\n"
-    "0;51;0.5;17.0;7|3|5;Green;;1;8\n"
+    "click;age;Preis €;user;seen;title;empty;country;price;day\n"
+    "1;34;9.5;17.0;3|90;Blue, or so;;1;NULL;2026-03-01 09:30\n"
+    "0;;2000.0;4.0;;Red;;1;3;2026-03-01 09:31\n"
+    "0;51;0.5;17.0;7|3|5;Grün;;1;8;2026-03-02 10:00\n"
 )
 
 
 def test_a_log_becomes_a_job_that_reads_it(call: Any, tmp_path: Path) -> None:
     (tmp_path / "clicks.csv").write_text(LOG)
     written = call("init", "dlrm", "--data", "clicks.csv", "-o", "job.toml")
-    assert written.out.startswith("wrote job.toml\n  shardwright memory job.toml\n")
+    assert written.out.startswith("wrote job.toml\n  shardwright inspect job.toml -o job.toml\n")
     job, text = read_job(tmp_path / "job.toml"), (tmp_path / "job.toml").read_text()
     assert (job.data.label, job.data.dense) == ("click", ("age", "Preis €", "price"))
     assert (job.data.logarithm, job.data.missing) == (("Preis €",), ("NULL",))
@@ -110,24 +113,117 @@ def test_a_log_becomes_a_job_that_reads_it(call: Any, tmp_path: Path) -> None:
     assert [(table.name, table.rows, table.pooling_factors) for table in job.tables] == [
         ("user", 18, (1.0,)),
         ("seen", 91, (1.6667,)),
+        ("title", 20, (1.6667,)),
     ]
-    assert job.data.ids == "exact"  # all rows were looked at
-    for line in ("title: text, as 'Blue, or so'", "empty: empty", "country: always '1'"):
+    for line in ("empty: empty", "country: always '1'", "day: a date, as '2026-03-01 09:30'"):
         assert f"# not used {line}\n" in text
+    assert job.data.ids == "hash"
+    assert "# ids title: 5 different ones, hashed, 4 rows for each\n" in text
     log = log_of(job, "clicks.csv")
     assert log.parsed(list(log.rows()), skip_bad_rows=False)[0].dense.shape == (3, 3)
     counted = call("inspect", "job.toml", "-o", "job.toml")
-    assert counted.out == "wrote zipf and pooling_factors of 2 tables into job.toml\n"
+    assert counted.out == (
+        "wrote zipf of 3 tables into job.toml\n"
+        "left out: pooling_factors of 3 tables, as the job has them\n"
+    )
     assert read_job(tmp_path / "job.toml").tables[1].zipf is not UNSET
 
 
+def rows(count: int, *columns: Callable[[int], object]) -> str:
+    return "".join(",".join(str(make(n)) for make in columns) + "\n" for n in range(count))
+
+
+def test_a_part_of_a_log_is_held_out_for_scores(call: Any, tmp_path: Path) -> None:
+    """Where there are rows for that, and with what scores of it cannot tell."""
+    ordinary = (lambda n: n % 2, lambda n: n % 7, lambda n: f"u{n % 5}")
+    for name, text, days, said in (
+        ("few", rows(19, *ordinary), UNSET, "19 rows are too few to hold some out"),
+        ("enough", rows(20, *ordinary), 10, ""),
+        ("one", rows(40, lambda n: 1, *ordinary[1:]), 10, "every label is 1: nothing can"),
+        ("sorted", rows(60, lambda n: n // 30, *ordinary[1:]), 10, "last rows, which are held"),
+    ):
+        (tmp_path / f"{name}.csv").write_text("click,age,user\n" + text)
+        call("init", "--data", f"{name}.csv", "-o", f"{name}.toml")
+        written = (tmp_path / f"{name}.toml").read_text()
+        job = read_job(tmp_path / f"{name}.toml")
+        assert job.data.days == days
+        assert job.train.steps == 20  # a short log is not learned by heart
+        assert ("days = 10  # the last tenth of the rows is held out" in written) == (days == 10)
+        assert said in written
+        assert ("AUC" in written) == bool(said)
+
+
+def test_whole_numbers_below_zero_are_ids_too(call: Any, tmp_path: Path) -> None:
+    """-1 of a user who is not known, and hashes of 64 bits with a sign."""
+    signed = rows(40, lambda n: n % 2, lambda n: n / 2, lambda n: n % 9 - 1, lambda n: -(7**n) or 1)
+    (tmp_path / "log.csv").write_text("click,share,user,hashed\n" + signed)
+    call("init", "--data", "log.csv")
+    job = read_job(tmp_path / "dlrm.toml")
+    assert (job.data.ids, job.data.dense) == ("hash", ("share",))
+    assert [(table.name, table.rows) for table in job.tables] == [("user", 36), ("hashed", 160)]
+
+
+def test_of_days_the_first_is_looked_at_and_the_others_have_other_ids(
+    call: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "days").mkdir()
+    for day in range(2):
+        text = rows(30, lambda n: n % 2, lambda n: n % 7, lambda n: n % 5)
+        (tmp_path / "days" / f"day_{day}.csv").write_text("click,age,user\n" + text)
+    call("init", "--data", "days")
+    job = read_job(tmp_path / "dlrm.toml")
+    assert (job.data.ids, job.data.days, job.train.steps) == ("modulo", UNSET, 100)
+
+
+def test_a_log_without_a_header_has_numbers_for_names(call: Any, tmp_path: Path) -> None:
+    text = rows(30, lambda n: n % 2, lambda n: n / 4, lambda n: f"u{n % 5}")
+    (tmp_path / "log.tsv.gz").write_bytes(gzip.compress(text.replace(",", "\t").encode()))
+    call("init", "--data", "log.tsv.gz")
+    job = read_job(tmp_path / "dlrm.toml")
+    assert job.data.header == ("column_1", "column_2", "column_3")
+    assert (job.data.label, job.data.dense) == ("column_1", ("column_2",))
+    source_of(job).check()
+    log = rows_of(job, "train")
+    assert log is not None
+    assert log.count() == 27
+    assert log.parsed(list(log.rows())[:2], skip_bad_rows=False)[0].dense.shape == (2, 1)
+
+
+def test_what_columns_may_be_is_said_where_they_are_not_used(call: Any, tmp_path: Path) -> None:
+    text = "click,age,age,price,user,request,vector,cost\n" + rows(
+        1000,
+        lambda n: n % 2,
+        lambda n: 1,
+        lambda n: 2,
+        lambda n: f'"{n},5"',
+        lambda n: f"u{n % 5} null",
+        lambda n: f"r{n:x}",
+        lambda n: f"{n / 4}|0.5",
+        lambda n: "?" if n == 7 else n / 8,
+    )
+    (tmp_path / "log.csv").write_text(text + "1,2\n")
+    call("init", "--data", "log.csv")
+    written = (tmp_path / "dlrm.toml").read_text()
+    for line in (
+        "label click; dense cost",
+        "not used age: several columns of that name",
+        "not used price: numbers with a comma in place of a point, as '0,5'",
+        "not used request: another one in every row",
+        "not used vector: several numbers, as '0.0|0.5'",
+        "nothing is meant by '?', 'null' (data.missing)",
+        "bad rows: 1; training stops at the first one without data.skip_bad_rows",
+    ):
+        assert f"# {line}\n" in written
+    assert [table.name for table in read_job(tmp_path / "dlrm.toml").tables] == ["user"]
+
+
 def test_hashes_become_tables_that_they_are_taken_modulo_of(call: Any, tmp_path: Path) -> None:
-    rows = "".join(f"{n % 2},{n},{n * 2654435761}\n" for n in range(50))
-    (tmp_path / "clicks.csv").write_text("y,age,item-id\n" + rows)
+    text = rows(50, lambda n: n % 2, lambda n: n, lambda n: n * 2654435761)
+    (tmp_path / "clicks.csv").write_text("y,age,item-id\n" + text)
     call("init", "dlrm", "--data", "clicks.csv")
     job = read_job(tmp_path / "dlrm.toml")
     (table,) = job.tables
-    assert (job.data.ids, table.name, table.rows) == ("modulo", "item_id", 50)
+    assert (job.data.ids, table.name, table.rows) == ("modulo", "item_id", 200)
     assert table.feature_names == ("item-id",)
 
 
@@ -141,6 +237,11 @@ def test_a_log_of_criteo_s_becomes_a_job_of_that_kind(call: Any, tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("", "clicks.csv: expected data rows, got an empty file"),
+        ("click,age,user\n", "clicks.csv: expected data rows, got only a header"),
+        (" \n", "got a line of blanks"),
+        ("click,age\n1,2,3\n", "csv:2, all rows: expected 2 fields, as in the first line, got 3"),
+        ("click,age\n-1,2\n", "'click' (has '-1')"),
         ("age,user\n34,17\n5,3\n", "expected a column of 0 and 1, the label, got none"),
         ("click,user\n1,17\n0,3\n", "expected a column of numbers, which a DLRM takes, got none"),
         ("click,age\n1,17\n0,3\n", "expected a column of ids, which a DLRM takes, got none"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.core.errors import InputError
-from shardwright.data.logs import BagColumn, ColumnLog
+from shardwright.data.logs import BagColumn, ColumnLog, Ids, number_of
 from shardwright.data.reading import ClickBatch, ClickReader, evaluation_batches
 
 FEATURES = (
     BagColumn("item", 100),
     BagColumn("seen", 50, weighted=True),
-    BagColumn("word", 7, hashed=True),
+    BagColumn("word", 7, ids="modulo"),
 )
 HEADER = "other,word,click,seen,age,item"
 
@@ -54,7 +55,11 @@ def test_tabs_separate_columns_as_well(tmp_path: Path) -> None:
         ("a,1,1,1,nan,1", "column 'age': expected a finite number or nothing, got 'nan'"),
         ("a,1,1,1,1e60,1", "column 'age': expected a finite number or nothing, got '1e60'"),
         ("a,1,1,1,1,100", "column 'item': expected ids from 0 to 99 (data.ids = \"modulo\""),
-        ("a,1,1,1,1,-1", "column 'item': expected ids of up to 18 digits, separated by spaces"),
+        (
+            "a,1,1,1,1,u1",
+            "column 'item': expected ids of up to 18 digits, separated by spaces "
+            "(data.ids = \"hash\" takes text), got 'u1'",
+        ),
         ("a,1,1,1,1,1:2", "column 'item': expected ids without weights"),
         ("a,1,1,1:,1,1", "column 'seen': expected a number behind the colon"),
         ("a,1,1,1:x,1,1", "column 'seen': expected a number behind the colon"),
@@ -80,14 +85,29 @@ def test_a_missing_column_is_named_with_those_that_are_there(tmp_path: Path) -> 
         log(tmp_path)
 
 
-@given(st.text(st.characters(codec="ascii", exclude_characters="\r\n"), max_size=20))
+@pytest.mark.parametrize("ids", [None, "hash"])
+@given(text=st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=20))
 def test_a_row_is_either_parsed_or_has_a_named_fault(
-    tmp_path_factory: pytest.TempPathFactory, text: str
+    tmp_path_factory: pytest.TempPathFactory, ids: Ids | None, text: str
 ) -> None:
-    file = log(tmp_path_factory.getbasetemp(), "a,1,1,1,1,1")
+    path = log(tmp_path_factory.getbasetemp(), "a,1,1,1,1,1").path
+    file = ColumnLog(path, "click", ["age"], [replace(f, ids=ids or f.ids) for f in FEATURES])
     for line in (f"a,{text},1,1,1,1", f"a,1,1,{text},1,1", f"a,1,1,1,{text},1"):
         raw = line.encode()
         assert (file.parse([raw]) is None) == (file.fault(raw) is not None)
+
+
+def test_a_weight_is_behind_the_last_colon_of_text(tmp_path: Path) -> None:
+    path = log(tmp_path, "?,a:b 'c:3',1,a:b:0.5 c:3,1,0").path
+    file = ColumnLog(path, "click", ["age"], [replace(f, ids="hash") for f in FEATURES[1:]])
+    ids = one(file, 1).ids
+    assert isinstance(ids, dict)
+    assert ids["word"][0].tolist() == [number_of(word, "hash") % 7 for word in (b"a:b", b"c:3")]
+    assert ids["seen"][0].tolist() == [number_of(word, "hash") % 50 for word in (b"a:b", b"c")]
+    assert ids["seen"][2].tolist() == [0.5, 3.0]
+    fault = file.fault(b"?,1,1,a:b,1,0")
+    assert fault is not None
+    assert "a number behind the colon" in fault.wanted
 
 
 def test_a_batch_without_rows_keeps_its_shape(tmp_path: Path) -> None:

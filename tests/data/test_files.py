@@ -13,6 +13,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from shardwright.data.logs import FIELD_NAMES, BagColumn, ColumnLog, CriteoLog, 
 from shardwright.data.reading import ClickBatch, ClickLog, ClickReader, DealtRows, numbered_batches
 
 ROWS = 11
-FEATURES = (BagColumn("user", 100), BagColumn("viewed", 1000, hashed=True))
+FEATURES = (BagColumn("user", 100), BagColumn("viewed", 1000, ids="modulo"))
 NAMES = ["click", "age", "price", "user", "viewed"]
 CLICKS = [number % 3 == 0 for number in range(ROWS)]
 AGES = [None if number == 4 else 20 + number for number in range(ROWS)]
@@ -175,6 +176,63 @@ def test_a_cache_and_days_have_the_rows_of_the_plain_one(form: str, tmp_path: Pa
     assert found[0] == found[1]
 
 
+TEXTS = ["u138", "Zoë", "漢字", "9f-04:E0", "L'Oréal", "17", "+/a=", "007", "-1", "x" * 99, "U138"]
+SEEN = [TEXTS[number : number + number % 4] for number in range(ROWS)]
+
+
+def texts(separator: str = ",", between: str = "|", bag: str = "{}", quote: str = "") -> bytes:
+    lines = (
+        ["click", "user", "seen"],
+        *zip(
+            (str(int(click)) for click in CLICKS),
+            TEXTS,
+            (bag.format(between.join(seen)) for seen in SEEN),
+            strict=True,
+        ),
+    )
+    rows = (separator.join(f"{quote}{field}{quote}" for field in line) for line in lines)
+    return "".join(f"{row}\n" for row in rows).encode()
+
+
+def texts_of_arrow(user: Any = TEXTS, seen: Any = SEEN) -> bytes:
+    return parquet(pa.table({"click": CLICKS, "user": user, "seen": seen}))
+
+
+SAME_TEXTS = {
+    "tabs": texts("\t", " "),
+    "quotes": texts(quote='"'),
+    "lists of Python's": texts("\t", "', '", "['{}']"),
+    "gzip": gzip.compress(texts(";")),
+    "Parquet": texts_of_arrow(),
+    "Parquet of a dictionary": texts_of_arrow(pa.array(TEXTS).dictionary_encode()),
+    "Parquet of large text": texts_of_arrow(pa.array(TEXTS, pa.large_string())),
+    "Parquet of bytes": texts_of_arrow(pa.array(TEXTS).cast(pa.binary())),
+    "Parquet of lists of a dictionary": texts_of_arrow(
+        seen=pa.array(SEEN, pa.list_(pa.dictionary(pa.int32(), pa.string())))
+    ),
+    "Parquet of bags as text": texts_of_arrow(seen=[",".join(seen) for seen in SEEN]),
+}
+
+
+@pytest.mark.parametrize("form", ["plain", *SAME_TEXTS])
+def test_an_id_that_is_text_has_the_row_of_its_hash_in_every_form(
+    form: str, tmp_path: Path
+) -> None:
+    """As a function of the documentation has it, for whoever serves a model."""
+    documented = (Path(__file__).parents[2] / "docs" / "job.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(import hashlib\n.*?)```", documented, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    row = partial(names["row"], rows=1000)
+    path = written(tmp_path, SAME_TEXTS.get(form, texts()))
+    features = [BagColumn(name, 1000, ids="hash") for name in ("user", "seen")]
+    ids = next(ClickReader(ColumnLog(path, "click", [], features), ROWS)).ids
+    assert isinstance(ids, dict)
+    assert ids["user"][0].tolist() == [row(word) for word in TEXTS]
+    assert ids["seen"][0].tolist() == [row(word) for seen in SEEN for word in seen]
+    assert np.diff(ids["seen"][1]).tolist() == [len(seen) for seen in SEEN]
+
+
 COUNTS = [[(number * i) % 40 for i in range(13)] for number in range(ROWS)]
 HASHES = [[(number * 2654435761 + i * 40503) % 2**32 for i in range(26)] for number in range(ROWS)]
 TABLES = (1000,) * 26
@@ -281,6 +339,40 @@ def test_a_folder_of_parquet_is_one_log_of_all_its_files(tmp_path: Path) -> None
     written(tmp_path, parquet(table().rename_columns(list("abcdef"))), "part-00003.parquet")
     with pytest.raises(InputError, match=r"expected columns as in part-00000.*, got a, b"):
         columns(tmp_path)
+
+
+def test_text_without_a_header_is_given_names_and_other_files_have_theirs(tmp_path: Path) -> None:
+    first, _, rows = PLAIN.partition(b"\n")
+    names = first.decode().split(",")
+    log = columns(written(tmp_path, rows), header=names)
+    assert dealt(log) == dealt(columns(written(tmp_path, PLAIN, "plain")))
+    assert log.count() == ROWS
+    with pytest.raises(InputError, match=r"data.header: expected one column 'age', got none"):
+        columns(written(tmp_path, rows), header=names[:1])
+    with pytest.raises(InputError, match=r"data.header: expected none, for .* names its columns"):
+        columns(written(tmp_path, parquet(table()), "parquet"), header=names)
+
+
+def test_folders_that_say_a_column_are_one_log_in_the_order_of_their_numbers(
+    tmp_path: Path,
+) -> None:
+    """As Hive and Spark write them: 10 comes after 9, and what is being written is not read."""
+    for folder in ("day=9/user=4", "day=10/user=%312"):
+        inside = tmp_path / "log" / folder
+        inside.mkdir(parents=True)
+        written(inside, parquet(table().drop_columns(["user"]).slice(0, 2)), "part-0.parquet")
+        (inside / "_temporary").mkdir()
+        written(inside, b"", ".part-0.parquet.crc")
+    log = columns(tmp_path / "log")
+    ids = next(ClickReader(log, 4)).ids
+    assert isinstance(ids, dict)
+    assert ids["user"][0].tolist() == [4, 4, 12, 12]
+    assert log.count() == 4
+    written(tmp_path / "log", parquet(table()), "more.parquet")
+    with pytest.raises(
+        InputError, match=r"more\.parquet: expected columns as in day=9/user=4/part-0"
+    ):
+        columns(tmp_path / "log")
 
 
 def test_a_day_in_two_files_is_refused(tmp_path: Path) -> None:
@@ -418,7 +510,7 @@ DIRTY: dict[str, tuple[bytes, list[Any] | str]] = {
     "a column twice": (ONE.replace(b"age,price", b"age,age"), "one column 'age', got several"),
     "only a header": (HEAD, "expected data rows, got only a header"),
     "nothing": (b"", "got an empty file"),
-    "only ends of line": (b"\n\r\n\n", "got an empty file"),
+    "only ends of line": (b"\n\r\n\n", "got nothing but empty lines"),
     "only a mark of UTF-8": (codecs.BOM_UTF8, "got an empty file"),
     "blanks between fields": (ONE.replace(b",", b" "), "got 'click age price user viewed'"),
     "carriage returns": (ONE.replace(b"\n", b"\r"), "lines that end in a carriage return alone"),
@@ -453,12 +545,12 @@ DIRTY: dict[str, tuple[bytes, list[Any] | str]] = {
     "a packed tar archive": (gzip.compress(tarred()), "got a tar archive, packed with gzip."),
     "packed Parquet": (gzip.compress(SAME["Parquet"]), "got Parquet, packed with gzip. Unpack it."),
     "packed twice": (gzip.compress(gzip.compress(ONE)), "packed with gzip, packed with gzip."),
-    "packed nothing": (gzip.compress(b""), "got an empty file"),
+    "packed nothing": (gzip.compress(b""), "got nothing, packed with gzip"),
     "gzip that ends early": (gzip.compress(PLAIN * 99, 0)[:4000], "a readable file, got an early"),
     "gzip that is broken": (gzip.compress(ONE)[:12] + b"\xff" * 40, "expected a readable file"),
     "zstd that is broken": (packed(ONE, "zstd")[:8] + b"\xff" * 40, "expected a readable file"),
     "Parquet that ends early": (SAME["Parquet"][:-20], "expected a readable file"),
-    "Parquet without rows": (parquet(table().slice(0, 0)), "got a file without one"),
+    "Parquet without rows": (parquet(table().slice(0, 0)), "got Parquet without one"),
     "Parquet without a column": (
         parquet(table().drop_columns(["user"])),
         "expected one column 'user', got none. There are 'other', 'click'",

@@ -142,7 +142,7 @@ class Numbers(Dataset):
 
     def __getitem__(self, index):
         drawn = torch.Generator().manual_seed(index)
-        return torch.randn(4, generator=drawn).tolist(), torch.randn(1, generator=drawn).tolist()
+        return torch.randn(4, generator=drawn), torch.randn(1, generator=drawn)
 
 
 def build(batch):
@@ -151,10 +151,9 @@ def build(batch):
 
 
 def batches(batch, rank, world_size, seed):
-    # Lists, not tensors, which torch fetches from the worker that made them: one that is killed
-    # meanwhile is now and then a connection that was reset, not a worker that was killed.
-    for rows in DataLoader(Numbers(), batch_size=batch, num_workers=2, collate_fn=list):
-        inputs, targets = (torch.tensor(each) for each in zip(*rows))
+    # Tensors, which torch fetches from the worker that made them: one that is killed meanwhile is
+    # now and then a connection that was reset.
+    for inputs, targets in DataLoader(Numbers(), batch_size=batch, num_workers=2):
         yield (inputs,), targets
 """
 

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from shardwright.core.errors import InputError, StoppedError
+from shardwright.core.errors import InputError, RunError, StoppedError
 from shardwright.job.train import CheckpointSection, every
 from shardwright.runtime.checkpoint import read_full
 from shardwright.runtime.checkpoint.folders import complete_steps
+from shardwright.runtime.data_workers import naming_lost
 from shardwright.runtime.saves import Saves
 
 
@@ -215,3 +216,35 @@ def test_a_loader_that_finds_its_worker_gone_before_the_signal_is_heard_ends_no_
     assert run.saves.is_of_lost_worker(other)
     with pytest.raises(StoppedError, match="a DataLoader's worker, which was killed, after"):
         run.step(2)
+
+
+class Breaks(Dataset[torch.Tensor]):
+    """Rows of which the second loses a connection of its own."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index:
+            raise ConnectionResetError("of a database")
+        return torch.zeros(4)
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_a_connection_that_breaks_as_a_tensor_travels_is_the_end_of_its_worker() -> None:
+    batches = iter(DataLoader(Breaks(), num_workers=1))
+    next(batches)
+    with pytest.raises(ConnectionResetError) as of_the_user:
+        next(batches)
+    with pytest.raises(ConnectionResetError), naming_lost():
+        raise of_the_user.value
+    batches = iter(DataLoader(Breaks(), num_workers=1))
+    (worker,) = batches._workers  # type: ignore[attr-defined]
+    assert batches._worker_result_queue._reader.poll(60)  # type: ignore[attr-defined]
+    worker.kill()
+    worker.join()
+    worker.is_alive = lambda: True  # as until its end is known
+    with pytest.raises(OSError, match=r".") as of_the_worker:
+        next(batches)
+    with pytest.raises(RunError, match="got the end of one, which was killed"), naming_lost():
+        raise InputError("data.python: expected batch 2") from of_the_worker.value
+    worker.is_alive = lambda: False

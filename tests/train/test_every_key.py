@@ -62,6 +62,7 @@ VALUES: dict[str, Any] = {
     "data.logarithm": ["I1"],
     "data.scale": {"I1": [3.0, 2.0]},
     "data.missing": ["NULL"],
+    "data.header": ["label", "I1"],
     "data.path": "no_such_file",
     "data.test_path": "no_such_file",
     "data.skip_bad_rows": True,

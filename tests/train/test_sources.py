@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwright.cli.train import _quality_lines
 from shardwright.core.errors import InputError
 from shardwright.data.cache import CachedRows
 from shardwright.data.days import PARTS
@@ -217,6 +218,8 @@ def test_clicks_of_one_kind_have_no_auc(tmp_path: Path) -> None:
     found = source_of(job).quality(np.array([[0, 1, 0.0], [1, 1, -1.0]]))
     assert found is not None
     assert found.auc is None
+    first, _ = _quality_lines(found)
+    assert first.startswith("held out, 2 rows: no AUC, for all have one label, log loss ")
 
 
 @pytest.mark.parametrize("make", [_text, _clicks], ids=["text", "clicks"])

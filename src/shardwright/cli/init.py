@@ -48,6 +48,9 @@ ESTIMATES, ALONE = ("memory", "fit"), ("plan",)
 TABLES = "torchrec"  # whose jobs are of tables
 ALL = ("memory", "plan", "train")
 DIM = 16  # of guessed tables, as of the template
+HOW_HELD_OUT = (
+    "the last tenth of the rows is held out and scored; test_path = FILE in its place names others"
+)
 MLPS = {"bottom": [64, DIM], "top": [64, 32, 1], "interaction": "dot"}
 
 
@@ -121,6 +124,8 @@ def execute(options: argparse.Namespace) -> int:
         print(f"kept {module}: {_lacking(module)}")
     commands = ESTIMATES if traits is None else ALL if traits.has_step else ALONE
     commands = ALONE if kind == TABLES else commands
+    if options.data:
+        print(f"  shardwright inspect {job} -o {job}")
     for command in commands:
         print(f"  shardwright {command} {job}")
     return EXIT_OK
@@ -202,15 +207,15 @@ def _converted(job: Path, source: str, path: str, options: argparse.Namespace) -
 
 def _of_data(job: Path, data: str, ranks: int | None) -> str:
     """A job for a log, whose columns and tables are guessed from its first rows."""
-    from shardwright.data.guess import described, guess
+    from shardwright.data.guess import HELD_OUT, described, guess, is_days
 
     found = guess(data)
     columns: dict[str, Any] = {"kind": "columns", "path": data, "label": found.label}
     columns["dense"] = [each.name for each in found.dense]
-    columns["ids"] = "exact" if found.exact else "modulo"
+    columns["ids"] = found.ids
     columns["logarithm"] = [each.name for each in found.dense if each.logarithm]
     columns["scale"] = {each.name: [each.center, each.spread] for each in found.dense}
-    columns["missing"] = found.missing
+    columns["missing"], columns["header"] = found.missing, found.header
     names: dict[str, str] = {}
     for each in found.tables:
         name = re.sub(r"\W|^(?=\d)", "_", each.column, flags=re.ASCII)[:90]
@@ -221,13 +226,16 @@ def _of_data(job: Path, data: str, ranks: int | None) -> str:
         | ({"pooling_factors": [each.length]} if each.length != 1 else {})
         for each in found.tables
     ]
+    size, steps = 256, 100
+    if found.whole:  # tables know a short log by heart after a few passes, and score other rows ill
+        steps = min(max(round(2 * found.rows / (size * (ranks or 2))), 20), steps)
     document = {
         "model": {"kind": "dlrm", "dense_features": len(found.dense), **MLPS},
         "cluster": {"preset": "local", "world_size": ranks or 2},
-        "batch": {"size": 256},
+        "batch": {"size": size},
         "data": {key: value for key, value in columns.items() if value},
         "train": {
-            "steps": 100,
+            "steps": steps,
             "optimizer": "adam",
             "learning_rate": 0.002,
             "table_learning_rate": 0.03,
@@ -237,8 +245,11 @@ def _of_data(job: Path, data: str, ranks: int | None) -> str:
     }
     if found.is_criteo:
         document["data"] = {"kind": "criteo", "path": data}
+    if found.can_hold_out and not is_days(Path(data)):
+        document["data"]["days"] = HELD_OUT
     parse_job(document)
-    return "".join(f"# {line}\n" for line in described(found)) + "\n" + encode_toml(document)
+    text = "".join(f"# {line}\n" for line in described(found)) + "\n" + encode_toml(document)
+    return text.replace(f"\ndays = {HELD_OUT}\n", f"\ndays = {HELD_OUT}  # {HOW_HELD_OUT}\n")
 
 
 def _imported(source: str, text: str, path: str, beside: Job | None, ranks: int | None) -> Imported:

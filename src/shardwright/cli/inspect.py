@@ -9,7 +9,6 @@ from shardwright.cli import options as shared
 from shardwright.core.document import read_bytes, write_atomically
 from shardwright.core.errors import InputError, expected
 from shardwright.core.outputs import same_file
-from shardwright.report.wording import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,16 +38,16 @@ def execute(options: argparse.Namespace) -> int:
     if not new and not same_file(options.output, options.job):
         wanted = f"{options.job}, or a new file"
         raise InputError(expected("-o", wanted, f"{options.output}, which is there"))
-    from shardwright.train.popularity import as_toml, left_out, popularity, put_into
+    from shardwright.train.popularity import as_toml, left_out, popularity, put, put_into
 
     found = popularity(job, job.cluster.world_size or 1, options.rows)
     if options.output:
         text = read_bytes(options.job, "job").decode()
         made = put_into(text, job, found, str(options.job))
         write_atomically(options.output, made.encode())
-        tables = counted(len(found.tables), "table")
-        print(f"wrote zipf and pooling_factors of {tables} into {options.output}")
-        for line in left_out(job, found, options.rows):
+        written, kept = put(job, found)
+        print(f"wrote {written} into {options.output}")
+        for line in (*kept, *left_out(job, found, options.rows)):
             print(f"left out: {line}")
     elif options.json:
         shared.print_json(found)

@@ -169,6 +169,8 @@ def _quality_lines(quality: Quality) -> Iterator[str]:
         )
         return
     auc = "" if quality.auc is None else f"AUC {quality.auc:.4f}{beside(quality.best_auc)}, "
+    if quality.majority == 1.0:
+        auc = "no AUC, for all have one label, "
     yield f"held out, {quality.rows:,} rows: {auc}log loss {loss}{beside(quality.best_log_loss)}"
     if quality.accuracy is not None:
         yield (

@@ -16,6 +16,7 @@ from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ ARRAYS = ("y", "X_int", "X_cat")  # of dlrm: labels, dense, sparse
 
 _BLOCK = 1024  # rows that become text together
 _EXACT = 2**53  # up to which a float64 tells whole numbers apart
+_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _WANTED = "labels [rows], dense [rows, D] and sparse [rows, F]"
 
 
@@ -64,21 +66,21 @@ class _Block:
 
 class Parquet(RowFile):
     """Columns of Parquet, in a file or in several, one after another: numbers, text, and lists of
-    them."""
+    them. A folder of ``path`` that is called ``day=1`` is one more column of its files."""
 
     def __init__(self, path: Path, files: Sequence[Path]) -> None:
         super().__init__(path)
         self._arrow, self._files, self._rows = arrow_of(path, "Parquet"), files, 0
         for each in files:
             with self._open(each) as file:
-                names = tuple(file.schema_arrow.names)
+                names = (*file.schema_arrow.names, *self._of_folders(each))
                 self._rows += file.metadata.num_rows
             self.names = self.names or names
             if names != self.names:
-                wanted, found = f"columns as in {files[0].name}", listed(names, 5)
+                wanted, found = f"columns as in {files[0].relative_to(path)}", listed(names, 5)
                 raise InputError(expected(str(each), wanted, found))
         if not self._rows:
-            raise InputError(expected(str(path), "data rows", "a file without one", CHECK))
+            raise InputError(expected(str(path), "data rows", "Parquet without one", CHECK))
 
     def _open(self, file: Path) -> Any:
         try:
@@ -86,19 +88,36 @@ class Parquet(RowFile):
         except (OSError, ValueError) as error:
             raise broken(file, error) from error
 
+    def _of_folders(self, file: Path) -> dict[str, bytes]:
+        """What the names of a file's folders say, as Hive and Spark write them."""
+        inside = file.relative_to(self.path).parts  # none where it is the path itself
+        pairs = (unquote(name).split("=", 1) for name in inside[:-1])
+        return {key: b"" if value == _NO_VALUE else value.encode() for key, value in pairs}
+
+    def unreadable(self) -> dict[str, str]:
+        """Columns of types that no text is made of, by their names."""
+        found = {}
+        with self._open(self._files[0]) as file:
+            for each in file.schema_arrow:
+                try:
+                    self._text(self._arrow.array([], each.type), each.name, False)
+                except InputError:
+                    found[each.name] = str(each.type)
+        return found
+
     def count(self) -> int | None:
         """Footers say so."""
         return self._rows
 
     def rows(self, names: Sequence[str], hexadecimal: Sequence[str] = ()) -> Iterator[Row]:
         """Fields of these columns."""
-        wanted = list(dict.fromkeys(names))
         for path in self._files:
-            number = 0
+            number, known = 0, self._of_folders(path)
+            wanted = [name for name in dict.fromkeys(names) if name not in known]
             with self._open(path) as file:
                 try:
                     for batch in file.iter_batches(_BLOCK, columns=wanted, use_threads=False):
-                        block = _Block(partial(self._texts, batch, names, hexadecimal))
+                        block = _Block(partial(self._texts, batch, known, names, hexadecimal))
                         for at in range(len(batch)):
                             number += 1
                             yield path, number, Cells(block, at)
@@ -106,9 +125,14 @@ class Parquet(RowFile):
                     raise broken(path, error) from error
 
     def _texts(
-        self, batch: Any, names: Sequence[str], hexadecimal: Sequence[str]
+        self, batch: Any, known: dict[str, bytes], names: Sequence[str], hexadecimal: Sequence[str]
     ) -> list[list[bytes]]:
-        return [self._text(batch.column(name), name, name in hexadecimal) for name in names]
+        return [
+            [known[name]] * len(batch)
+            if name in known
+            else self._text(batch.column(name), name, name in hexadecimal)
+            for name in names
+        ]
 
     def _text(self, column: Any, name: str, in_hex: bool) -> list[bytes]:
         arrow, kind = self._arrow, column.type
@@ -125,6 +149,10 @@ class Parquet(RowFile):
             return [b"" if value is None else b"%x" % value for value in column.to_pylist()]
         if types.is_floating(kind):
             return [b"" if value is None else _number(value) for value in column.to_pylist()]
+        if types.is_fixed_size_binary(kind):
+            return [b"" if value is None else value.hex().encode() for value in column.to_pylist()]
+        if isinstance(kind, arrow.BaseExtensionType):  # UUIDs, say
+            return [b"" if value is None else str(value).encode() for value in column.to_pylist()]
         if not types.is_binary(kind):
             try:
                 column = column.cast(arrow.string()).cast(arrow.binary())

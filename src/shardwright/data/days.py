@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError, expected, listed
 from shardwright.data.files import is_one_log
 from shardwright.data.lines import Line, Row
 from shardwright.data.reading import ClickBatch, ClickLog, Fault
@@ -115,8 +115,10 @@ def day_files(folder: Path) -> list[Path]:
     missing = sorted(set(range(len(found))) - set(found))
     if len(found) < 2 or missing:
         wanted = f"day_{missing[0]}" if missing else "files day_0, day_1, ..., two at least"
-        got = ", ".join(found[day].name for day in sorted(found)[:3]) or "a directory without them"
-        raise InputError(expected(str(folder), wanted, got, "Put all days into one folder."))
+        names = [found[day].name for day in sorted(found)]
+        names = names or [path.name for path in sorted(folder.iterdir())] or ["an empty folder"]
+        remedy = "Put all days, or Parquet of one log, into one folder; join parts of text."
+        raise InputError(expected(str(folder), wanted, listed(names, 3), remedy))
     return [found[day] for day in sorted(found)]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +84,25 @@ def is_one_log(path: Path) -> bool:
 
 
 def _parquet_parts(path: Path) -> list[Path]:
-    """The files of a folder that a job of Spark's has written, say; none where they are days."""
-    found = sorted(path.glob("*.parquet")) if path.is_dir() else []
+    """The files of a folder that a job of Spark's has written, say, in folders called ``day=1``
+    perhaps; none where they are days."""
+    found = list(_parquet_below(path)) if path.is_dir() else []
     return found if not any(each.name.startswith("day_") for each in found) else []
+
+
+def _parquet_below(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir(), key=_by_number):
+        if path.name.startswith((".", "_")):  # of what is being written, or said of it
+            continue
+        if path.is_dir() and "=" in path.name:
+            yield from _parquet_below(path)
+        elif path.name.endswith(".parquet"):
+            yield path
+
+
+def _by_number(path: Path) -> list[str | int]:
+    """Its name, so that ``day=10`` comes after ``day=9``."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", path.name)]
 
 
 def rows_file(path: Path) -> Path:

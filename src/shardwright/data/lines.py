@@ -88,6 +88,10 @@ class RowFile(ABC):
         """All rows: lines, whatever ``names``; or the fields of these columns, whole numbers of
         ``hexadecimal`` ones in that form."""
 
+    def unreadable(self) -> dict[str, str]:
+        """Columns of types that no text is made of, by their names."""
+        return {}
+
     @abstractmethod
     def count(self) -> int | None:
         """How many rows there are; None where it takes reading them."""
@@ -120,7 +124,10 @@ class TextRows(RowFile):
         with _opened(path, packing) as file:
             lines = reading(path, lambda: list(_first_two(file, longest)))
         if not lines:
-            raise InputError(expected(str(path), forms, "an empty file", CHECK))
+            blank = path.stat().st_size > len(_BOM)
+            found = "nothing but empty lines" if blank else "an empty file"
+            found = f"nothing, packed with {packing.name}" if packing else found
+            raise InputError(expected(str(path), "data rows", found, CHECK))
         self.first_number, first = lines[0]
         _check_text(path, self.first_number, first, forms, longest)
         text = first.decode("utf-8", "backslashreplace")
@@ -128,16 +135,21 @@ class TextRows(RowFile):
         self.first = first.rstrip(b"\r\n")
         self.second = lines[1][1] if lines[1:] else b""
 
-    def read_header(self) -> None:
-        """Take the first line as names of columns."""
+    def read_header(self, names: Sequence[str] = ()) -> str:
+        """Take the first line as names of columns, or ``names`` where it is a row; the place of
+        the names."""
+        if names:
+            self.names = tuple(names)
+            return "data.header"
         self.header_line = self.first_number
         fields = self._whole(self.first, iter(()), self.first_number)
         # Names that nobody uses may be in any encoding.
         self.names = tuple(name.decode("utf-8", "backslashreplace").strip() for name in fields)
+        return f"{self.path}:{self.first_number}, the header"
 
     def check_rows(self) -> None:
         """InputError where nothing is behind the header."""
-        if not self.second:
+        if self.header_line and not self.second:
             raise InputError(expected(str(self.path), "data rows", "only a header", CHECK))
 
     def count(self) -> int | None:
@@ -250,6 +262,6 @@ def _check_text(path: Path, number: int, first: bytes, forms: str, longest: int)
     elif len(first) >= longest:
         found = f"a line of {longest} bytes or more"
     elif not any(separator.encode() in first for separator in SEPARATORS):
-        found = shown(first.strip())
+        found = shown(first.strip()) if first.strip() else "a line of blanks"
     if found:
         raise InputError(expected(f"{path}:{number}", forms, found, remedy))

@@ -8,8 +8,8 @@ The value rules are those of the original DLRM pipeline.
 
 In a log of one's own columns have names. The label is 0 or 1, a dense field a number or nothing
 (0), and the field of a feature has the ids of its bag: none, one or many, with blanks, commas,
-bars, carets or semicolons between, perhaps in brackets. An id may be weighted, ``17:0.5``. Other
-columns are not looked at.
+bars, carets or semicolons between, perhaps in brackets. An id may be weighted, ``17:0.5``, and
+text, of which a hash is taken. Other columns are not looked at.
 """
 
 # `parse` takes a batch at once and says nothing of what is wrong in it; `fault` looks at one row,
@@ -22,7 +22,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +103,7 @@ class CriteoLog(FileLog):
             self.spelling = "csv" if self._separator == b"," else f"csv {file.separator.decode()}"
         elif fields == [name.encode() for name in FIELD_NAMES]:
             file.read_header()
+            file.check_rows()
         elif not any(map(NUMBER.fullmatch, fields)):
             found = f"a header that names {listed([shown(name) for name in fields], 3)}"
             raise InputError(expected(where, "a row of a Criteo log", found, _OWN))
@@ -212,8 +215,8 @@ _LARGEST = float(np.finfo(np.float32).max)
 _NAMES = "Name columns in data.label, data.dense and the tables' features."
 _DIGITS = 18  # of an id that is no hash
 _ID = re.compile(rb"([0-9]{1,18})(?:\.0*)?")
-HASH = re.compile(rb"([0-9]{1,20})(?:\.0*)?")  # of 64 bits
-_BAG = bytes.maketrans(b",|^;[](){}'\"", b" " * 12)  # what else may stand around ids
+_HASH = re.compile(rb"([0-9]{1,20})(?:\.0*)?")  # of 64 bits
+_BAG = bytes.maketrans(b",|^;[](){}", b" " * 10)  # what else may stand around ids
 CLICKED = {
     word: clicked
     for clicked, words in enumerate((b"0 0.0 false False FALSE", b"1 1.0 true True TRUE"))
@@ -243,19 +246,24 @@ class DenseColumn:
         return found.astype(np.float32)
 
 
+Ids = Literal["exact", "modulo", "hash"]
+
+
 @dataclass(frozen=True, slots=True)
 class BagColumn:
-    """A column of bags of ids below ``rows``; with ``hashed`` any id is taken modulo that."""
+    """A column of bags of ids below ``rows``; of others than ``"exact"`` ones `number_of` is taken
+    modulo that."""
 
     name: str
     rows: int
     weighted: bool = False
-    hashed: bool = False
+    ids: Ids = "exact"
 
 
 class ColumnLog(FileLog):
     """A log whose columns are ``label``, ``dense`` numbers and ``features``. Words of ``missing``
-    stand for nothing, in dense fields and in bags.
+    stand for nothing, in dense fields and in bags. ``header`` has the names of all columns of text
+    whose first line is a row.
 
     ``dense`` [B, D] of a batch are the numbers, ``ids`` a mapping of features to (ids, offsets),
     and weights of weighted ones; without ``bags`` they are [B, F], and a row has one id of each
@@ -273,6 +281,7 @@ class ColumnLog(FileLog):
         *,
         bags: bool = True,
         missing: Collection[str] = (),
+        header: Sequence[str] = (),
     ) -> None:
         super().__init__(path, _NAMED_FORMS)
         self._in_bags, self._label = bags, label
@@ -283,11 +292,13 @@ class ColumnLog(FileLog):
         self._separator, self.spelling, where = b"\0", "\0".join(self._columns), str(self.path)
         names = self._columns
         if isinstance(self._file, TextRows):
-            self._file.read_header()
-            names, self._separator = self._file.names, self._file.separator
+            where = self._file.read_header(header)
             self._file.check_rows()
-            self.spelling = self._file.first.decode("utf-8", "backslashreplace")
-            where = f"{self.path}:{self._file.first_number}, the header"
+            names, self._separator = self._file.names, self._file.separator
+            self.spelling = self._separator.decode().join(names)
+        elif header:
+            wanted = f"none, for {self.path} names its columns"
+            raise InputError(expected("data.header", wanted, listed(header, 3)))
         self._width = len(names)
         for name in self._columns:
             if self._file.names.count(name) != 1:
@@ -374,8 +385,25 @@ def _numbers(fields: Sequence[bytes], missing: Collection[bytes] = (b"",)) -> ND
 
 
 def words_of(field: bytes, missing: Collection[bytes]) -> list[bytes]:
-    """The words of a bag."""
-    return [word for word in field.translate(_BAG).split() if word not in missing]
+    """The words of a bag; an apostrophe inside of one is its own."""
+    words = [word.strip(b"'\"") for word in field.translate(_BAG).split()]
+    return [word for word in words if word not in missing]
+
+
+def number_of(word: bytes, ids: Ids) -> int | None:
+    """The number that an id stands for, None where it is none. A whole number is itself; of text
+    of ``"hash"`` it is the first 64 bits of the SHA-256 of its bytes."""
+    if match := (_ID if ids == "exact" else _HASH).fullmatch(word):
+        return int(match[1])
+    return int.from_bytes(sha256(word).digest()[:8], "big") if ids == "hash" and word else None
+
+
+def _id_and_weight(feature: BagColumn, word: bytes) -> tuple[bytes, bytes]:
+    """Both of a word, in which a colon may belong to text; a weight of 1 where there is none."""
+    if feature.ids == "hash" and not feature.weighted:
+        return word, b"1"
+    one, colon, weight = word.rpartition(b":")
+    return (one, weight) if colon else (word, b"1")
 
 
 def _bags(feature: BagColumn, fields: Sequence[bytes], missing: Collection[bytes]) -> Bags:
@@ -388,19 +416,17 @@ def _bags(feature: BagColumn, fields: Sequence[bytes], missing: Collection[bytes
     np.cumsum([len(bag) for bag in bags], out=offsets[1:])
     weights = None
     if feature.weighted:
-        pairs = [word.partition(b":") for word in words]
-        words = [id_ for id_, _, _ in pairs]
-        if any(colon and not weight for _, colon, weight in pairs):
-            raise ValueError
-        numbers = _numbers([weight if colon else b"1" for _, colon, weight in pairs])
+        pairs = [_id_and_weight(feature, word) for word in words]
+        words = [id_ for id_, _ in pairs]
+        numbers = _numbers([weight for _, weight in pairs], ())
         weights = numbers.astype(np.float32)
     values = list(map(int, words)) if plain else []
     if not plain or max(map(len, words), default=0) > _DIGITS:
-        found = [(HASH if feature.hashed else _ID).fullmatch(word) for word in words]
-        if not all(found):
+        found = [number_of(word, feature.ids) for word in words]
+        values = [value for value in found if value is not None]
+        if len(values) < len(words):
             raise ValueError
-        values = [int(match[1]) for match in found if match]
-    if feature.hashed:
+    if feature.ids != "exact":
         values = [value % feature.rows for value in values]
     elif values and max(values) >= feature.rows:
         raise ValueError
@@ -420,13 +446,14 @@ def _one_each(bags: Iterable[Bags]) -> NDArray[np.int64]:
 
 def _wrong(feature: BagColumn, word: bytes) -> str | None:
     """What was expected of an id, or None of a good one."""
-    one, colon, weight = word.partition(b":")
-    if colon and not feature.weighted:
+    one, weight = _id_and_weight(feature, word)
+    if one != word and not feature.weighted:
         return "ids without weights (a weighted table has constraint_weighted = true)"
-    if colon and not is_float(weight):
+    if not is_float(weight):
         return "a number behind the colon of a weighted id"
-    if not (match := (HASH if feature.hashed else _ID).fullmatch(one)):
-        return f"ids of up to {20 if feature.hashed else _DIGITS} digits, separated by spaces"
-    if not feature.hashed and int(match[1]) >= feature.rows:
+    if (number := number_of(one, feature.ids)) is None:
+        digits = _DIGITS if feature.ids == "exact" else 20
+        return f'ids of up to {digits} digits, separated by spaces (data.ids = "hash" takes text)'
+    if feature.ids == "exact" and number >= feature.rows:
         return f'ids from 0 to {feature.rows - 1} (data.ids = "modulo" takes others)'
     return None

@@ -296,7 +296,7 @@ def _of_run() -> Iterator[Rule]:
     beside, logs = f"none beside data.kind '{{}}', {UNREAD}", (*LOGS, "synthetic")
     why = "Only rows of kind 'synthetic' are made up."
     yield Rule(_of("data", "rows test_rows drift"), _other("data.kind", "synthetic"), beside, why)
-    columns = _of("data", "label dense ids logarithm scale missing")
+    columns = _of("data", "label dense ids logarithm scale missing header")
     yield Rule(columns, _other("data.kind", "columns"), beside)
     yield Rule(("data.drop_negatives",), _other("data.kind", *LOGS), beside)
     some = _of("data", "skip_bad_rows days cache zipf test_batch")

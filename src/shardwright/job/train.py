@@ -42,13 +42,16 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ids, of kind ``"synthetic"`` also the one that rows are made up with; the smaller, the
             heavier the tail
         label, dense, ids (``"label"``, ``["I1", ...]``, ``"exact"``): of kind ``"columns"``: the
-            columns of the label and the dense features; whether ids are rows (``"exact"``) or taken
-            modulo the table's rows (``"modulo"``)
+            columns of the label and the dense features; whether ids are rows (``"exact"``), whole
+            numbers that are taken modulo the table's rows (``"modulo"``), or text, too, of which
+            [a hash](#ids-that-are-text) is (``"hash"``)
         logarithm, scale (none): of kind ``"columns"``: dense columns of which log(x + 1) is taken,
             0 of negative ones; and ``{ age = [34.0, 12.5] }``: what is taken off then, and what the
             rest is divided by. A field without a number is 0 after both
         missing (only empty fields): of kind ``"columns"``: words that stand for nothing in dense
             fields and bags, such as ``["NULL", "nan"]``
+        header (the first line): of kind ``"columns"``: names of the columns of text whose first
+            line is a row
         path, test_path: the log, and held-out rows; both are read, never written, and refused
             beside ``"synthetic"``. Of kind ``"criteo"`` or ``"columns"`` ``path`` may be [a folder
             of days](#days), and what it names is [text, packed or not, Parquet or
@@ -73,10 +76,11 @@ class DataSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     python: str | UnsetType = UNSET
     label: str | UnsetType = UNSET
     dense: tuple[str, ...] | UnsetType = UNSET
-    ids: Literal["exact", "modulo"] | UnsetType = UNSET
+    ids: Literal["exact", "modulo", "hash"] | UnsetType = UNSET
     logarithm: tuple[str, ...] | UnsetType = UNSET
     scale: dict[str, tuple[float, Spread]] | UnsetType = UNSET
     missing: tuple[str, ...] | UnsetType = UNSET
+    header: tuple[str, ...] | UnsetType = UNSET
     path: str = ""
     test_path: str = ""
     skip_bad_rows: bool = False

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -18,6 +19,8 @@ from typing import Any
 
 from torch.utils.data._utils import signal_handling as data_signals
 from torch.utils.data._utils import worker as data_worker
+
+from shardwright.core.errors import RunError, expected
 
 
 @contextmanager
@@ -78,10 +81,34 @@ def reported(report: Callable[[], None]) -> Iterator[None]:
         data_signals._SIGCHLD_handler_set = was_set
 
 
+@contextmanager
+def naming_lost() -> Iterator[None]:
+    """RunError in place of whatever a worker that was killed raises inside; torch raises in the
+    middle of a step, as if that had an error of its own."""
+    try:
+        yield
+    except Exception as error:
+        if not says_lost(error):
+            raise
+        found = "the end of one, which was killed, perhaps for memory"
+        text = expected("data", "workers of a DataLoader", found, "Start the run again.")
+        raise RunError(text) from error
+
+
 def says_lost(error: BaseException | None) -> bool:
     """Whether it comes of a DataLoader that found a worker gone, for which torch has no type."""
     while error is not None:
         if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid"):
             return True
+        if isinstance(error, OSError | EOFError) and _of_connection(error):
+            return True
         error = error.__cause__
     return False
+
+
+def _of_connection(error: BaseException) -> bool:
+    """Whether a DataLoader's own connection to a worker broke, by which a tensor was to travel. A
+    process closes its connections before it counts as ended, so torch does not ask about it yet."""
+    modules = [f.f_globals.get("__name__", "") for f, _ in traceback.walk_tb(error.__traceback__)]
+    # What a worker raises is raised again by torch itself.
+    return "torch.utils.data.dataloader" in modules and modules[-1].startswith("multiprocessing.")

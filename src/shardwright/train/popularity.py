@@ -71,16 +71,16 @@ def popularity(job: Job, world_size: int, limit: int | None = None) -> Inspected
     log = rows_of(job, "train")
     assert log is not None
     left_out: Counter[str] = Counter()
+    names = [name for table in job.tables for name in table.feature_names]
     for batch in _batches(log, size, limit, job.data.skip_bad_rows, left_out):
-        samples = len(batch.labels)
-        feature = iter(range(sum(len(table.feature_names) for table in job.tables)))
+        ids, samples = batch.ids, len(batch.labels)
+        own = (
+            {name: bag[0] for name, bag in ids.items()}
+            if isinstance(ids, dict)
+            else dict(zip(names, ids.T, strict=True))
+        )
         for each in seen:
-            own = []
-            for name in each.table.feature_names:
-                number = next(feature)
-                ids = batch.ids
-                own.append(ids[name][0] if isinstance(ids, dict) else ids[:, number])
-            each.add([part.astype(np.int64) for part in own], samples, samples == size)
+            each.add([own[name] for name in each.table.feature_names], samples, samples == size)
     if seen and not seen[0].samples:
         raise InputError(expected(path, "rows to keep", "none"))
     return Inspected([each.popularity() for each in seen], dict(+left_out))
@@ -119,7 +119,7 @@ class _Seen:
         self.samples = 0
         self._batches: list[tuple[int, int]] = []  # ids, different ones
 
-    def add(self, parts: list[NDArray[np.int64]], samples: int, whole: bool) -> None:
+    def add(self, parts: list[NDArray[Any]], samples: int, whole: bool) -> None:
         """A batch, of which ids count as those of a step where it is a ``whole`` one."""
         ids = np.concatenate(parts)
         distinct = np.unique(ids)
@@ -133,13 +133,11 @@ class _Seen:
 
     def popularity(self) -> Popularity:
         """The means over batches, and the exponent that gives them."""
-        found = np.array(self._batches or [(0, 0)], dtype=np.float64).mean(0)
-        ids, distinct = float(found[0]), float(found[1])
-        lengths = tuple(round(n / max(self.samples, 1), 4) for n in self._ids)
-        rows = self.table.rows
+        ids, distinct = np.array(self._batches, dtype=np.float64).mean(0).tolist()
+        lengths = tuple(round(n / self.samples, 4) for n in self._ids)
+        name, rows, dim = self.table.name, self.table.rows, self.table.dim
         zipf = exponent(round(ids), rows, distinct)
         total, different = sum(self._ids), int(self._rows.sum())
-        name, dim = self.table.name, self.table.dim
         return Popularity(name, rows, dim, total, different, distinct, lengths, zipf)
 
 
@@ -166,8 +164,19 @@ def left_out(job: Job, found: Inspected, limit: int | None) -> list[str]:
     if limit is not None:
         lines.append(f"rows behind the first {limit:,}, as --rows asks")
     if is_folder(job) or job.data.days is not UNSET:
-        lines.append("the last day, which is held out")
+        days = "" if job.data.days is UNSET else f" of {job.data.days} (data.days)"
+        lines.append(f"the last day{days}, which is held out")
     return lines
+
+
+def put(job: Job, found: Inspected) -> tuple[str, list[str]]:
+    """What ``put_into`` writes, and what it has no reason to."""
+    tables = len(found.tables)
+    others = sum("pooling_factors" in each for each in _news(job, found))
+    written = f"zipf of {counted(tables, 'table')}"
+    written += f" and pooling_factors of {others}" if others else ""
+    same = counted(tables - others, "table")
+    return written, [f"pooling_factors of {same}, as the job has them"] if others < tables else []
 
 
 def as_toml(job: Job, found: Inspected, limit: int | None = None) -> Iterator[str]:
@@ -208,10 +217,9 @@ def _news(job: Job, found: Inspected) -> list[dict[str, Any]]:
     """Of each table the keys that were found."""
     news: list[dict[str, Any]] = []
     for table, each in zip(job.tables, found.tables, strict=True):
-        lengths = {"pooling_factors": list(each.lengths)}
-        news.append(
-            {**(lengths if each.lengths != table.pooling_factors else {}), "zipf": each.zipf}
-        )
+        same = each.lengths == table.pooling_factors
+        lengths = {} if same else {"pooling_factors": list(each.lengths)}
+        news.append(lengths | {"zipf": each.zipf})
     return news
 
 

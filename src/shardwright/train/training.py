@@ -103,7 +103,7 @@ class Training:
             step = saved[-1] if saved else 0
             log = self.job.train.log or ()
             self.progress = Progress(writers(self.folder, log, step=step, shown=self.shown))
-        with closing(self.progress), data_workers.outliving_signals():
+        with closing(self.progress), data_workers.outliving_signals(), data_workers.naming_lost():
             self._run()
 
     def _run(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from shardwright.data.days import (
     slices_of,
 )
 from shardwright.data.files import parts_of
-from shardwright.data.logs import BagColumn, ColumnLog, CriteoLog, DenseColumn
+from shardwright.data.logs import BagColumn, ColumnLog, CriteoLog, DenseColumn, Ids
 from shardwright.data.reading import (
     ClickBatch,
     ClickLog,
@@ -102,7 +102,7 @@ class Clicks:
             return
         for part in PARTS:
             folder = cache_of(job, part)
-            if folder is None or folder.exists() or (log := rows_of(job, part)) is None:
+            if folder is None or folder.exists() or (log := self._rows(part)) is None:
                 continue
             say(f"writing the rows of {part} into {folder}")
             # Ids in four bytes where they fit, which is half of a cache.
@@ -118,7 +118,7 @@ class Clicks:
         if folder := cache_of(job, "train"):
             return len(CachedRows(folder))
         size = sum(path.stat().st_size for path in files_of(job))
-        log = rows_of(job, "train") if size <= LONG else None
+        log = self._rows("train") if size <= LONG else None
         return log.count() if log else None
 
     def quality(self, scores: NDArray[np.float64], part: str = "test") -> Quality | None:
@@ -146,7 +146,7 @@ class Clicks:
         place = (self.job.batch.size, rank, world_size)
         if folder := cache_of(self.job, "train"):
             return map(_arrays, numbered_batches(CachedRows(folder).at, *place, dealt=dealt))
-        log, skip = rows_of(self.job, "train"), self.job.data.skip_bad_rows
+        log, skip = self._rows("train"), self.job.data.skip_bad_rows
         assert log is not None
         # Kept, for it counts the bad rows that a checkpoint and the record tell of.
         self._reader = ClickReader(log, *place, skip_bad_rows=skip, dealt=dealt)
@@ -186,7 +186,7 @@ class Clicks:
         folder = cache_of(self.job, part)
         if folder and folder.exists():
             batches = cached_evaluation(CachedRows(folder), *place)
-        elif folder or not (log := rows_of(self.job, part)):
+        elif folder or not (log := self._rows(part)):
             return
         else:
             skip = self.job.data.skip_bad_rows
@@ -203,6 +203,10 @@ class Clicks:
         logits = model(dense, ids).squeeze(1).double().cpu().numpy()
         return np.stack([numbers, labels.cpu().numpy(), logits], 1)
 
+    @cached_property
+    def _rows(self) -> Callable[[Part], ClickLog | None]:
+        return parts_of_log(self.job)
+
     @property
     def bad_rows(self) -> int:
         """Of what was trained on and, in the end, of what was held out; those of a cache were left
@@ -215,19 +219,20 @@ def log_of(job: Job, path: str) -> ClickLog:
     """The rows of a file as the tables of ``job`` are given them; InputError if it is no log."""
     if is_criteo(job) and job.data.kind != "columns":
         return CriteoLog(path, [table.rows for table in job.tables])
-    hashed = job.data.ids == "modulo"
+    data, bags = job.data, reads_bags(job)
+    ids: Ids = "exact" if data.ids is UNSET else data.ids
     features = [
-        BagColumn(name, table.rows, table.weighted, hashed)
+        BagColumn(name, table.rows, table.weighted, ids)
         for table in job.tables
         for name in table.feature_names
     ]
-    data, bags = job.data, reads_bags(job)
     label = LABEL if data.label is UNSET else data.label
     dense = [
         DenseColumn(name, name in (data.logarithm or ()), *(data.scale or {}).get(name, (0.0, 1.0)))
         for name in dense_columns(job)
     ]
-    return ColumnLog(path, label, dense, features, bags=bags, missing=data.missing or ())
+    words = {"missing": data.missing or (), "header": data.header or ()}
+    return ColumnLog(path, label, dense, features, bags=bags, **words)
 
 
 def dense_columns(job: Job) -> tuple[str, ...]:
@@ -303,16 +308,27 @@ def files_of(job: Job) -> list[Path]:
 
 def rows_of(job: Job, part: Part) -> ClickLog | None:
     """The rows of a part of the log; None where it has no such part."""
+    return parts_of_log(job)(part)
+
+
+def parts_of_log(job: Job) -> Callable[[Part], ClickLog | None]:
+    """What gives the rows of a part; to know where days begin, a log is read through once."""
     files, data = data_files(job), job.data
-    if data.days is UNSET and not is_folder(job):
-        path = {"train": files.train, "test": files.test}.get(part)
-        slices = (LogSlice(log_of(job, path)),) if path else ()
-        if not slices or not data.drop_negatives:
-            return slices[0].log if slices else None
-    else:
-        days = None if data.days is UNSET else data.days
-        slices = slices_of(Path(files.train), days, partial(log_of, job))[part]
-    return Days(slices, data.drop_negatives or 0.0, data.seed)
+    paths = {"train": files.train, "test": files.test}
+    days = None if data.days is UNSET else data.days
+    slices: dict[Part, tuple[LogSlice, ...]] | None = None
+    if days or is_folder(job):
+        slices = slices_of(Path(files.train), days, partial(log_of, job))
+
+    def rows(part: Part) -> ClickLog | None:
+        if slices is not None:
+            return Days(slices[part], data.drop_negatives or 0.0, data.seed)
+        log = log_of(job, path) if (path := paths.get(part)) else None
+        if log is None or not data.drop_negatives:
+            return log
+        return Days([LogSlice(log)], data.drop_negatives, data.seed)
+
+    return rows
 
 
 def cache_of(job: Job, part: Part) -> Path | None:
@@ -323,7 +339,7 @@ def cache_of(job: Job, part: Part) -> Path | None:
     held_out = [Path(files.test)] if files.test and part == "test" else files_of(job)
     tables = [(table.rows, table.weighted, table.feature_names) for table in job.tables]
     columns = (data.label, data.dense, data.ids, job.model.dense_features)
-    columns += (data.logarithm, data.scale, data.missing)
+    columns += (data.logarithm, data.scale, data.missing, data.header)
     chosen = (data.days, data.drop_negatives, data.seed, data.skip_bad_rows)
     bags, logs = reads_bags(job), list(map(_identity, held_out))
     given = (SCHEMA, data.kind, part, tables, bags, columns, chosen, logs)
