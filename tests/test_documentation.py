@@ -25,7 +25,7 @@ MOST_LINES_OF_A_FILE = 500
 MOST_LINES_OF_A_FUNCTION = 80
 
 _PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|toml|md|css|j2|typed))`")
-_LINK = re.compile(r"\]\(\s*<?([^)\s>]+)|(?:src|href)=\"([^\"]+)\"")
+_LINK = re.compile(r"(?m)(?:\]\(\s*<?|^\[[\w-]+\]: )([^)\s>]+)|(?:src|href)=\"([^\"]+)\"")
 
 
 @functools.cache
