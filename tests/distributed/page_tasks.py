@@ -1,5 +1,5 @@
-"""Runs the code fences of docs/from-fsdp2.md and of what its rows link to, from_fsdp2.md beside
-this file: with FSDP2, DDP or in one process, and with ours.
+"""Runs the code fences of docs/from-fsdp2.md and of docs/from-fsdp2-code.md, where its rows lead:
+with FSDP2, DDP or in one process, and with ours.
 
 Every fence begins with a comment that says whose it is. A fence of ``both`` runs as it stands on a
 model that FSDP2 sharded and on one of ours.
@@ -34,7 +34,7 @@ from shardwright.runtime.comm import Comm
 from shardwright.runtime.units.dstorage import DStorage, units_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-fsdp2.md"
-SNIPPETS = Path(__file__).with_name("from_fsdp2.md")
+SNIPPETS = PAGE.with_name("from-fsdp2-code.md")
 GUIDE = PAGE.with_name("runtime.md")
 OURS = ("here", "here only")
 BOTH = ("both", "both, not flat")

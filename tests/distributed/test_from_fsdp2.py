@@ -24,7 +24,7 @@ def test_every_snippet_says_whose_it_is() -> None:
     assert {fence.who for fence in FENCES} == kinds
     page = tasks.PAGE.read_text()
     titles = {f.title for f in FENCES if f.file == tasks.SNIPPETS}
-    links = re.findall(r"from_fsdp2\.md#([\w-]+)", page)
+    links = re.findall(r"from-fsdp2-code\.md#([\w-]+)", page)
     assert len(titles) == len(set(links))  # that they lead somewhere test_documentation.py asks
     files = (tasks.PAGE, tasks.SNIPPETS)
     assert len(FENCES) == sum(file.read_text().count("```python") for file in files)
