@@ -149,6 +149,7 @@ def test_every_public_name_has_an_example() -> None:
     assert [name for name in sorted(own) if not re.search(rf"\.{name}\b", code)] == []
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_python_interface_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
