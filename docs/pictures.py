@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from shardwright.cli.main import main
@@ -26,7 +27,7 @@ def demo() -> str:
     with tempfile.TemporaryDirectory() as scratch:
         job = read_job(ROOT / "examples" / "demo.toml", [f"train.out={scratch}/run"])
         session = run(plan(job), Path(job.train.out), sys.stderr)
-    return standalone(memory_chart(session.plan, session.measurement))
+    return standalone(partial(memory_chart, session.plan, session.measurement))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import functools
 import itertools
 import re
@@ -10,13 +11,16 @@ from pathlib import Path
 
 import job_tables
 import pytest
+import torch.distributed as dist
 from study.section import StudySection
 
+import shardwright as sw
 from shardwright.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "shardwright"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+API_PAGE = ROOT / "docs" / "api.md"
 COMMANDS_PAGE = ROOT / "docs" / "commands.md"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -25,7 +29,7 @@ MOST_LINES_OF_A_FILE = 500
 MOST_LINES_OF_A_FUNCTION = 80
 
 _PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|toml|md|css|j2|typed))`")
-_LINK = re.compile(r"\]\(\s*<?([^)\s>]+)|(?:src|href)=\"([^\"]+)\"")
+_LINK = re.compile(r"(?m)(?:\]\(\s*<?|^\[[\w-]+\]: )([^)\s>]+)|(?:src|href)=\"([^\"]+)\"")
 
 
 @functools.cache
@@ -129,6 +133,35 @@ def test_the_python_example_of_the_commands_page_runs(
     assert int(peak) > 0
     assert float(seconds) > 0
     assert float(gap) >= 0
+
+
+def _examples() -> list[doctest.Example]:
+    """Those of the page of the Python interface, in order."""
+    text = re.sub(r"^```.*$", "", API_PAGE.read_text(), flags=re.MULTILINE)
+    return doctest.DocTestParser().get_examples(text, API_PAGE.name)
+
+
+def test_every_public_name_has_an_example() -> None:
+    code = "".join(example.source for example in _examples())
+    assert [name for name in sw.__all__ if not re.search(rf"\bsw\.{name}\b", code)] == []
+    kinds = (sw.DStorage, sw.Buckets, sw.Run)
+    own = {name for kind in kinds for name in vars(kind) if re.match(r"[a-z]+", name)} - {"unit"}
+    assert [name for name in sorted(own) if not re.search(rf"\.{name}\b", code)] == []
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_python_interface_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = doctest.DocTest(_examples(), {}, API_PAGE.name, str(API_PAGE), 0, None)
+    said: list[str] = []
+    try:
+        doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(page, out=said.append)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert said == [], "".join(said)
 
 
 def test_the_reference_of_a_job_says_what_its_sections_do() -> None:

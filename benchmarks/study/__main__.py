@@ -1,4 +1,5 @@
-"""``PYTHONPATH=benchmarks python -m study JOB.toml``."""
+"""Trains a job's kinds of embeddings one by one and compares their quality, parameters and latency:
+``PYTHONPATH=benchmarks python -m study JOB.toml``."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parser = Parser(prog="study", description=__doc__, epilog=EPILOG)
+    parser = Parser(prog="study", description=(__doc__ or "").split(":")[0] + ".", epilog=EPILOG)
     shared.job_argument(parser)
     parser.add_argument("--out", metavar="DIR", help="the study's folder, instead of train.out")
     shared.json_option(parser)

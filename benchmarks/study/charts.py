@@ -11,6 +11,7 @@ from shardwright.core.quantities import format_seconds
 from shardwright.report.marks import (
     HELD,
     LINE,
+    NARROW,
     WIDTH,
     box,
     chart,
@@ -22,7 +23,7 @@ from shardwright.report.marks import (
 from study.found import KindStudy, Part, Spread, Study, any_quality, spread_of
 from study.sheets import BEST, PART_WORDS, Quantity
 
-_LEFT, _END, _TOP, _BOTTOM = 56.0, WIDTH - 14.0, 16.0, 250.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, 14.0, 16.0, 250.0
 _SIDE = 10.0  # of a point
 _NEAR = 14.0  # labels are at least so far apart, upwards
 
@@ -62,22 +63,25 @@ class _Line(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """The ends of both scales."""
+    """The ends of both scales, and where the first of them ends in the picture."""
 
     least: float
     most: float
     low: float
     high: float
+    end: float
 
     def x(self, value: float) -> float:
         share = math.log(value / self.least) / math.log(self.most / self.least)
-        return _LEFT + share * (_END - _LEFT)
+        return _LEFT + share * (self.end - _LEFT)
 
     def y(self, value: float) -> float:
         return _BOTTOM - (value - self.low) / (self.high - self.low) * (_BOTTOM - _TOP)
 
 
-def scatter(study: Study, part: Part, figure: Quantity, axis: Axis, prefix: str) -> str:
+def scatter(
+    study: Study, part: Part, figure: Quantity, axis: Axis, prefix: str, width: float = WIDTH
+) -> str:
     """A point for each kind, with a bar of one standard deviation over seeds to either side; the
     best possible, and what needs no tables, as lines where they are near enough."""
     points = [
@@ -88,23 +92,22 @@ def scatter(study: Study, part: Part, figure: Quantity, axis: Axis, prefix: str)
     if not points:
         return ""
     lines = _lines(any_quality(study, part), figure)
-    frame, near = _framed(points, lines)
+    frame, near = _framed(points, lines, width - _RIGHT)
     far = [f"{each.words} {each.value:.4f}" for each in lines if each not in near]
-    below = [label(_LEFT, _BOTTOM + 34, f"{figure.name} against {axis.name}", faint=True)]
-    if far:
-        # On a line of its own: both together are wider than the picture.
-        words = f"outside: {', '.join(far)}"
-        below.append(label(_LEFT, _BOTTOM + 34 + LINE, words, faint=True))
+    # Lines of their own: together they are wider than the picture.
+    below = [f"{figure.name} against {axis.name}", f"outside: {', '.join(far)}"][: 1 + bool(far)]
+    if width <= NARROW:
+        below = [f"{figure.name} against", axis.name, *(f"outside: {each}" for each in far)]
     said = [f"{p.name}: {p.found.mean:.4f} at {axis.words(p.across)}." for p in points]
     said += [f"{each.words}: {each.value:.4f}." for each in lines]
     return chart(
         prefix,
         f"{figure.name[0].upper()}{figure.name[1:]} on {PART_WORDS[part]}",
         " ".join(said),
-        _BOTTOM + 44 + (LINE if far else 0),
+        (width, _BOTTOM + 26 + LINE * len(below)),
         (
             *_grid(frame, axis, near),
-            *below,
+            *(label(_LEFT, _BOTTOM + 34 + LINE * k, t, faint=True) for k, t in enumerate(below)),
             *(_bar(frame, point) for point in points),
             *(_mark(frame, point, figure, axis, prefix) for point in points),
             *_names(frame, points, near),
@@ -122,7 +125,9 @@ def _lines(quality: Quality | None, figure: Quantity) -> list[_Line]:
     return found if without is None else [*found, _Line(figure.without_words, without, "2 4")]
 
 
-def _framed(points: Sequence[_Point], lines: Sequence[_Line]) -> tuple[_Frame, list[_Line]]:
+def _framed(
+    points: Sequence[_Point], lines: Sequence[_Line], end: float
+) -> tuple[_Frame, list[_Line]]:
     """Scales for the points, and the lines that are drawn: one far away would press all points
     together."""
     low = min(p.found.mean - p.found.deviation for p in points)
@@ -133,19 +138,19 @@ def _framed(points: Sequence[_Point], lines: Sequence[_Line]) -> tuple[_Frame, l
     high = max(high, *(each.value for each in near), high)
     room = (high - low) * 0.08 or 0.01
     least, most = min(p.across for p in points), max(p.across for p in points)
-    return _Frame(least / 1.6, most * 1.6, low - room, high + room), near
+    return _Frame(least / 1.6, most * 1.6, low - room, high + room, end), near
 
 
 def _grid(frame: _Frame, axis: Axis, lines: Sequence[_Line]) -> Iterator[str]:
     for tick in ticks(frame.high, lowest=frame.low):
-        yield line(_LEFT, frame.y(tick), _END, frame.y(tick))
+        yield line(_LEFT, frame.y(tick), frame.end, frame.y(tick))
         yield label(_LEFT - 8, frame.y(tick) + 4, f"{tick:.4g}", "end", faint=True)
-    for tick in log_ticks(frame.least, frame.most):
+    for tick in log_ticks(frame.least, frame.most, min(7, int(frame.end // 80))):
         yield line(frame.x(tick), _TOP, frame.x(tick), _BOTTOM)
         yield label(frame.x(tick), _BOTTOM + 16, axis.words(tick), "middle", faint=True)
     for words, value, dashes in lines:
-        yield line(_LEFT, frame.y(value), _END, frame.y(value), dashes, 1.6)
-        yield label(_END, frame.y(value) - 4, f"{words} {value:.4f}", "end", faint=True)
+        yield line(_LEFT, frame.y(value), frame.end, frame.y(value), dashes, 1.6)
+        yield label(frame.end, frame.y(value) - 4, f"{words} {value:.4f}", "end", faint=True)
 
 
 def _bar(frame: _Frame, point: _Point) -> str:
@@ -168,15 +173,15 @@ def _names(frame: _Frame, points: Sequence[_Point], lines: Sequence[_Line]) -> I
     """A label beside each point, moved up or down where it would lie on another one, on a point, or
     on a line or its label."""
     taken = [  # left, right, baseline
-        (_END - text_width(f"{words} {value:.4f}"), _END, frame.y(value) - 4)
+        (frame.end - text_width(f"{words} {value:.4f}"), frame.end, frame.y(value) - 4)
         for words, value, _ in lines
     ]
-    taken += [(_LEFT, _END, frame.y(each.value) + 4) for each in lines]
+    taken += [(_LEFT, frame.end, frame.y(each.value) + 4) for each in lines]
     places = [(frame.x(p.across), frame.y(p.found.mean)) for p in points]
     taken += [(x - _SIDE / 2, x + _SIDE / 2, y + 4) for x, y in places]
     for point in sorted(points, key=lambda each: frame.y(each.found.mean)):
         x, at, width = frame.x(point.across), frame.y(point.found.mean) + 4, text_width(point.name)
-        is_left = x + _SIDE + width > _END
+        is_left = x + _SIDE + width > frame.end
         left = x - _SIDE - width if is_left else x + _SIDE
         at = next((y for y in _around(at) if not _meets(taken, left, left + width, y)), at)
         taken.append((left, left + width, at))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from markupsafe import Markup
 from msgspec import UNSET
 
 from shardwright.report.html import Frame, HeadlineFigure, templates, versions_sheet
+from shardwright.report.marks import fitted
 from shardwright.report.sheet import Sheet
 from shardwright.report.wording import counted, printable
 from study.charts import PARAMETERS, SECONDS, scatter
@@ -110,16 +112,15 @@ def _pictures(study: Study, part: Part, figures: tuple[Quantity, ...]) -> tuple[
     found = []
     for figure in figures:
         prefix = f"{part}-{figure.name.replace(' ', '-')}"
-        markup = scatter(study, part, figure, PARAMETERS, prefix)
+        markup = fitted(partial(scatter, study, part, figure, PARAMETERS, prefix))
         caption = f"{figure.name} on {PART_WORDS[part]}; bars are a standard deviation."
         found.append(Picture(Markup(markup), f"{caption[0].upper()}{caption[1:]}"))
     return tuple(picture for picture in found if picture.markup)
 
 
 def _latency(study: Study) -> tuple[Picture, ...]:
-    markup = scatter(study, "all", AUC, SECONDS, "latency") or scatter(
-        study, "all", LOG_LOSS, SECONDS, "latency"
-    )
+    found = (fitted(partial(scatter, study, "all", f, SECONDS, "latency")) for f in (AUC, LOG_LOSS))
+    markup = next(filter(None, found), "")
     size = f"tables of {study.rows:,} rows" if study.rows is not UNSET else "the tables"
     caption = f"Quality as trained; lookups of {counted(study.batch, 'sample')} in {size}."
     return (Picture(Markup(markup), caption),) if markup else ()

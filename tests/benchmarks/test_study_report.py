@@ -14,7 +14,7 @@ from study.sheets import AUC, LOG_LOSS, study_sheets, study_summary
 
 from shardwright.core.kinds import EmbeddingsSection
 from shardwright.core.measurement import Quality
-from shardwright.report.marks import text_width
+from shardwright.report.marks import NARROW, WIDTH, text_width
 from shardwright.report.table import text_of
 
 
@@ -133,10 +133,13 @@ def test_names_in_a_picture_do_not_lie_on_one_another() -> None:
     assert abs(at["qr collisions=10"] - at["qr collisions=11"]) >= 14
 
 
-def test_names_of_a_crowd_lie_on_no_point_and_on_no_line() -> None:
+@pytest.mark.parametrize("width", [WIDTH, NARROW])
+def test_names_of_a_crowd_lie_on_no_point_and_on_no_line(width: float) -> None:
     crowd = tuple(kind(f"qr {n}", 100_000 + n * 1500, 1e-3, (0.83,)) for n in range(5))
     far = kind("full", 90_000_000, 1e-3, (0.84,))
-    root = ElementTree.fromstring(scatter(study(kinds=(*crowd, far)), "all", AUC, PARAMETERS, "p"))
+    svg = scatter(study(kinds=(*crowd, far)), "all", AUC, PARAMETERS, "p", width)
+    root = ElementTree.fromstring(svg)
+    assert root.get("viewBox", "").startswith(f"0 0 {width:g} ")
     names = [t for t in root.iter("text") if str(t.text).startswith("qr ")]
     points = [
         (float(r.get("x", "")), float(r.get("y", "")))
@@ -167,7 +170,7 @@ def test_the_page_has_the_pictures_and_says_what_is_left() -> None:
     assert page.startswith("<!DOCTYPE html>")
     assert "Shardwright report</title>" in page
     pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert len(pictures) == 8
+    assert len(pictures) == 16  # eight, for a window and for a telephone
     for picture in pictures:
         assert ElementTree.fromstring(picture).get("aria-label")
     ids = re.findall(r'<pattern id="([^"]+)"', page)

@@ -1,4 +1,5 @@
-"""Runs the code fences of docs/from-fsdp2.md: with FSDP2, DDP or in one process, and with ours.
+"""Runs the code fences of docs/from-fsdp2.md and of docs/from-fsdp2-code.md, where its rows lead:
+with FSDP2, DDP or in one process, and with ours.
 
 Every fence begins with a comment that says whose it is. A fence of ``both`` runs as it stands on a
 model that FSDP2 sharded and on one of ours.
@@ -6,6 +7,8 @@ model that FSDP2 sharded and on one of ours.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,17 +17,24 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwright as sw
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.units.dstorage import DStorage, units_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-fsdp2.md"
+SNIPPETS = PAGE.with_name("from-fsdp2-code.md")
 GUIDE = PAGE.with_name("runtime.md")
 OURS = ("here", "here only")
 BOTH = ("both", "both, not flat")
@@ -35,22 +45,26 @@ WORDS = 11
 
 
 class Fence(NamedTuple):
-    """A snippet, the heading it stands under and whose it is."""
+    """A snippet, the file and the heading it stands under, and whose it is."""
 
+    file: Path
     title: str
     who: str
     line: int
     code: str
 
 
+@functools.cache
 def fences() -> list[Fence]:
-    """Every Python fence of the page, in order."""
-    text = PAGE.read_text()
+    """Every Python fence of the page and of what it links to, in order."""
     found = []
-    for match in re.finditer(r"^```python\n# ([^\n]*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        before = text[: match.start()]
-        title = re.findall(r"^## (.*)$", before, re.MULTILINE)[-1]
-        found.append(Fence(title, match.group(1), before.count("\n") + 2, match.group(2)))
+    for file in (PAGE, SNIPPETS):
+        text = file.read_text()
+        for match in re.finditer(r"^```python\n# ([^\n]*)\n(.*?)^```", text, re.S | re.M):
+            before = text[: match.start()]
+            title = ["The call", *re.findall(r"^## (.*)$", before, re.MULTILINE)][-1]
+            line = before.count("\n") + 2
+            found.append(Fence(file, title, match.group(1), line, match.group(2)))
     return found
 
 
@@ -59,8 +73,9 @@ def reference_of(fence: Fence) -> Fence | None:
     same heading. One of ``both`` is its own."""
     if fence.who in BOTH or fence.who == "here only":
         return fence if fence.who in BOTH else None
-    earlier = [f for f in fences() if f.title == fence.title and f.line < fence.line]
-    return next((f for f in reversed(earlier) if f.who in (*BOTH, *THEIRS)), None)
+    earlier = fences()[: fences().index(fence)]
+    under = [f for f in reversed(earlier) if (f.file, f.title) == (fence.file, fence.title)]
+    return next((f for f in under if f.who in (*BOTH, *THEIRS)), None)
 
 
 # ---- what the page says the snippets are given ---------------------------------------------------
@@ -112,14 +127,34 @@ def batches_of(rank: int, count: int = 4) -> list[tuple[torch.Tensor, torch.Tens
     return [(row[:, :-1], row[:, 1:]) for row in rows]
 
 
+IMPORTED = (AveragedModel, CPUOffloadPolicy, DistributedDataParallel, DTensor, MixedPrecisionPolicy)
+IMPORTED += (RowwiseParallel, Shard, checkpoint_wrapper, contextlib, distribute_tensor, fully_shard)
+IMPORTED += (functional, get_ema_multi_avg_fn, init_device_mesh, parallelize_module)
+
+
 def given(mesh: DeviceMesh, folder: str) -> dict[str, Any]:
+    batches = batches_of(mesh.get_rank())
+
+    def train(
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        batches: list[tuple[torch.Tensor, torch.Tensor]] = batches,
+    ) -> None:
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in batches:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
     return {
+        **{each.__name__.rpartition(".")[-1]: each for each in IMPORTED},
+        **{name: getattr(state_dict, name) for name in state_dict.__all__},
         "Model": Model,
         "backend": "aot_eager",
-        "batches": batches_of(mesh.get_rank()),
+        "batches": batches,
         "build": build,
+        "dcp": dcp,
         "folder": folder,
-        "functional": functional,
         "group": mesh.get_group() if mesh.ndim == 1 else None,
         "loss_of": loss_of,
         "mesh": mesh,
@@ -128,6 +163,7 @@ def given(mesh: DeviceMesh, folder: str) -> dict[str, Any]:
         "rank": mesh.get_rank(),
         "sw": sw,
         "torch": torch,
+        "train": train,
     }
 
 
@@ -142,7 +178,7 @@ def run(mesh: DeviceMesh, fence: Fence, strategy: str | None, folder: str) -> di
         names["sw"] = _Cut(strategy)
     if fence.who not in THEIRS and "fully_shard" not in fence.code:
         shard(names["model"], mesh, strategy)
-    exec(compile("\n" * (fence.line - 1) + fence.code, PAGE.name, "exec"), names)
+    exec(compile("\n" * (fence.line - 1) + fence.code, fence.file.name, "exec"), names)
     return dict(left(names))
 
 
@@ -187,13 +223,13 @@ def whole(value: Any) -> torch.Tensor:
     return torch.as_tensor(value).detach().clone().double()
 
 
-_REFERENCES: dict[tuple[int, int], dict[str, Any]] = {}  # by mesh and line
+_REFERENCES: dict[tuple[int, Fence], dict[str, Any]] = {}  # by ranks and snippet
 
 
-def compare(mesh: DeviceMesh, line: int, strategies: Sequence[str]) -> dict[str, dict[str, float]]:
-    """By how much what the fence at ``line`` leaves here is off from what its reference leaves, by
+def compare(mesh: DeviceMesh, at: int, strategies: Sequence[str]) -> dict[str, dict[str, float]]:
+    """By how much what the fence at this place leaves is off from what its reference leaves, by
     strategy and name; and how far it is from a model that nothing was done to, as ``moved``."""
-    fence = next(fence for fence in fences() if fence.line == line)
+    fence = fences()[at]
     other = reference_of(fence)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -201,7 +237,7 @@ def compare(mesh: DeviceMesh, line: int, strategies: Sequence[str]) -> dict[str,
         dist.broadcast_object_list(shared, 0, mesh.get_group())
         there: dict[str, Any] = {}
         if other is not None:
-            key = (mesh.size(), other.line)
+            key = (mesh.size(), other)
             if key not in _REFERENCES:
                 _REFERENCES[key] = run(mesh, other, None, f"{shared[0]}/theirs")
             there = _REFERENCES[key]
@@ -274,9 +310,9 @@ def taken_while_whole(mesh: DeviceMesh, strategy: str) -> tuple[str, float]:
     return said, max(difference(here[name], there[name]) for name in there)
 
 
-def refuse(mesh: DeviceMesh, line: int, strategies: Sequence[str]) -> dict[str, str]:
+def refuse(mesh: DeviceMesh, at: int, strategies: Sequence[str]) -> dict[str, str]:
     """What the last lines of a fence raise under strategies; what is before is accepted."""
-    fence = next(fence for fence in fences() if fence.line == line)
+    fence = fences()[at]
     before, _, last = fence.code.rpartition("\n\n")
     found = {}
     for strategy in strategies:

@@ -1,4 +1,4 @@
-"""Every snippet of docs/from-fsdp2.md runs, and leaves what FSDP2, DDP or one process leave."""
+"""Every snippet of docs/from-fsdp2.md and behind its rows leaves what FSDP2 or DDP would leave."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ def _name(fence: tasks.Fence) -> str:
 def test_every_snippet_says_whose_it_is() -> None:
     kinds = {*tasks.BOTH, *tasks.OURS, *tasks.THEIRS, tasks.REFUSED}
     assert {fence.who for fence in FENCES} == kinds
-    assert len(FENCES) == tasks.PAGE.read_text().count("```python")
+    page = tasks.PAGE.read_text()
+    titles = {f.title for f in FENCES if f.file == tasks.SNIPPETS}
+    links = re.findall(r"from-fsdp2-code\.md#([\w-]+)", page)
+    assert len(titles) == len(set(links))  # that they lead somewhere test_documentation.py asks
+    files = (tasks.PAGE, tasks.SNIPPETS)
+    assert len(FENCES) == sum(file.read_text().count("```python") for file in files)
     assert all(tasks.reference_of(fence) for fence in RUN if fence.who == "here")
 
 
@@ -52,9 +57,9 @@ def test_so_they_do_under_every_strategy(pool: Pool, fence: tasks.Fence) -> None
 def _hold(pool: Pool, fence: tasks.Fence, strategies: tuple[str, ...]) -> None:
     reference = tasks.reference_of(fence)
     code = "" if reference is None else reference.code
-    changes = re.search(r"\.backward\(\)|seed=3", code)
+    changes = re.search(r"\.backward\(\)|train\(|seed=3", code)
     everyone = re.search("init_device_mesh|broadcast_from_rank0", code + fence.code)
-    given = {"line": fence.line, "strategies": strategies}
+    given = {"at": FENCES.index(fence), "strategies": strategies}
     for found in pool.run(4 if everyone else 2, tasks.compare, **given):
         assert tuple(found) == strategies
         for differences in found.values():
@@ -77,7 +82,7 @@ def test_so_they_say_under_every_strategy(pool: Pool, fence: tasks.Fence) -> Non
 
 def _hold_refusal(pool: Pool, fence: tasks.Fence, strategies: tuple[str, ...]) -> None:
     (text,) = re.findall(r"^# (\w+Error: .*)$", fence.code, re.MULTILINE)
-    for found in pool.run(2, tasks.refuse, line=fence.line, strategies=strategies):
+    for found in pool.run(2, tasks.refuse, at=FENCES.index(fence), strategies=strategies):
         assert len(found) == len(strategies)
         assert [said for said in found.values() if not said.startswith(text)] == []
 

@@ -255,7 +255,7 @@ def test_the_basis_shows_what_the_job_says_and_what_is_a_default(made_of_tables:
         "tables.optimizer",
     )
     assert facts["input pipeline"][1] == "planner.estimator.pipeline_type not given: the default"
-    assert facts["outputs at the peak"][0].startswith("flag off")
+    assert facts["outputs at the peak"][0].startswith("counted where")
     assert facts["mode"][0] == "training"
     assert facts["HBM of a rank"] == ("1,073,741,824 B (1.00 GiB)", "cluster.hbm_cap")
     assert facts["DDR of a rank"][1] == "preset 'torchrec-1.9'"
@@ -279,7 +279,7 @@ def test_the_basis_shows_what_a_job_sets() -> None:
     facts = _facts(plan(_tables(planner=planner)))
     where = "planner.estimator"
     assert facts["input pipeline"] == ("train_sparse_dist", f"{where}.pipeline_type")
-    assert facts["outputs at the peak"] == ("flag on: always counted", f"{where}.count_ephemeral")
+    assert facts["outputs at the peak"] == ("always counted", f"{where}.count_ephemeral")
     assert facts["mode"] == ("inference: no backward", f"{where}.is_inference")
     assert facts["rows on the wire"] == ("fp16 forward, bf16 backward", f"{where}.communication")
     assert facts["cached share of rows"] == ("0.3 (2 tables)", f"{where}.cache_load_factor")

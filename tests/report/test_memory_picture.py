@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from xml.etree import ElementTree
 
 import footprints
@@ -8,6 +9,7 @@ import msgspec
 from footprints import GIB, footprint
 
 from shardwright.core.footprint import Footprint, Sample
+from shardwright.core.outputs import PICTURE
 from shardwright.report.marks import MEMORY
 from shardwright.report.memory_timeline import (
     COLUMNS,
@@ -116,13 +118,13 @@ def test_no_timeline_no_picture() -> None:
 def test_hostile_names_stay_text() -> None:
     hostile = "<script>alert(1)</script>\x1b"
     rank = msgspec.structs.replace(footprints.worst(), name=hostile)
-    svg = standalone(timeline_chart(footprint(model=hostile, ranks=(rank,))))
+    svg = standalone(partial(timeline_chart, footprint(model=hostile, ranks=(rank,)), rank))
     assert "<script" not in svg
     assert "\x1b" not in svg
 
 
 def test_a_file_of_its_own_needs_no_variables_and_has_a_dark_side() -> None:
-    svg = standalone(timeline_chart(footprint()))
+    svg = standalone(partial(timeline_chart, footprint(), None))
     root = ElementTree.fromstring(svg)
     assert root.tag == f"{SVG}svg"
     assert "var(" not in svg
@@ -131,6 +133,17 @@ def test_a_file_of_its_own_needs_no_variables_and_has_a_dark_side() -> None:
     assert (width, height) == (float(root.get("width", 0)), float(root.get("height", 0)))
     assert left < 0
     assert top < 0
+    assert PICTURE.beginning.match(svg.encode())  # a later one may take its place
+
+
+def test_a_file_of_its_own_has_a_drawing_for_a_telephone_that_windows_do_not_show() -> None:
+    svg = standalone(partial(timeline_chart, footprint(), None))
+    wide, narrow = ElementTree.fromstring(svg).findall(f"{SVG}svg")
+    assert (wide.get("class"), narrow.get("class")) == ("chart wide", "chart narrow")
+    assert re.search(r"\}\.narrow\{display:none\}@media", svg)
+    assert "{.picture{width:100%;" in svg
+    ids = re.findall(r' id="([^"]+)"', svg)
+    assert len(ids) == len(set(ids))
 
 
 def test_neighbours_differ_without_colour() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import re
 from xml.etree import ElementTree
 
@@ -9,20 +10,41 @@ import samples
 from footprints import footprint
 
 from shardwright.core.measurement import Curve, Quality
-from shardwright.report.marks import COLOURS, HELD, MEMORY, ticks
+from shardwright.report.marks import (
+    COLOURS,
+    HELD,
+    MEMORY,
+    NARROW,
+    WIDTH,
+    fitted,
+    text_width,
+    ticks,
+)
 from shardwright.report.memory_timeline import timeline_chart
-from shardwright.report.svg import loss_curve, memory_chart, phase_chart, sharding_map
+from shardwright.report.svg import loss_curve, memory_chart, phase_chart
+from shardwright.report.table_map import sharding_map
 
 
-def charts(hostile: bool = False) -> dict[str, str]:
+def charts(hostile: bool = False, width: float = WIDTH) -> dict[str, str]:
     plan = samples.hostile_plan() if hostile else samples.plan()
     run = samples.measurement(plan)
     return {
-        "memory": memory_chart(plan, run),
-        "map": sharding_map(plan),
-        "phases": phase_chart(plan, run),
-        "loss": loss_curve(run.curve, run.quality),
+        "memory": memory_chart(plan, run, width),
+        "map": sharding_map(plan, width),
+        "phases": phase_chart(plan, run, width),
+        "loss": loss_curve(run.curve, run.quality, width),
     }
+
+
+def words_placed(svg: str) -> list[tuple[float, float, float, str]]:
+    """Left, right and baseline of all words, and the words; moved groups' as they are moved."""
+    root, found = ElementTree.fromstring(svg), []
+    for each in root.iter("text"):
+        words = "".join(each.itertext())
+        x, room = float(each.get("x", "")), text_width(words)
+        left = x - room * {"end": 1.0, "middle": 0.5}.get(each.get("text-anchor", ""), 0.0)
+        found.append((left, left + room, float(each.get("y", "")), words))
+    return found
 
 
 def texts(svg: str, tag: str = "text") -> list[str]:
@@ -192,8 +214,28 @@ def test_a_constant_loss_has_a_scale() -> None:
 
 
 def test_charts_on_one_page_do_not_share_ids() -> None:
-    ids = re.findall(r' id="([^"]+)"', "".join(charts().values()))
+    drawn = [fitted(lambda width, name=name: charts(width=width)[name]) for name in charts()]
+    ids = re.findall(r' id="([^"]+)"', "".join(drawn))
+    assert len(ids) > 10
     assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("width", [WIDTH, NARROW])
+@pytest.mark.parametrize("name", ["memory", "map", "phases", "loss", "timeline"])
+def test_no_words_lie_on_others_or_outside(name: str, width: float) -> None:
+    svg = {**charts(width=width), "timeline": timeline_chart(footprint(), width=width)}[name]
+    (across,) = re.findall(r'viewBox="0 0 (\d+) \d+"', svg)
+    assert float(across) == width
+    placed = words_placed(svg)
+    slack = 0.1  # of a width that is guessed a little too large
+    for left, right, _, words in placed:
+        assert left > -slack * (right - left), words
+        assert right < width + slack * (right - left), words
+    for one, other in itertools.combinations(placed, 2):
+        near = abs(one[2] - other[2]) < 10
+        overlap = min(one[1], other[1]) - max(one[0], other[0])
+        narrower = min(one[1] - one[0], other[1] - other[0])
+        assert not near or overlap < slack * narrower, (one[3], other[3])
 
 
 def test_ways_to_hold_a_table_differ_without_colour() -> None:

@@ -25,7 +25,7 @@ from shardwright.report.table import (
     differences,
     plan_difference,
 )
-from shardwright.report.wording import saved_text
+from shardwright.report.wording import error_text, saved_text
 
 
 def printed(renderable: RenderableType, width: int = 80) -> str:
@@ -310,6 +310,22 @@ def test_differences_name_table_unit_rank_and_job_key() -> None:
     assert "8 differences" in text
 
 
+def test_a_section_of_defaults_differs_by_what_is_no_default_and_settings_have_no_percent() -> None:
+    a = samples.plan()
+    b = msgspec.structs.replace(a, job=samples.job(memory={"zero": 2}))
+    for one, other in ((a, b), (b, a)):
+        (found,) = (d for d in differences(one, other) if d.group == "job")
+        assert (found.key, {found.before, found.after}) == ("memory.zero", {2, 3})
+        assert "%" not in flowed(plan_difference(one, other))
+
+
+def test_what_is_nearly_equal_is_said_to_be_below_a_hundredth_of_a_percent() -> None:
+    assert error_text(10**6 + 3, 10**6) == error_text(10**6 - 3, 10**6) == "<0.01 %"
+    assert error_text(10**6, 10**6) == "equal"
+    assert error_text(10**6 + 100, 10**6) == "+0.01 %"
+    assert error_text(10**6 - 3 * 10**4, 10**6) == "-3.0 %"
+
+
 def test_what_changed_alike_is_one_row_of_a_difference() -> None:
     plan = samples.plan()
     tables = tuple(samples.table(f"t{k}", k + 9, "table_wise", (0,)) for k in range(800))
@@ -405,7 +421,7 @@ def test_a_machine_is_shown_in_ten_lines_with_what_varies_and_all_in_the_full_re
     assert len(text.splitlines()) <= 12
     assert "memory_rate" in text
     assert "97.0 % !" in text
-    assert "30 more: --full. More than 30.0 % apart (!): memory_rate." in text
+    assert "Above 30.0 % (!): memory_rate. 30 more constants: --full." in text
     assert "other_29_rate" not in text
     assert "other_29_rate" in full
     assert "two ranks" in full

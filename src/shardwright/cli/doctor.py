@@ -15,6 +15,14 @@ from shardwright.core.errors import EXIT_OK, EXIT_RUN_FAILED
 
 PACKAGES = ("torch", "numpy", "msgspec", "rich", "jinja2")
 PROBE_SECONDS = 120
+WORDS = {
+    "devices": "CUDA devices",
+    "threads": "torch's threads",
+    "all_gather": "all-gather of torch",
+    "gloo_all_reduce": "all-reduce on gloo",
+    "True": "yes",
+    "False": "no",
+}
 PROBE = """
 import torch, torch.distributed as dist, tempfile, os
 print("devices", torch.cuda.device_count() if torch.cuda.is_available() else 0)
@@ -57,8 +65,9 @@ def execute(options: argparse.Namespace) -> int:
     if options.json:
         shared.print_json({"facts": facts, "works": works, "fault": fault})
     else:
-        width = max(map(len, facts))
-        print("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
+        said = {WORDS.get(name, name): WORDS.get(value, value) for name, value in facts.items()}
+        width = max(map(len, said))
+        print("\n".join(f"{name:<{width}}  {value}" for name, value in said.items()))
         print("training on this machine works" if works else f"training does not work: {fault}")
     return EXIT_OK if works else EXIT_RUN_FAILED
 

@@ -25,7 +25,14 @@ from shardwright.planner.search.watch import Watch
 from shardwright.planner.statistics.ranks import parts_of
 from shardwright.planner.variation import ModelOf
 from shardwright.report.plan_sheets import fits_line
-from shardwright.report.wording import NO_BREAK, TEXT_LIMIT, printable, ranks_text, unbroken
+from shardwright.report.wording import (
+    NO_BREAK,
+    TEXT_LIMIT,
+    printable,
+    ranks_text,
+    unbroken,
+    unit_words,
+)
 
 MOST_GROUPS = 8  # of ranks that are alike
 SCREEN = 40  # lines of a statistic, unless all steps are asked for
@@ -260,7 +267,8 @@ def _figure(value: object, unit: str) -> str:
         return unbroken(f"{value} {unit}" if unit else f"{value}")
     if unit == "s":
         return unbroken(format_seconds(value, DIGITS))
-    return unbroken(f"{value:.{DIGITS}g} {unit}" if unit else f"{value:.{DIGITS}g}")
+    words = unit_words(unit)
+    return unbroken(f"{value:.{DIGITS}g} {words}" if unit else f"{value:.{DIGITS}g}")
 
 
 def _line(step: Step, width: int) -> str:

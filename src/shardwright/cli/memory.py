@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -176,7 +177,7 @@ def _write_timeline(footprint: Footprint, rank: RankMemory, path: Path) -> None:
     if not rank.timeline:
         raise InputError(expected("--timeline", "ranks whose step was followed", f"'{rank.name}'"))
     if path.suffix == ".svg":
-        text = standalone(timeline_chart(footprint, rank))
+        text = standalone(partial(timeline_chart, footprint, rank))
     else:
         text = chrome_trace(footprint, rank)
     changed = shared.beside(path)

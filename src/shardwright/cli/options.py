@@ -23,6 +23,7 @@ def job_argument(parser: argparse.ArgumentParser, *, also_plan: bool = False) ->
     if also_plan:
         name, config = f"{name}|plan.json", ""  # whose JSON is a plan's
     what = f"a job file, or a model: llama3-8b{config}, package.module:function"
+    what += "; or a plan, as plan -o writes it" * also_plan
     parser.add_argument("job", type=Path, metavar=name, help=what)
     set_option(parser)
     parser.add_argument(

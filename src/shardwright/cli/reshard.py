@@ -14,12 +14,11 @@ from shardwright.job.plan import read_plan
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``reshard``."""
     parser.epilog = "Name --out as checkpoint.folder of a job, and train it with --resume."
-    parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="a folder step-N, or one of these"
-    )
+    what = "a checkpoint step-N, or a folder of them: the newest"
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=what)
     parser.add_argument("--plan", type=Path, required=True, metavar="new.json", help="the new plan")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="CHECKPOINT's folder + '.resharded'"
+        "--out", type=Path, metavar="DIR", help="the folder to write (CHECKPOINT.resharded)"
     )
     shared.json_option(parser)
 

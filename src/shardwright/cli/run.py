@@ -25,8 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``run``."""
     shared.plan_argument(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/latest"), help="the run's folder")
-    parser.add_argument("--store", type=Path, help="a file to meet at, instead of a port")
-    parser.add_argument("--threads", action="store_true", help="every rank is a thread of this one")
+    parser.add_argument("--store", type=Path, help="a file for the rendezvous, instead of a port")
+    what = "all ranks are threads of this process"
+    parser.add_argument("--threads", action="store_true", help=what)
     shared.resume_option(parser)
     shared.profile_option(parser)
 

@@ -11,13 +11,14 @@ from shardwright.core.advice import Advice, Advised, Priced
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report.marks import (
     LINE,
+    NARROW,
     VERDICTS,
-    WIDTH,
     chart,
     element,
     label,
     legend,
     line,
+    text_width,
     ticks,
 )
 from shardwright.report.memory_timeline import standalone
@@ -29,6 +30,7 @@ from shardwright.report.wording import (
     percent,
     printable,
     range_text,
+    shortened,
     step_time_sentence,
     tokens_sentence,
     two_digits,
@@ -219,6 +221,10 @@ FARTHEST = 4.0  # times the answer, or the capacity, that are drawn
 def picture(advice: Advice) -> str:
     """Every layout by the seconds of its step and the bytes that it needs at least, with those that
     no other beats in both, as an SVG of its own."""
+    return standalone(lambda width: _layouts(advice, width))
+
+
+def _layouts(advice: Advice, width: float) -> str:
     answer = advice.answer
     fastest = answer.time.seconds if answer else min(each.seconds for each in advice.points)
     wide, high = FARTHEST * fastest, FARTHEST * advice.capacity
@@ -226,23 +232,26 @@ def picture(advice: Advice) -> str:
     least = min((p.seconds for p in shown), default=fastest) * 0.95
 
     def x(seconds: float) -> float:
-        return _LEFT + (WIDTH - _LEFT - 8) * math.log(seconds / least) / math.log(wide / least)
+        return _LEFT + (width - _LEFT - 8) * math.log(seconds / least) / math.log(wide / least)
 
     def y(nbytes: float) -> float:
         return _TOP + _HEIGHT * (1 - nbytes / high)
 
     bottom = _TOP + _HEIGHT
     swatches, height = legend(
-        [(name, k) for k, name in enumerate(KINDS)], bottom + 40, _PREFIX, VERDICTS
+        [(name, k) for k, name in enumerate(KINDS)], bottom + 40, _PREFIX, VERDICTS, width
     )
+    beside = width > NARROW
+    beyond = f"{len(advice.points) - len(shown):,} beyond the axes"
     parts = [
         label(0, 12, f"{advice.layouts:,} layouts: time of a step against memory", bold=True),
-        label(WIDTH, 12, f"{len(advice.points) - len(shown):,} beyond the axes", "end", faint=True),
+        label(width if beside else 0, 12 if beside else 27, beyond, "end" * beside, faint=True),
     ]
     for nbytes in ticks(high, binary=True):
-        parts += [line(_LEFT, y(nbytes), WIDTH, y(nbytes))]
-        parts += [label(_LEFT - 6, y(nbytes) + 4, format_bytes(nbytes), "end", faint=True)]
-    for times in (1, 1.5, 2, 3, FARTHEST):
+        parts += [line(_LEFT, y(nbytes), width, y(nbytes))]
+        words = format_bytes(nbytes).replace(".00 ", " ")
+        parts += [label(_LEFT - 6, y(nbytes) + 4, words, "end", faint=True)]
+    for times in (1, 1.5, 2, 3, FARTHEST) if beside else (1, 2, FARTHEST):
         at = x(fastest * times)
         parts += [line(at, _TOP, at, bottom)]
         anchor = "end" if times == FARTHEST else "middle"
@@ -255,21 +264,23 @@ def picture(advice: Advice) -> str:
             {"points": " ".join(edge), "fill": "none", "stroke": "currentColor"},
         )
     )
-    parts.append(line(_LEFT, y(advice.capacity), WIDTH, y(advice.capacity), dashes="4 3"))
-    parts.append(label(WIDTH, y(advice.capacity) - 5, "capacity", "end"))
+    parts.append(line(_LEFT, y(advice.capacity), width, y(advice.capacity), dashes="4 3"))
+    parts.append(label(width, y(advice.capacity) - 5, "capacity", "end"))
     if answer:
         place = x(answer.time.seconds), y(answer.least_bytes)
         ring: dict[str, str | float] = {"cx": place[0], "cy": place[1], "r": 7, "fill": "none"}
         parts.append(element("circle", {**ring, "stroke": "currentColor", "stroke-width": 2}))
         # Its words stand above the plot, where no layout lies under them.
         parts.append(line(place[0], _TOP - 4, place[0], place[1] - 7, dashes="1 3"))
-        right = place[0] > (_LEFT + WIDTH) / 2
+        right = place[0] > (_LEFT + width) / 2
         anchor, at = ("end", place[0] - 6) if right else ("start", place[0] + 6)
-        parts.append(label(at, _TOP + 4, answer.layout.words, anchor, bold=True))
+        left = at if right else width - at
+        words = shortened(answer.layout.words, int(left / text_width("0")))
+        parts.append(label(at, _TOP + 4, words, anchor, bold=True))
     parts.append(swatches)
     said = _proof(advice) if answer else _nothing(advice)
     total = bottom + 40 + height
-    return standalone(chart(_PREFIX, "Layouts", said, total, parts, VERDICTS))
+    return chart(_PREFIX, "Layouts", said, (width, total), parts, VERDICTS)
 
 
 def _kind(advice: Advice, point: Priced) -> int:

@@ -66,7 +66,8 @@ def verdict(comparison: Comparison) -> Judgement:
             f"exact bytes equal on {len(ranks - unequal)} of {counted(len(ranks), 'rank')}"
         )
     if errors and within:
-        parts.append("peak equal" if worst == 0 else f"peak within {percent(worst)}")
+        # Rounded up: what is not equal is not within nothing.
+        parts.append("peak equal" if worst == 0 else f"peak within {percent(max(worst, 1e-4))}")
     elif errors:
         off = "missing" if worst == float("inf") else f"off by {percent(worst)}"
         parts.append(f"peak {off} (tolerance {percent(comparison.tolerance)})")
@@ -100,7 +101,7 @@ def time_verdict(comparison: Comparison) -> Judgement | None:
     measured, predicted, rank = max((t.measured or 0, t.predicted or 0, t.rank) for t in totals)
     shared = {line.phase for line in known if line.rank == rank}
     others = [x.phase for x in comparison.seconds if x.rank == rank and x.phase not in shared]
-    without = f", without {', '.join(map(printable, others))}" if others else ""
+    without = f"; {', '.join(map(printable, others))} not counted" if others else ""
     why = comparison.unjudged or ""
     unjudged = f" Not judged: {printable(why, TEXT_LIMIT)}." if why else ""
     return Judgement(

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -198,10 +200,20 @@ def _job_facts(*jobs: Job) -> Iterator[Facts]:
     """Keys of each job; of tables, those that all jobs have."""
     # A table that one job lacks is told once, as absent, and not by each of its keys.
     shared = set.intersection(*({table.name for table in job.tables} for job in jobs))
-    for job in jobs:
+    for job in map(partial(_filled, jobs=jobs), jobs):
         tree: dict[str, Any] = msgspec.to_builtins(job)
         tree["tables"] = {t["name"]: t for t in tree["tables"] if t["name"] in shared}
         yield {key: (value, "") for key, value in _leaves("", tree)}
+
+
+def _filled(job: Job, jobs: Iterable[Job]) -> Job:
+    """With the sections of defaults that another job writes: what is the same is no difference."""
+    lacking: dict[str, Any] = {}
+    for other, name in itertools.product(jobs, ("memory", "parallel")):
+        section = getattr(other, name)
+        if getattr(job, name) is msgspec.UNSET and section is not msgspec.UNSET:
+            lacking[name] = type(section)()
+    return msgspec.structs.replace(job, **lacking)
 
 
 def _cluster_facts(plan: Plan) -> Facts:

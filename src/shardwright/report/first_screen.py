@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+from functools import partial
 
 from rich.console import Console, Group, RenderableType
 
@@ -37,7 +38,7 @@ def as_html(shown: Screen) -> str:
 def _picture(shown: Screen) -> str:
     """Memory over time, or the time of layouts against their memory."""
     if isinstance(shown, Footprint) and shown.worst.timeline:
-        return standalone(timeline_chart(shown, shown.worst))
+        return standalone(partial(timeline_chart, shown, shown.worst))
     return picture(shown) if isinstance(shown, Advice) and shown.points else ""
 
 

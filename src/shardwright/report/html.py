@@ -8,11 +8,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from itertools import islice
+from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
@@ -22,10 +23,11 @@ from shardwright.core.measurement import Comparison, Curve, Measurement, Quality
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.job.plan import Plan
 from shardwright.report import comparison_sheets, plan_sheets, svg
-from shardwright.report.marks import dark_colours
+from shardwright.report.marks import dark_colours, fitted
 from shardwright.report.profile_sheets import profile_sheets
 from shardwright.report.sheet import Cell, Column, Sheet, number, sheet_of, text
 from shardwright.report.svg import measured_peaks, slowest, step_seconds
+from shardwright.report.table_map import sharding_map
 from shardwright.report.wording import (
     TEXT_LIMIT,
     counted,
@@ -137,15 +139,15 @@ def _page(
         warnings=_warnings(plan, measurement, comparison),
         figures=_figures(plan, measurement),
         quality=quality_sheets(measurement) if measurement else (),
-        memory=Markup(svg.memory_chart(plan, measurement)),
+        memory=_picture(svg.memory_chart, plan, measurement),
         memory_caption=_memory_caption(plan, measurement),
-        map=Markup(svg.sharding_map(plan)),
+        map=_picture(sharding_map, plan),
         map_caption="Each cell is a whole table, its rows downwards and its columns across; the "
         "filled part lies on that rank. Sizes count every copy.",
-        phases=Markup(svg.phase_chart(plan, measurement)),
+        phases=_picture(svg.phase_chart, plan, measurement),
         phases_caption=_phases_caption(plan, measurement),
         profile=profile_sheets(measurement.profile or ()) if measurement else (),
-        loss=Markup(svg.loss_curve(curve, measurement.quality if measurement else None))
+        loss=_picture(svg.loss_curve, curve, measurement.quality if measurement else None)
         if curve
         else Markup(""),
         loss_caption="Loss on rank 0 so far." if so_far else _loss_caption(plan, measurement),
@@ -158,6 +160,10 @@ def _page(
         versions=_versions_sheet(plan, measurement),
         fingerprint=printable(plan.fingerprint),
     )
+
+
+def _picture(draw: Callable[..., str], *of: Any) -> Markup:
+    return Markup(fitted(partial(draw, *of)))
 
 
 def _loss_caption(plan: Plan, measurement: Measurement | None) -> str:

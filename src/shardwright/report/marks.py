@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.report.wording import NAME_LIMIT, TEXT_LIMIT, printable
 
-WIDTH = 720
+WIDTH, NARROW = 720.0, 336.0  # of a window, and of what a page leaves on a telephone
 LINE = 18
 # Text cannot be measured here: nobody knows the reader's font. A guess a little too wide leaves
 # gaps, one too narrow lets words run into each other.
@@ -167,6 +168,7 @@ def legend(
     y: float,
     prefix: str,
     fills: Sequence[FillStyle],
+    limit: float = WIDTH,
 ) -> tuple[str, float]:
     """Swatches with their words, in as many lines as they need; also the height they take."""
     parts: list[str] = []
@@ -174,7 +176,7 @@ def legend(
     for words, fill in items:
         width = 34 + text_width(words)
         # The first of a line stays there, however long it is.
-        if across > 0 and across + width > WIDTH:
+        if across > 0 and across + width > limit:
             across, down = 0.0, down + LINE + 2
         parts.append(box((across, down, 12, 12), fill, prefix, fills))
         parts.append(label(across + 18, down + 10.5, words))
@@ -191,7 +193,7 @@ def chart(
     prefix: str,
     title: str,
     description: str,
-    height: float,
+    size: tuple[float, float],
     parts: Iterable[str],
     fills: Sequence[FillStyle] = (),
 ) -> str:
@@ -214,7 +216,7 @@ def chart(
     return element(
         "svg",
         {
-            "viewBox": f"0 0 {WIDTH} {math.ceil(height)}",
+            "viewBox": f"0 0 {size[0]:g} {math.ceil(size[1])}",
             "role": "img",
             "aria-label": printable(f"{title}. {description}", TEXT_LIMIT),
             "class": "chart",
@@ -225,6 +227,18 @@ def chart(
         f"<defs>{textures}</defs>",
         *parts,
     )
+
+
+def both(draw: Callable[[float], str]) -> tuple[str, str]:
+    """The picture for a window and for a telephone, whose textures have names of their own."""
+    narrow = re.sub(r'(?<=id=")|(?<=url\(#)', "narrow-", draw(NARROW))
+    narrow = narrow.replace('class="chart"', 'class="chart narrow"', 1)
+    return draw(WIDTH).replace('class="chart"', 'class="chart wide"', 1), narrow
+
+
+def fitted(draw: Callable[[float], str]) -> str:
+    """Both in a page, whose style shows the one that its window has room for."""
+    return "".join(both(draw))
 
 
 def ticks(highest: float, binary: bool = False, most: int = 5, lowest: float = 0.0) -> list[float]:

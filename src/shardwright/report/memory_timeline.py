@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
@@ -18,8 +18,10 @@ from shardwright.core.timeline import Kind, category, in_order
 from shardwright.report.marks import (
     LINE,
     MEMORY,
+    NARROW,
     WIDTH,
     FillStyle,
+    both,
     chart,
     element,
     escaped,
@@ -36,14 +38,18 @@ LEFT, TOP, HEIGHT = 66.0, 58.0, 300.0
 LONGEST = 64  # characters of what is said of the peak
 MARGIN = 14  # around a file of its own
 BAND = 16.0  # height of the row of phases
-COLUMNS = 420  # that moments are drawn in; the fullest of each is
+COLUMNS = 420  # of a window that moments are drawn in; the fullest of each is
 FAR = 2.5  # a capacity this many times the peak is written, not drawn
 AXIS = "left to right: allocations and frees, not time"
 _PREFIX = "timeline"
+_SAID = re.compile(r'role="img" aria-label="[^"]*"')
 _VARIABLE = re.compile(r"var\(--[\w-]+,(#[0-9a-fA-F]+)\)")
+# A window that is narrow and high is a telephone's; the box of a picture in a page is never high.
 _STYLE = (
-    "svg{color:#1d2125}.paper{fill:#fff}"
+    "svg{color:#1d2125}.paper{fill:#fff}.narrow{display:none}"
     "@media (prefers-color-scheme:dark){svg{color:#e4e6e8}.paper{fill:#1b1f24}}"
+    "@media (max-width:40rem) and (max-aspect-ratio:1/1)"
+    "{.picture{width:100%;height:auto;aspect-ratio:ASPECT}.wide{display:none}.narrow{display:inline}}"
 )
 
 
@@ -53,15 +59,18 @@ class _Axes:
 
     last: int
     highest: float
+    width: float
 
     def x(self, moment: float) -> float:
-        return LEFT + (WIDTH - LEFT) * moment / self.last
+        return LEFT + (self.width - LEFT) * moment / self.last
 
     def y(self, nbytes: float) -> float:
         return TOP + HEIGHT * (1 - nbytes / self.highest)
 
 
-def timeline_chart(footprint: Footprint, rank: RankMemory | None = None) -> str:
+def timeline_chart(
+    footprint: Footprint, rank: RankMemory | None = None, width: float = WIDTH
+) -> str:
     """The picture of a class of ranks, or of the one with the highest peak; an empty text where no
     timeline was kept."""
     rank = rank or footprint.worst
@@ -72,7 +81,7 @@ def timeline_chart(footprint: Footprint, rank: RankMemory | None = None) -> str:
     capacity = footprint.capacity or 0
     # A capacity far above would press the picture into its lowest tenth.
     drawn = 0 < capacity <= FAR * top
-    frame = _Axes(len(totals), max(top * 1.04, capacity * 1.02 if drawn else 0, 1))
+    frame = _Axes(len(totals), max(top * 1.04, capacity * 1.02 if drawn else 0, 1), width)
     bands = _bands(frame, rank.timeline)
     most = {kind: max(s.bytes[i] for s in rank.timeline) for i, kind in enumerate(rank.kinds)}
     kinds = [kind for kind in in_order(rank.kinds) if most[kind]]
@@ -82,12 +91,14 @@ def timeline_chart(footprint: Footprint, rank: RankMemory | None = None) -> str:
         bottom + BAND + 24,
         _PREFIX,
         _fills(kinds),
+        width,
     )
     shades, more = _phase_legend(bands, bottom + BAND + 26 + height)
-    title = shortened(f"Live memory of a step: {footprint.model}, {rank.name}", LONGEST)
+    title = shortened(f"Live memory of a step: {footprint.model}, {rank.name}", _longest(width))
+    beside = width > NARROW
     parts = [
         label(0, 12, title, bold=True),
-        label(WIDTH, 12, AXIS, "end", faint=True),
+        label(width if beside else 0, 12 if beside else 26, AXIS, "end" * beside, faint=True),
         *(_grid(frame, t) for t in ticks(frame.highest, binary=True)),
         *_areas(frame, rank, kinds),
         _capacity(frame, capacity, frame.x(totals.index(top))) if drawn else "",
@@ -99,25 +110,42 @@ def timeline_chart(footprint: Footprint, rank: RankMemory | None = None) -> str:
     said = f"{headline(footprint)}. Most is alive in {peak_text(rank)}: {format_bytes(top)}. "
     said += f"{counted(len(totals), 'event')} from left to right. {verdict_sentence(footprint)}"
     total = bottom + BAND + 24 + height + more
-    return chart(_PREFIX, title, said, total, parts, fills=_fills(kinds))
+    return chart(_PREFIX, title, said, (width, total), parts, fills=_fills(kinds))
 
 
-def standalone(picture: str) -> str:
-    """A chart as a file of its own, readable in light and dark; colours are written out for
-    viewers that know no variables."""
-    width, height = re.findall(r'viewBox="0 0 (\d+) (\d+)"', picture)[0]
-    wide, high = int(width) + 2 * MARGIN, int(height) + 2 * MARGIN
-    # Inside of a page neither is needed; a file is no SVG without the namespace, and has no size of
-    # its own without the others.
-    size = f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
-    place: dict[str, str | float] = {"x": -MARGIN, "y": -MARGIN, "width": wide, "height": high}
-    paper = element("rect", {**place, "class": "paper", "fill": "#fff"})
-    margin = element("style", {}, _STYLE) + paper
-    framed = picture.replace('viewBox="0 0 ', f'viewBox="{-MARGIN} {-MARGIN} ', 1)
-    framed = framed.replace(f"{width} {height}", f"{wide} {high}", 1)
-    opened, closed, rest = framed.replace("<svg ", size, 1).partition("</defs>")
+def _longest(width: float) -> int:
+    """Characters of a line across the picture."""
+    return min(LONGEST, int(width / text_width("0")) - 2)
+
+
+def standalone(draw: Callable[[float], str]) -> str:
+    """A chart as a file of its own, readable in light and dark, in a window and on a telephone;
+    colours are written out for viewers that know no variables."""
+    wide, narrow = both(draw)
+    (width, height), (small, long) = map(_size, (wide, narrow))
+    # In a page none of this is needed; a file is no SVG without the namespace, and has no size of
+    # its own without the others. What is behind the lower edge of the box of a window is seen on a
+    # telephone alone, whose drawing is as wide as that box.
+    room = f'viewBox="{-MARGIN} {-MARGIN} {width + 2 * MARGIN} {height + 2 * MARGIN}"'
+    opened = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 2 * MARGIN}" '
+        f'height="{height + 2 * MARGIN}" {room} {_SAID.findall(wide)[0]} '
+        'class="picture" preserveAspectRatio="xMidYMin">'
+    )
+    low = long * width / small
+    aspect = f"{width + 2 * MARGIN}/{low + 2 * MARGIN:.0f}"
+    place: dict[str, str | float] = {"x": -MARGIN, "y": -MARGIN, "fill": "#fff"}
+    paper = element("rect", {**place, "width": "400%", "height": "400%", "class": "paper"})
+    style = element("style", {}, _STYLE.replace("ASPECT", aspect))
+    drawn = wide.replace("<svg ", f'<svg overflow="visible" width="{width}" height="{height}" ', 1)
+    drawn += narrow.replace("<svg ", f'<svg overflow="visible" width="{width}" height="{low:.0f}" ')
     # Browsers know var() with a fallback, many other viewers draw black instead.
-    return _VARIABLE.sub(r"\1", f"{opened}{closed}{margin}{rest}") + "\n"
+    return _VARIABLE.sub(r"\1", f"{opened}{style}{paper}{_SAID.sub('', drawn)}</svg>") + "\n"
+
+
+def _size(picture: str) -> tuple[int, int]:
+    ((width, height),) = re.findall(r'viewBox="0 0 (\d+) (\d+)"', picture)
+    return int(width), int(height)
 
 
 def _fills(kinds: Sequence[Kind]) -> tuple[FillStyle, ...]:
@@ -127,7 +155,7 @@ def _fills(kinds: Sequence[Kind]) -> tuple[FillStyle, ...]:
 def _grid(frame: _Axes, nbytes: float) -> str:
     y = frame.y(nbytes)
     words = format_bytes(nbytes).replace(".00 ", " ")
-    return line(LEFT, y, WIDTH, y) + label(LEFT - 8, y + 4, words, "end", faint=True)
+    return line(LEFT, y, frame.width, y) + label(LEFT - 8, y + 4, words, "end", faint=True)
 
 
 def _capacity(frame: _Axes, capacity: int, peak: float) -> str:
@@ -136,18 +164,19 @@ def _capacity(frame: _Axes, capacity: int, peak: float) -> str:
     words = f"capacity {format_bytes(capacity)}"
     # The peak's own line is drawn from top to bottom, through whatever is written there.
     clear = LEFT + 24 + text_width(words) < peak
-    x, anchor = (LEFT + 4, "start") if clear else (WIDTH, "end")
-    return line(LEFT, y, WIDTH, y, "6 3", 1.5) + label(x, y - 5, words, anchor, bold=True)
+    x, anchor = (LEFT + 4, "start") if clear else (frame.width, "end")
+    return line(LEFT, y, frame.width, y, "6 3", 1.5) + label(x, y - 5, words, anchor, bold=True)
 
 
 def _peak(frame: _Axes, rank: RankMemory, totals: Sequence[int], top: int) -> str:
     """A dot on the highest moment and its words above, on the side that has room."""
     moment = totals.index(top)
     x, y = frame.x(moment + 0.5), frame.y(top)
-    words = shortened(f"peak {format_bytes(top)}, {peak_text(rank)}", LONGEST)
-    room = x + text_width(words) < WIDTH
+    words = shortened(f"peak {format_bytes(top)}, {peak_text(rank)}", _longest(frame.width))
+    room = x + text_width(words) < frame.width
     dot = element("circle", {"cx": x, "cy": y, "r": 3.5, "fill": "currentColor"})
-    at = (x - 4, "start") if room else (min(x + 4, WIDTH), "end")
+    end = min(max(x + 4, text_width(words)), frame.width)
+    at = (x - 4, "start") if room else (end, "end")
     drop = line(x, TOP - 14, x, TOP + HEIGHT, "2 3", 1.2)
     return drop + dot + label(at[0], TOP - 19, words, at[1], bold=True)
 
@@ -155,7 +184,7 @@ def _peak(frame: _Axes, rank: RankMemory, totals: Sequence[int], top: int) -> st
 def _areas(frame: _Axes, rank: RankMemory, kinds: Sequence[Kind]) -> Iterator[str]:
     """An area per kind between what is below it and what it adds."""
     order = [rank.kinds.index(kind) for kind in kinds]
-    columns = _columns(rank.timeline)
+    columns = _columns(rank.timeline, int(COLUMNS * frame.width / WIDTH))
     starts = [frame.x(moment) for moment, _ in columns] + [frame.x(frame.last)]
     levels = [list(accumulate((s.bytes[i] for i in order), initial=0)) for _, s in columns]
     fills = _fills(kinds)
@@ -171,14 +200,14 @@ def _areas(frame: _Axes, rank: RankMemory, kinds: Sequence[Kind]) -> Iterator[st
         yield element("g", {}, tip, *shapes)
 
 
-def _columns(timeline: Sequence[Sample]) -> list[tuple[int, Sample]]:
+def _columns(timeline: Sequence[Sample], most: int) -> list[tuple[int, Sample]]:
     """Moments to draw with where each begins: all, or of many the fullest of each column."""
-    if len(timeline) <= COLUMNS:
+    if len(timeline) <= most:
         return list(enumerate(timeline))
     found = []
-    for column in range(COLUMNS):
-        begin = column * len(timeline) // COLUMNS
-        end = (column + 1) * len(timeline) // COLUMNS
+    for column in range(most):
+        begin = column * len(timeline) // most
+        end = (column + 1) * len(timeline) // most
         # The fullest moment as a whole and not the most of each kind: kinds peak at different
         # moments, and their sum would be more than ever was alive.
         found.append((begin, max(timeline[begin:end], key=lambda sample: sum(sample.bytes))))

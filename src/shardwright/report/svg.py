@@ -1,4 +1,4 @@
-"""The report's charts as inline SVG: memory, sharding map, loss, step phases.
+"""The report's charts as inline SVG: memory, loss, step phases.
 
 Each is a pure function from plans and measurements to one ``<svg>`` element, or to an empty text
 where there is nothing to draw.
@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
-from shardwright.core.block import Block, BlockRun
-from shardwright.core.block import decode as blocks_of
 from shardwright.core.measurement import Curve, Measurement, Quality
 from shardwright.core.quantities import exact_bytes, format_bytes, format_seconds
-from shardwright.core.sharding import TYPES
 from shardwright.core.timeline import (
     EXACT_KINDS,
     PHASES,
@@ -26,11 +23,11 @@ from shardwright.core.timeline import (
     phase_peaks,
     phase_seconds,
 )
-from shardwright.job.plan import Plan, TablePlan
+from shardwright.job.plan import Plan
 from shardwright.report.marks import (
-    HELD,
     LINE,
     MEMORY,
+    NARROW,
     SIDES,
     WIDTH,
     box,
@@ -39,12 +36,11 @@ from shardwright.report.marks import (
     label,
     legend,
     line,
-    text_width,
     ticks,
     trace,
 )
-from shardwright.report.plan_sheets import budget_sentence, table_bytes
-from shardwright.report.wording import counted, percent, printable, shortened
+from shardwright.report.plan_sheets import budget_sentence
+from shardwright.report.wording import printable
 
 PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((category(kind), (kind,)) for kind in EXACT_KINDS),
@@ -128,7 +124,7 @@ _LEFT, _RIGHT = 132, 74
 _FIGURE = 66  # the width of a figure such as 35.93 MiB, with its gap
 
 
-def memory_chart(plan: Plan, measurement: Measurement | None = None) -> str:
+def memory_chart(plan: Plan, measurement: Measurement | None = None, width: float = WIDTH) -> str:
     """Live bytes of each rank at its peak, stacked by kind, predicted above measured."""
     predicted = predicted_peaks(plan)
     measured = measured_peaks(measurement) if measurement else {}
@@ -139,7 +135,8 @@ def memory_chart(plan: Plan, measurement: Measurement | None = None) -> str:
     highest = max(peak.nbytes for side in (predicted, measured) for peak in side.values())
     # A budget far above the peak would press all bars against the left edge.
     shown_budget = 0 < budget <= 4 * max(highest, 1)
-    scale = (WIDTH - _LEFT - _RIGHT) / max(highest, budget if shown_budget else 0, 1)
+    room = width - _LEFT - _RIGHT
+    scale = room / max(highest, budget if shown_budget else 0, 1)
     top = 24.0
     y = top
     parts: list[str] = []
@@ -151,26 +148,29 @@ def memory_chart(plan: Plan, measurement: Measurement | None = None) -> str:
                 y += _BAR + 3
         y += 10
     bottom = y - 6
-    grid = [_tick(_LEFT + t * scale, top, bottom, _round_bytes(t)) for t in _byte_ticks(scale)]
+    grid = [
+        _tick(_LEFT + t * scale, top, bottom, _round_bytes(t)) for t in _marks(room, scale, True)
+    ]
     if shown_budget:
         at = _LEFT + budget * scale
         parts.append(line(at, top - 6, at, bottom, "6 3", 1.5))
         parts.append(label(at, top - 11, f"budget {format_bytes(budget)}", "end", bold=True))
     used = {p for s in (predicted, measured) for k in ranks if k in s for p in s[k].parts}
     items = [(part, i) for i, (part, _) in enumerate(PARTS) if part in used]
-    swatches, height = legend(items, bottom + 30, "memory", _PART_FILLS)
+    swatches, height = legend(items, bottom + 30, "memory", _PART_FILLS, width)
     return chart(
         "memory",
         "Memory per rank at the peak",
         _memory_words(ranks, predicted, measured, budget_sentence(plan)),
-        bottom + 30 + height,
+        (width, bottom + 30 + height),
         (*grid, *parts, swatches),
         _PART_FILLS,
     )
 
 
-def _byte_ticks(scale: float) -> list[float]:
-    return ticks((WIDTH - _LEFT - _RIGHT) / scale, binary=True)
+def _marks(room: float, scale: float, binary: bool = False) -> list[float]:
+    """Ticks below bars, as many as have room for their words."""
+    return ticks(room / scale, binary, most=min(5, int(room // 60)))
 
 
 def _round_bytes(nbytes: float) -> str:
@@ -223,7 +223,7 @@ def _tick(x: float, top: float, bottom: float, words: str) -> str:
     return line(x, top, x, bottom) + label(x, bottom + 15, words, "middle", faint=True)
 
 
-def phase_chart(plan: Plan, measurement: Measurement | None = None) -> str:
+def phase_chart(plan: Plan, measurement: Measurement | None = None, width: float = WIDTH) -> str:
     """Seconds of each phase of a step on the slowest rank, predicted above measured."""
     predicted = step_seconds(plan.timeline)
     measured = step_seconds(measurement.timeline) if measurement else {}
@@ -237,7 +237,8 @@ def phase_chart(plan: Plan, measurement: Measurement | None = None) -> str:
     ]
     phases = [phase for phase in PHASES if any(phase in s for _, _, s in sides)]
     highest = max((s.get(p, 0.0) for _, _, s in sides for p in phases), default=0.0)
-    scale = (WIDTH - _LEFT - _RIGHT) / (highest or 1.0)
+    room = width - _LEFT - _RIGHT
+    scale = room / (highest or 1.0)
     top = y = 4.0
     parts: list[str] = []
     for phase in phases:
@@ -246,30 +247,30 @@ def phase_chart(plan: Plan, measurement: Measurement | None = None) -> str:
         for name, fill, seconds in sides:
             took = seconds.get(phase)
             words = f"not {name}" if took is None else format_seconds(took)
-            width = (took or 0.0) * scale
+            long = (took or 0.0) * scale
             tip = f"{phase}, {name}: {words}"
-            bar = box((_LEFT, y, width, 14), fill, "phases", _SIDE_FILLS, tip)
-            parts.append(bar if width > 0 else "")
-            parts.append(label(_LEFT + width + 6, y + 11.5, words, faint=took is None))
+            bar = box((_LEFT, y, long, 14), fill, "phases", _SIDE_FILLS, tip)
+            parts.append(bar if long > 0 else "")
+            parts.append(label(_LEFT + long + 6, y + 11.5, words, faint=took is None))
             y += 16
         y += 9
-    marks = ticks(highest)
+    marks = _marks(room, scale) if highest else [0.0]
     grid = [_tick(_LEFT + t * scale, top, y - 4, format_seconds(t)) for t in marks]
     totals = ", ".join(f"{name} {format_seconds(sum(s.values()))}" for name, _, s in sides)
     swatches, height = legend(
-        [(name, fill) for name, fill, _ in sides], y + 24, "phases", _SIDE_FILLS
+        [(name, fill) for name, fill, _ in sides], y + 24, "phases", _SIDE_FILLS, width
     )
     return chart(
         "phases",
         f"Phases of a step on rank {rank}, the slowest",
         f"A step in all: {totals}.",
-        y + 24 + height,
+        (width, y + 24 + height),
         (*grid, *parts, swatches),
         _SIDE_FILLS,
     )
 
 
-def loss_curve(curve: Curve, quality: Quality | None = None) -> str:
+def loss_curve(curve: Curve, quality: Quality | None = None, width: float = WIDTH) -> str:
     """Training loss by step with its running mean; held-out and best log-loss as lines."""
     points = [
         (step, loss)
@@ -284,30 +285,31 @@ def loss_curve(curve: Curve, quality: Quality | None = None) -> str:
     low, high = min(values), max(values)
     room = (high - low) * 0.06 or 0.01
     low, high = low - room, high + room
-    left, top, bottom = 56.0, 8.0, 268.0
+    left, right, top, bottom = 56.0, width - 12, 8.0, 268.0
     first, last = points[0][0], points[-1][0]
-    across = (WIDTH - left - 12) / max(last - first, 1)
+    across = (right - left) / max(last - first, 1)
 
     def at(step: float, loss: float) -> tuple[float, float]:
         return left + (step - first) * across, bottom - (loss - low) / (high - low) * (bottom - top)
 
-    grid = [_level_tick(left, at(first, t)[1], t) for t in ticks(high, lowest=low)]
-    marks = ticks(last, most=6, lowest=first)
+    grid = [_level_tick(left, right, at(first, t)[1], t) for t in ticks(high, lowest=low)]
+    marks = ticks(last, most=min(6, int(right // 70)), lowest=first)
     grid += [label(at(t, low)[0], bottom + 16, f"{t:,.0f}", "middle", faint=True) for t in marks]
     drawn = [
         trace([at(*p) for p in _thinned(points)], 1, 0.35),
         trace([at(s, m) for (s, _), m in _thinned(list(zip(points, smooth, strict=True)))], 2.2, 1),
-        *(line(left, at(0, v)[1], WIDTH - 12, at(0, v)[1], dashes, 1.6) for _, v, dashes in levels),
+        *(line(left, at(0, v)[1], right, at(0, v)[1], dashes, 1.6) for _, v, dashes in levels),
         label(left, bottom + 34, "training step", faint=True),
     ]
-    words, height = _loss_legend(points[-1][1], smooth[-1], levels, bottom + 52)
+    ends = points[-1][1], smooth[-1]
+    words, height = _loss_legend(ends, levels, bottom + 52, width)
     said = f"From {points[0][1]:.4f} at step {first} to a running mean of {smooth[-1]:.4f} at step"
     also = "".join(f" {name}: {value:.4f}." for name, value, _ in levels)
     return chart(
         "loss",
         "Training loss",
         f"{said} {last}.{also}",
-        bottom + 52 + height,
+        (width, bottom + 52 + height),
         (*grid, *drawn, words),
     )
 
@@ -322,14 +324,15 @@ def _levels(quality: Quality | None) -> list[tuple[str, float, str]]:
     return [level for level in found if math.isfinite(level[1])]
 
 
-def _level_tick(left: float, y: float, value: float) -> str:
-    return line(left, y, WIDTH - 12, y) + label(left - 8, y + 4, f"{value:.3g}", "end", faint=True)
+def _level_tick(left: float, right: float, y: float, value: float) -> str:
+    return line(left, y, right, y) + label(left - 8, y + 4, f"{value:.3g}", "end", faint=True)
 
 
 def _loss_legend(
-    raw: float, mean: float, levels: list[tuple[str, float, str]], y: float
+    ends: tuple[float, float], levels: list[tuple[str, float, str]], y: float, width: float
 ) -> tuple[str, float]:
-    """What each line is, with its last value, two to a row."""
+    """What each line is, with its last value, two to a row where there is room."""
+    (raw, mean), columns = ends, int(width // NARROW)
     entries = [
         (f"Running mean, {mean:.4f} at the end", trace([(0, 0), (28, 0)], 2.2, 1)),
         (f"Every step, {raw:.4f} at the end", trace([(0, 0), (28, 0)], 1, 0.5)),
@@ -340,11 +343,11 @@ def _loss_legend(
     ]
     parts = []
     for i, (words, sample) in enumerate(entries):
-        x, down = (i % 2) * WIDTH / 2, y + (i // 2) * (LINE + 2)
+        x, down = (i % columns) * width / columns, y + (i // columns) * (LINE + 2)
         moved: dict[str, str | float] = {"transform": f"translate({x:g},{down + 6:g})"}
         parts.append(element("g", moved, sample))
         parts.append(label(x + 36, down + 10, words))
-    return "".join(parts), (len(entries) + 1) // 2 * (LINE + 2)
+    return "".join(parts), math.ceil(len(entries) / columns) * (LINE + 2)
 
 
 def _running_mean(losses: Sequence[float]) -> list[float]:
@@ -371,130 +374,3 @@ def _thinned(points: list[T]) -> list[T]:
     # A stride that is no integer, so that the last point, which is written beside it, is drawn.
     stride = (len(points) - 1) / (MOST_POINTS - 1)
     return [points[round(k * stride)] for k in range(MOST_POINTS)]
-
-
-# The sharding map: every table's blocks where they lie inside the table, rank beside rank.
-
-MOST_TABLES = 60
-MOST_MAPPED = 64
-_ROW, _CELL = 24, 18
-_NAME, _TYPE, _BYTES = 18, 112, 74
-_GAP = 26  # after names, some of which are wider than they are counted
-_TOP = 26
-
-
-def sharding_map(plan: Plan) -> str:
-    """Tables as rows by size, ranks as columns; a cell is the table, filled where the rank has it.
-
-    The rows of a table run downwards in its cell and the columns across, so a row-wise shard is a
-    horizontal band and a column-wise shard a vertical one.
-    """
-    tables = sorted(plan.tables, key=lambda table: (-table.rows * table.dim, table.name))
-    shown, ranks = tables[:MOST_TABLES], min(plan.world_size, MOST_MAPPED)
-    if not shown:
-        return ""
-    names = [shortened(printable(table.name), _NAME) for table in shown]
-    left = max(text_width(name) for name in names) + _GAP + _TYPE + _BYTES
-    pitch = min((WIDTH - left) / ranks, 160)
-    by_tensor = _parameter_runs(plan)
-    parts = [_header(left, pitch, ranks)]
-    for k, (table, name) in enumerate(zip(shown, names, strict=True)):
-        y = _TOP + k * _ROW
-        parts.append(_row_labels(table, name, y, left))
-        blocks = [b for b in blocks_of(by_tensor.get(table.fqn, ())) if b.rank < ranks]
-        parts.extend(_cell(table, r, left + r * pitch, y, pitch, blocks) for r in range(ranks))
-    bottom = _TOP + len(shown) * _ROW + 10
-    used = {table.sharding_type for table in tables}
-    swatches, height = legend(
-        [(t, i) for i, t in enumerate(TYPES) if t in used], bottom, "map", HELD
-    )
-    return chart(
-        "map",
-        "Which rank holds which part of each table",
-        _map_words(plan, len(shown), ranks),
-        bottom + height,
-        (*parts, swatches),
-        HELD,
-    )
-
-
-def _parameter_runs(plan: Plan) -> dict[str, list[BlockRun]]:
-    runs: dict[str, list[BlockRun]] = {}
-    for run in plan.blocks:
-        rectangle = len(run.offsets) == len(run.sizes) == 2
-        # A report also draws plans that check_tiling would refuse: what is no rectangle is left
-        # out.
-        even = run.count == 1 or (len(run.step) == 2 and run.count <= plan.world_size)
-        if run.role == "parameter" and rectangle and even:
-            runs.setdefault(run.tensor, []).append(run)
-    return runs
-
-
-def _header(left: float, pitch: float, ranks: int) -> str:
-    every = next(n for n in (1, 2, 4, 8, 16, 64) if n * pitch >= 26)
-    short = pitch < 52
-    parts = [label(0, 14, "table", faint=True)]
-    parts.append(label(left - 14, 14, "rank" if short else "size", "end", faint=True))
-    for rank in range(0, ranks, every):
-        words = str(rank) if short else f"rank {rank}"
-        parts.append(label(left + rank * pitch, 14, words, bold=True))
-    parts.append(line(0, 20, left + ranks * pitch, 20))
-    return "".join(parts)
-
-
-def _row_labels(table: TablePlan, name: str, y: float, left: float) -> str:
-    kind = label(left - _BYTES - _TYPE, y + 13, table.sharding_type, faint=True)
-    size = label(left - 14, y + 13, format_bytes(table_bytes(table)), "end", faint=True)
-    return label(0, y + 13, name) + kind + size
-
-
-def _cell(
-    table: TablePlan, rank: int, x: float, y: float, pitch: float, blocks: list[Block]
-) -> str:
-    """The table's outline, and inside it the blocks of ``rank``."""
-    width = max(pitch - (8 if pitch > 20 else 1), 1)
-    outline = element(
-        "rect",
-        {
-            "x": x,
-            "y": y,
-            "width": width,
-            "height": _CELL,
-            "fill": "none",
-            "stroke": "currentColor",
-            "stroke-opacity": 0.22,
-        },
-    )
-    held = [b for b in blocks if b.rank == rank and table.rows > 0 and table.dim > 0]
-    return outline + "".join(_block(table, b, x, y, width) for b in held)
-
-
-def _block(table: TablePlan, block: Block, x: float, y: float, width: float) -> str:
-    (row, column), (rows, columns) = block.offsets, block.sizes
-    place = (
-        x + width * _part(column, table.dim),
-        y + _CELL * _part(row, table.rows),
-        max(width * _part(columns, table.dim), 0.8),
-        max(_CELL * _part(rows, table.rows), 0.8),
-    )
-    share = _part(rows, table.rows) * _part(columns, table.dim)
-    where = f"rows {row:,} to {row + rows - 1:,}, columns {column:,} to {column + columns - 1:,}"
-    tip = f"{table.name} on rank {block.rank}, {table.sharding_type}: {where}, {percent(share)}"
-    return box(place, TYPES.index(table.sharding_type), "map", HELD, tip)
-
-
-def _part(part: int, whole: int) -> float:
-    return min(max(part / whole, 0.0), 1.0)
-
-
-def _map_words(plan: Plan, tables: int, ranks: int) -> str:
-    counts: dict[str, int] = {}
-    for table in plan.tables:
-        counts[table.sharding_type] = counts.get(table.sharding_type, 0) + 1
-    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    text = f"{counted(len(plan.tables), 'table')} on {counted(plan.world_size, 'rank')}: {kinds}."
-    if tables < len(plan.tables):
-        text += f" The {tables} largest are drawn."
-    if ranks < plan.world_size:
-        text += f" The first {ranks} ranks are drawn."
-    return text

@@ -33,7 +33,15 @@ from shardwright.report import comparison_sheets
 from shardwright.report.difference import Difference, Unit, Value, differences, together
 from shardwright.report.profile_sheets import profile_sheets
 from shardwright.report.sheet import Sheet, number, sheet_of, text
-from shardwright.report.wording import NO_BREAK, TEXT_LIMIT, counted, percent, printable
+from shardwright.report.wording import (
+    NO_BREAK,
+    TEXT_LIMIT,
+    change_text,
+    counted,
+    percent,
+    printable,
+    unit_words,
+)
 
 __all__ = [
     "Difference",
@@ -166,7 +174,7 @@ def plan_difference(a: Plan, b: Plan, *, full: bool = False) -> RenderableType:
                 number("second plan", lambda each: _value(each[1].after, each[1].unit)),
                 number("change", lambda each: _change(each[1])),
             ),
-            "" if len(shown) == len(found) else f"{more}Each on its own: --full.",
+            "" if len(shown) == len(found) else f"{more}Each difference: --full.",
         ),
         short=not full,
     )
@@ -192,8 +200,10 @@ def _value(value: Value, unit: Unit) -> str:
 
 
 def _change(d: Difference) -> str:
+    if d.group == "job":  # where numbers are settings
+        return ""
     if isinstance(d.before, int | float) and isinstance(d.after, int | float) and d.before:
-        return percent(d.after / d.before - 1, signed=True)
+        return change_text(d.after / d.before - 1)
     return ""
 
 
@@ -390,8 +400,11 @@ def calibration_summary(found: Calibration, *, full: bool = False) -> Renderable
     first = {name: measured[name] for name in FIRST_CONSTANTS if name in measured}
     wide = [name for name, figure in measured.items() if figure.spread > WIDE]
     names = errors.listed(wide, 3)
-    varying = f" More than {percent(WIDE)} apart (!): {names}." if wide else ""
-    note = f"{len(figures) - len(first)} more: --full.{varying}"
+    varying = f" Above {percent(WIDE)} (!): {names}." if wide else ""
+    note = (
+        "Spread: half the distance between the quartiles of all rounds, of the median."
+        f"{varying} {len(figures) - len(first)} more constants: --full."
+    )
     short = _sheet("Measured", first).only(range(4))
     return Group(prose(head, style="bold"), drawn(replace(short, title="", note=note)))
 
@@ -403,7 +416,7 @@ def _sheet(title: str, figures: dict[str, SourcedFigure]) -> Sheet:
         (
             text("constant", lambda each: printable(each[0])),
             number("value", lambda each: _scaled(each[1].value, each[1].unit)[0]),
-            text("unit", lambda each: _scaled(each[1].value, each[1].unit)[1]),
+            text("unit", lambda each: unit_words(_scaled(each[1].value, each[1].unit)[1])),
             number("spread", lambda each: _spread(each[1])),
             number("median of", lambda each: str(each[1].median_of or "")),
             text("source", lambda each: printable(each[1].source, TEXT_LIMIT)),

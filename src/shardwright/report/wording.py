@@ -139,7 +139,18 @@ def error_text(predicted: float | None, measured: float | None) -> str:
         return "-"
     if predicted == measured:
         return "equal"
-    return percent(predicted / measured - 1, signed=True) if measured else "-"
+    return change_text(predicted / measured - 1) if measured else "-"
+
+
+def change_text(share: float) -> str:
+    """A share with its sign, and of one that is not none but rounds to it that it is small."""
+    text = percent(share, signed=True)
+    return f"<{text[1:].replace('0.00', '0.01')}" if share and text[1:] == "0.00 %" else text
+
+
+def unit_words(unit: str) -> str:
+    """A unit of a constant as a reader knows it: ``touches`` are of a row, read or written."""
+    return "row accesses" if unit == "touches" else unit
 
 
 def slower_text(predicted: float, measured: float) -> str:

@@ -134,10 +134,11 @@ def _known(made: list[TableSpec]) -> str:
 def _machine(plan: Plan) -> Iterator[Fact]:
     section, cluster = plan.job.cluster, plan.cluster
     preset = _machine_name(plan)
+    local, group = cluster.local_world_size, cluster.group
+    linked = f", {group} linked as fast as ranks of one host" if group != local else ""
     yield Fact(
         "ranks",
-        f"{cluster.world_size} on {cluster.compute_device}, {cluster.local_world_size} to a host, "
-        f"{cluster.group} linked as closely as those of a host",
+        f"{cluster.world_size} on {cluster.compute_device}, {local} per host{linked}",
         "cluster.world_size" if section.world_size is not None else preset,
     )
     for tier, nbytes in zip(("hbm", "ddr", "ssd"), cluster.capacity, strict=True):
@@ -169,7 +170,7 @@ def _memory(plan: Plan) -> Iterator[Fact]:
     if any(kept.dense) or any(kept.inputs):
         numbers.append(f"that is {sum(kept.dense):,} B dense, {sum(kept.inputs):,} B inputs")
     text = {
-        "traced": "nothing by rule: the dense part is simulated to the byte",
+        "traced": "nothing by rule; the dense part is simulated to the byte",
         "none": "nothing",
     }
     of = f"of profile '{plan.job.planner.constants}'"
@@ -202,14 +203,14 @@ def _step(plan: Plan) -> Iterator[Fact]:
         return Fact(what, value, _said(changed, f"{where}.{field}"))
 
     yield fact("input pipeline", section.pipeline_type, "pipeline_type")
-    counted = "flag off: counted where the pipeline keeps none in flight"
+    counted = "counted where the input pipeline keeps no batch in flight"
     if section.count_ephemeral:
-        counted = "flag on: always counted"
+        counted = "always counted"
     yield fact("outputs at the peak", counted, "count_ephemeral")
     mode = "inference: no backward" if section.is_inference else "training"
     yield fact("mode", mode, "is_inference")
     own = "table" if plan.job.planner.constants == "torchrec-1.9" else "output"
-    rows = f"the {own}'s own dtype both ways"
+    rows = f"the {own}'s own dtype, forward and backward"
     if section.communication is not None:
         rows = "{} forward, {} backward".format(*section.communication)
     yield fact("rows on the wire", rows, "communication")

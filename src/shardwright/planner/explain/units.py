@@ -275,9 +275,10 @@ def _collectives(
     reduces = calls = leaf(done.reduces, "reduces", "", why)
     gathers = leaf(0, "gathers", "", "every rank has it")
     if not choice.replicated:
-        why = "a sharded unit, wherever it is not there"
+        why = "one for each forward that finds it sharded"
         first = leaf(done.forward, "gathers_before_forward", "", why)
-        again = leaf(done.backward, "gathers_before_backward", "", "as it was resharded")
+        why = "resharded after forward" if done.backward else "not resharded after forward"
+        again = leaf(done.backward, "gathers_before_backward", "", why)
         gathers = named("gathers", first + again)
         calls = gathers + reduces
     if choice.between:
