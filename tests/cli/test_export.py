@@ -55,6 +55,9 @@ def test_a_layout_is_printed(call: Any) -> None:
 def test_ranks_are_those_of_a_machine_in_a_word(call: Any) -> None:
     printed = call("export", "job.toml", "--to", "torchtitan", *FP32, "--on", "2x8xH100")
     assert "\n  --parallelism.data_parallel_shard_degree 16 \\\n" in printed.out
+    assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d" in printed.out
+    alone = call("export", "job.toml", "--to", "torchtitan", *FP32, "--on", "16xGB200")
+    assert alone.out.startswith("torchrun --nproc-per-node 16 -m torchtitan.train")  # of 72 a host
 
 
 def test_a_layout_is_written_where_no_file_is(call: Any, tmp_path: Path) -> None:

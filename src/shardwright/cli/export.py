@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import msgspec
-
 from shardwright.cli import options as shared
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, expected
 from shardwright.job.exported import ENGINES, exported
-from shardwright.planner.profiles import cluster_of
+from shardwright.planner.profiles import with_hosts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,10 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Print or write the layout."""
     job = shared.job_of(options)
-    # Here and not where it is exported: what a preset has stands on a floor above.
-    cluster, _ = cluster_of(job)
-    section = msgspec.structs.replace(job.cluster, world_size=cluster.world_size)
-    text = exported(msgspec.structs.replace(job, cluster=section), options.to)
+    text = exported(with_hosts(job), options.to)
     if options.out is None:
         print(text, end="")
         return EXIT_OK

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from shardwright.core.errors import InputError, UnsupportedError, not_one_of
 from shardwright.job.engines import accelerate, fsdp2, megatron, own, torchtitan
-from shardwright.job.engines.layout import Engine, layout_of
+from shardwright.job.engines.layout import HEAD, Engine, layout_of
 from shardwright.job.job import Job
 
 ENGINES: dict[str, Engine] = {
@@ -35,10 +35,12 @@ def exported(job: Job, engine: str) -> str:
     found, layout = _engine(engine), layout_of(job)
     if reasons := tuple(found.cannot(layout)):
         raise UnsupportedError(" ".join(reasons))
-    settings = layout.memory.allocator
-    # A comment of a shell, of TOML, of YAML and of Python.
+    settings, text = layout.memory.allocator, found.written(layout)
+    # Comments of a shell, of TOML, of YAML and of Python.
     head = f"# Set PYTORCH_ALLOC_CONF={settings} for it.\n" if settings else ""
-    return head + found.written(layout)
+    if layout.hosts > 1 and HEAD in text:
+        head += f"# On each of {layout.hosts} hosts; {HEAD} is the address of the first.\n"
+    return head + text
 
 
 def _engine(name: str) -> Engine:

@@ -13,7 +13,14 @@ from typing import Any
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, expected
-from shardwright.job.engines.layout import ANY, Engine, EngineLayout, layout_of
+from shardwright.job.engines.layout import (
+    ANY,
+    HEAD,
+    PORT,
+    Engine,
+    EngineLayout,
+    layout_of,
+)
 from shardwright.job.engines.own import document_of, given
 from shardwright.job.imported import Document, Imported, Keys
 from shardwright.job.job import Job, memory_of
@@ -82,9 +89,12 @@ def _written(layout: EngineLayout) -> str:
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
         "mixed_precision": precision,
-        "num_machines": 1,
+        "num_machines": layout.hosts,
         "num_processes": degrees.world_size,
     }
+    if layout.hosts > 1:
+        head.append("# machine_rank: 0 on HOST, and on every other host a number of its own.")
+        plain |= {"machine_rank": 0, "main_process_ip": HEAD, "main_process_port": PORT}
     sections = {"fsdp_config": fsdp, "parallelism_config": sizes}
     lines = [*head, *(f"{key}: {_yaml(value)}" for key, value in plain.items())]
     for name, keys in sections.items():

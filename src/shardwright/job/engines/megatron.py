@@ -8,7 +8,14 @@ from typing import Any
 
 from shardwright.core.errors import expected
 from shardwright.core.llama import LlamaShape, MegatronSettings
-from shardwright.job.engines.layout import ANY, Engine, EngineLayout, flag_lines, the_other_way
+from shardwright.job.engines.layout import (
+    ANY,
+    Engine,
+    EngineLayout,
+    flag_lines,
+    the_other_way,
+    torchrun,
+)
 from shardwright.job.megatron import DEGREES, LAYOUT, OPTIMIZERS, REPLICAS, layout_of
 from shardwright.job.megatron_model import FUSIONS, GATES, SQUARES
 from shardwright.job.model import MLPS
@@ -125,7 +132,7 @@ def _written(layout: EngineLayout) -> str:
     # Without it a tensor's or a context's collectives wait for one another, and it is refused.
     degrees = layout.degrees
     one = "CUDA_DEVICE_MAX_CONNECTIONS=1 " if degrees.tensor * degrees.context > 1 else ""
-    return flag_lines(f"{one}torchrun pretrain_gpt.py", iter(words))
+    return flag_lines(f"{one}{torchrun(layout)} pretrain_gpt.py", iter(words))
 
 
 Flags = Iterator[tuple[str, Any]]
