@@ -70,6 +70,30 @@ def test_a_layout_is_written_where_no_file_is(call: Any, tmp_path: Path) -> None
     assert (back.batch.size, back.cluster.world_size) == (2, 8)
 
 
+@pytest.mark.parametrize(
+    ("engine", "filled"),
+    [
+        ("torchtitan", "memory.runtime=fsdp2 memory.implementation=fused memory.loss=chunked"),
+        ("torchtitan-toml", "memory.runtime=fsdp2 memory.implementation=fused"),
+        ("fsdp2", "memory.runtime=fsdp2 memory.implementation=fused"),
+        ("accelerate", "memory.runtime=fsdp2 memory.reduce_dtype=bf16 parallel.sequence=false"),
+        (
+            "megatron",
+            "memory.runtime=megatron memory.implementation=fused memory.loss=parallel "
+            "memory.zero=1",
+        ),
+    ],
+)
+def test_what_nobody_gives_is_as_the_engine_has_it(call: Any, engine: str, filled: str) -> None:
+    words = ["export", "llama3-8b", "--on", "8xH100", "--tp", "2", "--to", engine]
+    printed, refused = call(*words), call(*words, "--runtime", "shardwright")
+    assert printed.code == 0
+    assert printed.err.endswith(f"\nNot given, so as {engine} has it: {filled}\n")
+    # What is given is not replaced, also where it is what a job has anyway.
+    assert refused.code == 2
+    assert " memory.runtime: expected " in refused.err
+
+
 def test_yaml_of_accelerate_is_read_beside_a_job(call: Any, tmp_path: Path) -> None:
     assert call("export", "job.toml", "--to", "accelerate", "-o", "fsdp.yaml").code == 0
     call("init", "--from", "accelerate", "fsdp.yaml").refuses(2, "--job", "a job beside")
@@ -94,6 +118,21 @@ def test_a_job_that_was_asked_by_name_is_written_and_reads_back(call: Any, tmp_p
     path = tmp_path / "asked.toml"
     asked, written = call("export", *words), call("export", *words, "--write", path)
     assert asked.err.startswith("The job: model.hf_config=llama3-8b batch.size=1 batch.sequence=51")
-    assert written.err == f"job written to {path}\n"
+    filled = "Not given, so as torchtitan has it: memory.implementation=fused\n"
+    assert written.err == f"job written to {path}\n{filled}"
     assert asked.out == written.out == call("export", path, "--to", "torchtitan").out
     call("export", *words, "--write", path).refuses(2, "--write", "move it away")
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(("hbm_cap", "code", "said"), [("40 GiB", 0, "Fits"), ("1 GiB", 3, "Does")])
+def test_a_layout_is_checked_against_its_device(
+    call: Any, hbm_cap: str, code: int, said: str
+) -> None:
+    sizes = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 128, "vocab": 512}
+    words = [f"--set=model.{key}={value}" for key, value in sizes.items()]
+    words += ["--seq", "512", f"--set=cluster.hbm_cap={hbm_cap}", "--check"]
+    printed = call("export", "job.toml", "--to", "fsdp2", *words, "--set", "memory.loss=gathered")
+    assert printed.code == code
+    assert said in printed.err.splitlines()[-1]
+    assert printed.out.endswith("optimizer.zero_grad()\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ from shardwright.core.cluster import Calibration
 from shardwright.core.document import encode_toml, to_json, write_atomically
 from shardwright.core.errors import InputError, expected
 from shardwright.job.asked import SHORT, in_one_line
-from shardwright.job.job import Job, asked, job_in
+from shardwright.job.exported import unlike
+from shardwright.job.job import Job, asked, job_in, set_key
 
 PROFILED = 20  # steps
 
@@ -57,9 +59,10 @@ def plan_argument(
     parser.add_argument(name, type=Path, metavar=metavar, help=said)
 
 
-def job_of(options: argparse.Namespace) -> Job:
-    """The job with its overrides; ``--on`` replaces its cluster, ``-n`` sets the world size. One
-    that has no file is said, and written where that is asked for."""
+def job_of(options: argparse.Namespace, engine: str = "") -> Job:
+    """The job with its overrides; ``--on`` replaces its cluster, ``-n`` sets the world size, keys
+    that nobody gives are as an ``engine`` has them. One that has no file is said, and written where
+    that is asked for."""
     given = ((key, getattr(options, name, None)) for name, key in SHORT.items())
     overrides = [f"{key}={value}" for key, value in given if value is not None]
     overrides += options.set
@@ -68,8 +71,15 @@ def job_of(options: argparse.Namespace) -> Job:
         overrides.append(f"cluster.world_size={options.ranks}")
     document = asked(options.job, overrides, options.on)
     job = job_in(document, options.job)
+    given = {f"{name}.{key}" for name, keys in document.items() for key in keys}
+    filled = unlike(job, engine, given) if engine else {}
+    for key, value in filled.items():
+        set_key(document, f"{key}={json.dumps(value)}")
+    job = job_in(document, options.job) if filled else job
     warn_of_busy(job.cluster.measured, job.cluster.file)
     _say(document, options.job, getattr(options, "write", None))
+    if filled:
+        print(f"Not given, so as {engine} has it: {in_one_line(filled)}", file=sys.stderr)
     return job
 
 

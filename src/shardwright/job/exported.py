@@ -4,10 +4,16 @@ there.
 
 from __future__ import annotations
 
+from collections.abc import Container
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
 from shardwright.core.errors import InputError, UnsupportedError, not_one_of
 from shardwright.job.engines import accelerate, fsdp2, megatron, own, torchtitan
 from shardwright.job.engines.layout import HEAD, Engine, layout_of
-from shardwright.job.job import Job
+from shardwright.job.job import Job, memory_of, parallel_of
 
 ENGINES: dict[str, Engine] = {
     "torchtitan": torchtitan.MAIN,
@@ -25,6 +31,34 @@ def cannot(job: Job, engine: str) -> tuple[str, ...]:
     InputError where there is no such engine, or the job's degrees do not fit its ranks.
     """
     return tuple(_engine(engine).cannot(layout_of(job)))
+
+
+def unlike(job: Job, engine: str, given: Container[str] | None = None) -> dict[str, Any]:
+    """Keys of a job that an engine takes another value of, with the first that it takes; with the
+    keys that are ``given`` none of these, and of others also those that it usually has otherwise.
+
+    InputError where there is no such engine.
+    """
+    found, runtime = _engine(engine), "memory.runtime"
+    if given and runtime in given and not found.takes(runtime, memory_of(job).runtime):
+        return {}  # whose other keys would be those of another runtime
+    values = {
+        f"{section}.{key}": value
+        for section, its in (("memory", memory_of(job)), ("parallel", parallel_of(job)))
+        for key, value in msgspec.structs.asdict(its).items()
+        if value is not UNSET  # which nobody has to say
+    }
+    usual = {} if given is None else {key: value(job) for key, value in found.usual.items()}
+    first = {
+        key: found.limits[key][0]
+        for key in values
+        if key.startswith("memory.") and key in found.limits and not found.takes(key, values[key])
+    }
+    return {
+        key: value
+        for key, value in (first | usual).items()
+        if key not in (given or ()) and value not in (values.get(key), UNSET)
+    }
 
 
 def exported(job: Job, engine: str) -> str:

@@ -23,7 +23,7 @@ from shardwright.job.engines.layout import (
 )
 from shardwright.job.engines.own import document_of, given
 from shardwright.job.imported import Document, Imported, Keys
-from shardwright.job.job import Job, memory_of
+from shardwright.job.job import Job, memory_of, parallel_of
 
 ALL = ""  # keys outside of a section
 
@@ -131,6 +131,10 @@ ACCELERATE = Engine(
     },
     _more,
     _written,
+    {
+        "memory.reduce_dtype": lambda job: memory_of(job).param_dtype,
+        "parallel.sequence": lambda job: False if parallel_of(job).tensor > 1 else UNSET,
+    },
 )
 
 

@@ -67,13 +67,19 @@ class EngineLayout(NamedTuple):
 
 class Engine(NamedTuple):
     """One that runs jobs: what a key may say (``limits``), what must hold of several keys
-    (``more``, as lines), how a layout is written, and of which version all this was read."""
+    (``more``, as lines), how a layout is written, and of which version all this was read. ``usual``
+    are keys that a job which does not give them has there otherwise than by their first limit."""
 
     title: str
     version: str
     limits: Limits
     more: Callable[[EngineLayout], Iterator[str]]
     written: Callable[[EngineLayout], str]
+    usual: Mapping[str, Callable[[Job], Any]] = {}
+
+    def takes(self, key: str, value: object) -> bool:
+        """Whether the limits of a key have a value."""
+        return any(is_allowed(value, each) for each in self.limits.get(key, ()))
 
     def cannot(self, layout: EngineLayout) -> Iterator[str]:
         """Why it does not run a layout, a line for each reason."""

@@ -61,7 +61,7 @@ def _more(layout: EngineLayout) -> Iterator[str]:
     elif memory.reduce_dtype not in ("fp32", memory.param_dtype):
         wanted = f"fp32 or param_dtype {memory.param_dtype}"
         yield expected("memory.reduce_dtype", wanted, str(memory.reduce_dtype))
-    fused = "foreach" if layout.job.train.optimizer == "muon" else "fused"  # of which none is
+    fused = _implementation(layout.job.train.optimizer)
     if layout.said["memory.implementation"] != fused:
         yield expected("memory.implementation", fused, layout.said["memory.implementation"])
     if degrees.data_replicate > 1 and memory.zero != 1:
@@ -75,6 +75,10 @@ def _more(layout: EngineLayout) -> Iterator[str]:
     if degrees.context > 1 and layout.job.batch.sequence % (2 * degrees.context):
         wanted = f"a multiple of {2 * degrees.context}, twice parallel.context"
         yield expected("batch.sequence", wanted, str(layout.job.batch.sequence))
+
+
+def _implementation(optimizer: str) -> str:
+    return "foreach" if optimizer == "muon" else "fused"  # of which none is
 
 
 def _of_model(shape: LlamaShape) -> Iterator[str]:
@@ -273,4 +277,8 @@ MEGATRON = Engine(
     },
     _more,
     _written,
+    {
+        "memory.zero": lambda _: 1,  # without it every rank has all states
+        "memory.implementation": lambda job: _implementation(job.train.optimizer),
+    },
 )
