@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.core.errors import InputError, UnsupportedError
-from shardwright.core.llama import LlamaShape, T5Shape
+from shardwright.core.llama import LlamaShape
+from shardwright.core.t5 import T5Shape
 from shardwright.job.asked import SHORT, document_of, in_one_line, public_model, public_models
 from shardwright.job.engines import huggingface
 from shardwright.job.hf_config import FAMILIES, T5_FAMILIES, read_hf_config
@@ -140,6 +141,53 @@ def test_gpt_2_has_positions_biases_and_dropout() -> None:
     assert (shape.positions, shape.layer_norm, shape.ungated) == (1024, True, True)
     assert (shape.attention_bias, shape.output_bias, shape.mlp_bias) == (True, True, True)
     assert (shape.dropout, shape.attention_dropout, shape.ffn_dim) == (0.1, 0.1, 3072)
+
+
+# What peft says of a rank of 16 beside q, k, v, o, gate, up and down (`print_trainable_parameters`
+# of Llama 3 8B, as published with many trainings of it; read in November 2026).
+@pytest.mark.parametrize(
+    ("name", "rank", "trained", "all_of_them"),
+    [("llama3-8b", 16, 41_943_040, 8_072_204_288), ("llama3-8b", 64, 167_772_160, 8_198_033_408)],
+)
+def test_adapters_have_as_many_numbers_as_of_peft(
+    name: str, rank: int, trained: int, all_of_them: int
+) -> None:
+    shape = read_job(name, [f"model.lora={rank}"]).model.shape
+    assert isinstance(shape, LlamaShape)
+    assert (shape.trained_count, shape.parameter_count) == (trained, all_of_them)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "mixtral-8x7b", "gemma2-9b", "gpt2"])
+def test_adapters_are_of_every_layer_of_attention_and_mlp(name: str) -> None:
+    config, rank = public_models()[name].config, 8
+    shape = read_job(name, [f"model.lora={rank}"]).model.shape
+    assert isinstance(shape, LlamaShape)
+    dim = config.get("hidden_size") or config["n_embd"]
+    heads = config.get("num_attention_heads") or config["n_head"]
+    inside = heads * config.get("head_dim", dim // heads)
+    keys = inside // heads * config.get("num_key_value_heads", heads)
+    wide = config.get("intermediate_size", 4 * dim)
+    ends = 2 * (dim + inside) + 2 * (dim + keys)
+    if name != "mixtral-8x7b":  # whose experts have none
+        ends += (2 if name == "gpt2" else 3) * (dim + wide)
+    assert shape.trained_count == shape.layers * rank * ends
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [
+        ("llama3-8b", {"parallel.tensor": "2"}, "none beside memory.runtime 'megatron' or"),
+        ("deepseek-v2-lite", {}, "none beside kv_lora_rank"),
+        ("t5-small", {}, "no other key of [model] beside a configuration"),
+        ("llama3-8b", {"model.lora": "0"}, "int >= 1"),
+    ],
+)
+def test_adapters_are_refused_where_layers_have_none(
+    name: str, keys: dict[str, str], said: str
+) -> None:
+    given = [f"{key}={value}" for key, value in ({"model.lora": "16"} | keys).items()]
+    with pytest.raises(InputError, match=re.escape(said)):
+        read_job(name, given, "8xH100")
 
 
 def test_every_short_option_is_a_key_of_a_job() -> None:

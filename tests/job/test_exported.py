@@ -211,6 +211,8 @@ def test_a_layout_of_stages_is_as_deep_as_an_estimate_has_them() -> None:
             {"memory": {"loss": "chunked", "float8": True}},
             "memory.float8: expected false, which --config llama3_8b sets and no flag changes, got",
         ),
+        ("torchtitan", {"model": {"lora": 4}}, "model: expected one of TorchTitan's"),
+        ("fsdp2", {"model": {"lora": 4}}, "model.lora: expected none"),
         (
             "torchtitan-toml",
             {"parallel": {"data_shard": 1, "data_replicate": 8}},

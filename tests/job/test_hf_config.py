@@ -9,7 +9,7 @@ import pytest
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, UnsupportedError
-from shardwright.core.llama import T5Shape
+from shardwright.core.t5 import T5Shape
 from shardwright.job.hf_config import hf_shape, read_hf_config
 from shardwright.job.job import memory_of, parse_job
 

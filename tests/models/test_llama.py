@@ -12,6 +12,7 @@ from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.llama import LlamaShape, LocalShape, check_local
 from shardwright.models.llama import Llama, chunked_loss, loss, parallel_loss
 from shardwright.models.llama.layers import capped
+from shardwright.models.transformer import next_token_loss
 from shardwright.trace.treatment import Treatment
 
 LENGTH = 16
@@ -71,6 +72,7 @@ SHAPES = {
 }
 BATCH = 2
 WHOLE = LocalShape()
+ADAPTED = msgspec.structs.replace(FULL, lora=3)
 
 DIVISIONS = {
     "tensor": LocalShape(tensor=2),
@@ -436,3 +438,49 @@ def test_any_part_of_a_tensor_starts_as_in_the_whole() -> None:
     name = "layers.1.attention.wo.weight"
     part = model.initial_block(name, (3, 5), (4, 6))
     assert torch.equal(part, model.get_parameter(name)[3:7, 5:11])
+
+
+def merged(model: Llama) -> Llama:
+    """A llama without adapters whose matrices have them added."""
+    plain = Llama(msgspec.structs.replace(model.shape, lora=msgspec.UNSET), sequence=LENGTH)
+    state = model.state_dict()
+    for name in [name for name in state if name.endswith(".lora_a.weight")]:
+        layer = name.removesuffix(".lora_a.weight")
+        low, high = state.pop(name), state.pop(f"{layer}.lora_b.weight")
+        state[f"{layer}.weight"] = state[f"{layer}.weight"] + 2 * high @ low
+    plain.load_state_dict(state)
+    return plain
+
+
+def test_adapters_begin_as_nothing_and_are_then_as_if_added_to_their_matrices() -> None:
+    model, tokens = Llama(ADAPTED, sequence=LENGTH), torch.randint(64, (BATCH, LENGTH))
+    base = Llama(FULL, sequence=LENGTH)
+    base.load_state_dict(model.state_dict(), strict=False)
+    torch.testing.assert_close(model(tokens), base(tokens))
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b.weight"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    found = model(tokens)
+    torch.testing.assert_close(found, merged(model)(tokens))
+    assert not torch.allclose(found, base(tokens))
+
+
+@pytest.mark.parametrize("kind", ["gathered", "chunked"])
+def test_a_loss_has_gradients_of_adapters_alone(kind: Any) -> None:
+    model = Llama(ADAPTED, LocalShape(loss=kind), sequence=LENGTH)
+    model.store_frozen(torch.float64)
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    assert {d for n, d in dtypes.items() if "lora_" in n} == {torch.float32}
+    assert {d for n, d in dtypes.items() if "lora_" not in n} == {torch.float64}
+    model.double()
+    tokens, targets = torch.randint(64, (2, BATCH, LENGTH))
+    model.loss(model(tokens), targets).backward()
+    assert {n for n, p in model.named_parameters() if p.grad is not None} == {
+        n for n in dtypes if "lora_" in n
+    }
+
+
+def test_a_loss_of_halves_is_computed_in_fp32() -> None:
+    logits, targets = torch.randn(BATCH, LENGTH, 64).bfloat16(), torch.randint(64, (BATCH, LENGTH))
+    assert next_token_loss(logits, targets).equal(loss(logits, targets))
+    assert next_token_loss(logits, targets).dtype == torch.float32

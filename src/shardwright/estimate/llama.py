@@ -35,7 +35,7 @@ from shardwright.trace.structure import series_of, stretches
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.tensors import DTYPES
 
-STORED = "fp32"  # what runtimes that shard keep a llama's parameters in
+STORED = "fp32"  # what runtimes that shard keep a llama's parameters in, but for frozen ones
 
 
 class StageRequest(msgspec.Struct, frozen=True):
@@ -182,6 +182,7 @@ class LlamaModel:
         self.job, self.degrees, self.treatment = job, degrees, treatment
         self.shape = job.model.shape
         self.parameters = self.shape.parameter_count
+        self.frozen = self.parameters - self.shape.trained_count
         self.layers = self.shape.layers
 
     def recorded(self, parallel: ParallelSection, stage: ModelStage) -> RecordedStage:
@@ -263,5 +264,7 @@ def _copies(found: Recording, megatron: MegatronSettings | None) -> int:
 
 
 def _stored(unit: RecordedUnit) -> RecordedUnit:
-    tensors = tuple(TensorSpec(t.fqn, t.shape, STORED) for t in unit.tensors)
+    tensors = tuple(
+        t if t.fqn in unit.frozen else TensorSpec(t.fqn, t.shape, STORED) for t in unit.tensors
+    )
     return msgspec.structs.replace(unit, tensors=tensors)

@@ -32,6 +32,7 @@ SHORT = {
     "dtype": "memory.param_dtype",
     "optimizer": "train.optimizer",
     "runtime": "memory.runtime",
+    "lora": "model.lora",
     "checkpointing": "memory.checkpointing",
     "zero": "memory.zero",
     "offload": "memory.offload",

@@ -19,7 +19,8 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.llama import LlamaShape, T5Shape, check_shape
+from shardwright.core.llama import LlamaShape, check_shape
+from shardwright.core.t5 import T5Shape
 from shardwright.job.asked import DTYPES, config_document, said_dtype
 from shardwright.job.hf_reader import Reader
 

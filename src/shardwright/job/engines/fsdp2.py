@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+from msgspec import UNSET
+
 from shardwright.core.errors import expected
 from shardwright.core.tensor import TORCH_NAMES
 from shardwright.job.engines.layout import ANY, Engine, EngineLayout, started
@@ -294,6 +296,7 @@ FSDP2 = Engine(
         "memory.loss": ("gathered", "parallel"),
         "train.optimizer": tuple(OPTIMIZERS),
         "model": (ANY,),
+        "model.lora": (UNSET,),
         "model.kind": ("llama",),
     },
     _more,

@@ -34,6 +34,7 @@ from shardwright.models.llama.layers import (
     gather_alike,
     gathered,
     leave,
+    linear,
     norm,
     operator,
 )
@@ -184,10 +185,10 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         queries, keys = self.heads * shape.head_dim, self.kv_heads * shape.head_dim
         bias = shape.attention_bias
-        self.wq = Linear(shape.dim, queries, bias, device=device, dtype=dtype)
-        self.wk = Linear(shape.dim, keys, bias, device=device, dtype=dtype)
-        self.wv = Linear(shape.dim, keys, bias, device=device, dtype=dtype)
-        self.wo = Linear(queries, shape.dim, shape.output_bias, device=device, dtype=dtype)
+        self.wq = linear(shape, (shape.dim, queries), bias, device, dtype)
+        self.wk = linear(shape, (shape.dim, keys), bias, device, dtype)
+        self.wv = linear(shape, (shape.dim, keys), bias, device, dtype)
+        self.wo = linear(shape, (queries, shape.dim), shape.output_bias, device, dtype)
         self.inner_attention = self.core(shape, local)
         self.q_norm = self.k_norm = None
         if shape.qk_norm:
@@ -225,17 +226,17 @@ class LatentAttention(nn.Module):
         self.shape, self.local, self.heads = shape, local, local.heads(shape)
         self.unturned = shape.head_dim - shape.qk_rope_head_dim
         dim, shared, queries = shape.dim, shape.kv_lora_rank, self.heads * shape.head_dim
-        linear = partial(Linear, bias=False, device=device, dtype=dtype)
+        plain = partial(Linear, bias=False, device=device, dtype=dtype)
         if shape.q_lora_rank:
-            self.wq_a = linear(dim, shape.q_lora_rank)
+            self.wq_a = plain(dim, shape.q_lora_rank)
             self.q_norm = norm(shape, shape.q_lora_rank, device, dtype)
-            self.wq_b = linear(shape.q_lora_rank, queries)
+            self.wq_b = plain(shape.q_lora_rank, queries)
         else:
-            self.wq = linear(dim, queries)
-        self.wkv_a = linear(dim, shared + shape.qk_rope_head_dim)
+            self.wq = plain(dim, queries)
+        self.wkv_a = plain(dim, shared + shape.qk_rope_head_dim)
         self.kv_norm = norm(shape, shared, device, dtype)
-        self.wkv_b = linear(shared, self.heads * (self.unturned + shape.value_dim))
-        self.wo = linear(self.heads * shape.value_dim, dim, bias=shape.output_bias)
+        self.wkv_b = plain(shared, self.heads * (self.unturned + shape.value_dim))
+        self.wo = plain(self.heads * shape.value_dim, dim, bias=shape.output_bias)
         self.inner_attention = self.core(shape, local)
 
     def forward(self, x: torch.Tensor, cos: Rotation, sin: Rotation) -> torch.Tensor:
