@@ -121,6 +121,9 @@ def test_a_job_that_was_asked_by_name_is_written_and_reads_back(call: Any, tmp_p
     filled = "Not given, so as torchtitan has it: memory.implementation=fused\n"
     assert written.err == f"job written to {path}\n{filled}"
     assert asked.out == written.out == call("export", path, "--to", "torchtitan").out
+    words[0] = "meta-llama/Meta-Llama-3-8B-Instruct"
+    taken = f"{words[0]} is taken for llama3-8b, which has its structure.\n"
+    assert call("export", *words).err == taken + asked.err
     call("export", *words, "--write", path).refuses(2, "--write", "move it away")
 
 

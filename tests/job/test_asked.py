@@ -11,7 +11,14 @@ import pytest
 from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.llama import LlamaShape
 from shardwright.core.t5 import T5Shape
-from shardwright.job.asked import SHORT, document_of, in_one_line, public_model, public_models
+from shardwright.job.asked import (
+    SHORT,
+    document_of,
+    in_one_line,
+    of_same_structure,
+    public_model,
+    public_models,
+)
 from shardwright.job.engines import huggingface
 from shardwright.job.hf_config import FAMILIES, T5_FAMILIES, read_hf_config
 from shardwright.job.job import asked, memory_of, read_job
@@ -84,6 +91,36 @@ def test_a_function_and_a_configuration_are_jobs(tmp_path: Path) -> None:
     job = read_job(path)
     assert job.model.shape == read_hf_config(path)
     assert memory_of(job).param_dtype == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3.1-8b"),
+        ("meta-llama/Meta-Llama-3-70B-Instruct", "llama3-70b"),
+        ("Llama-2-7b-chat-hf", "llama2-7b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("mistralai/Mistral-Nemo-Instruct-2407", "mistral-nemo-12b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("google/gemma-3-1b-it", "gemma3-1b"),
+        ("llama3.1-8b-instruct", "llama3.1-8b"),
+    ],
+)
+def test_a_model_that_was_trained_further_is_of_the_structure_of_its_base(
+    name: str, base: str
+) -> None:
+    assert document_of(name) == document_of(base)
+    with pytest.raises(InputError, match=f"'{base}' has its structure"):
+        read_hf_config(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["unsloth/Llama-3.1-8B-Instruct", "mistralai/Mistral-7B-Instruct-v0.2", "it", "gpt2"]
+)
+def test_another_owner_or_version_is_no_such_model(name: str) -> None:
+    assert of_same_structure(name) == ""
 
 
 def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from shardwright.core.cluster import Calibration
 from shardwright.core.document import encode_toml, to_json, write_atomically
 from shardwright.core.errors import InputError, expected
-from shardwright.job.asked import SHORT, in_one_line
+from shardwright.job.asked import SHORT, in_one_line, of_same_structure
 from shardwright.job.exported import unlike
 from shardwright.job.job import Job, asked, job_in, set_key
 
@@ -84,14 +84,17 @@ def job_of(options: argparse.Namespace, engine: str = "") -> Job:
 
 
 def _say(document: dict[str, Any], model: Path, path: Path | None) -> None:
+    named = of_same_structure(str(model)) or str(model)
     if path is not None:
         if path.suffix != ".toml" or path.exists():
             wanted, found = "a new file that ends in .toml", f"'{path}'"
             raise InputError(expected("--write", wanted, found, "Name another, or move it away."))
         write_atomically(path, encode_toml(document).encode())
         print(f"job written to {path}", file=sys.stderr)
-    elif any(str(value).startswith(str(model)) for value in document.get("model", {}).values()):
+    elif any(str(value).startswith(named) for value in document.get("model", {}).values()):
         # of no job's file, which names neither itself nor a file inside
+        if named != str(model):
+            print(f"{model} is taken for {named}, which has its structure.", file=sys.stderr)
         print(f"The job: {in_one_line(document)} (--write job.toml)", file=sys.stderr)
 
 
