@@ -137,6 +137,7 @@ FAMILIES: dict[str, Defaults] = {
         biased=True,
         fixed={"activation": "gelu_tanh", "layer_norm": True, "ungated": True},
     ),
+    "phi3": Defaults(32064, 3072, 8192, 32, 32, norm_eps=1e-5),
     "deepseek_v2": Defaults(
         *(32000, 4096, 11008, 32, 32),
         experts=64,
