@@ -188,7 +188,8 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             model (llama, mistral, mixtral, qwen2, qwen3, qwen2_moe, qwen3_moe, gemma, gemma2,
             gemma3_text, gpt2, phi3, deepseek_v2, deepseek_v3, t5, mt5; [what
             they leave out](memory.md#hugging-face-configurations)), found from the working
-            directory, else beside the job. What the widths or the file come to stays with the job as ``shape``
+            directory, else beside the job. What the widths or the file come to stays with the job
+            as ``shape``
         python, arguments: a module of your own, as ``"package.module:function"``, and a table of
             keywords for the function, see below
     """
