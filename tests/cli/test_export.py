@@ -109,6 +109,10 @@ def test_yaml_of_accelerate_is_read_beside_a_job(call: Any, tmp_path: Path) -> N
 def test_what_an_engine_cannot_do_is_refused_in_one_line(call: Any) -> None:
     refused = call("export", "job.toml", "--to", "megatron")
     refused.refuses(2, "memory.runtime: expected megatron", "memory.loss: expected parallel")
+    lines = ("model = { bottom = [4, 8], top = [2, 1] }", "[[tables]]", 'name = "a"', "rows = 9")
+    Path("dlrm.toml").write_text("\n".join([*lines, "dim = 8", ""]))
+    refused = call("export", "dlrm.toml", "--to", "torchtitan", "-n", 2)
+    refused.refuses(2, "model.kind: expected llama for TorchTitan", "got dlrm")
     call("export", "job.toml", "--to", "nemo").refuses(2, "nemo", *ENGINES)
 
 

@@ -40,6 +40,8 @@ def unlike(job: Job, engine: str, given: Container[str] | None = None) -> dict[s
     InputError where there is no such engine.
     """
     found, runtime = _engine(engine), "memory.runtime"
+    if not found.takes("model.kind", job.model.kind):
+        return {}  # of which no key matters
     if given and runtime in given and not found.takes(runtime, memory_of(job).runtime):
         return {}  # whose other keys would be those of another runtime
     values = {

@@ -77,10 +77,9 @@ def _written(layout: EngineLayout) -> str:
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
     sizes = {theirs: getattr(degrees, ours) for ours, theirs in SIZES.items()}
-    head = [
-        "# Of the script: the model, and per rank and step "
-        f"{degrees.microbatches} microbatches of {layout.samples} x {layout.job.batch.sequence}.",
-    ]
+    parts = f"{degrees.microbatches} microbatch{'es' * (degrees.microbatches > 1)}"
+    each = f"{layout.samples} x {layout.job.batch.sequence}"
+    head = [f"# Of the script: the model, and per rank and step {parts} of {each}."]
     if layout.said["memory.checkpointing"] == "full":
         head.append(
             "# Parts of a block are checkpointed one by one, which keeps more than a block."
