@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwright.core.llama import LlamaShape, LocalShape, MegatronSettings
+from shardwright.core.llama import LlamaShape, LocalShape
+from shardwright.core.megatron import MegatronSettings
 from shardwright.core.recording import Recording
 from shardwright.estimate import llama
 from shardwright.estimate.footprint import footprint

@@ -21,7 +21,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.core.batch import INDEX_BYTES
-from shardwright.core.llama import LlamaShape, LocalShape, MegatronSettings
+from shardwright.core.llama import LlamaShape, LocalShape
+from shardwright.core.megatron import MegatronSettings
 from shardwright.core.recording import RecordedUnit, Recording, Unfolded
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.estimate.stages import HEAD, ModelStage, RecordedStage, StageResults

@@ -17,7 +17,8 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.llama import MAX_WORLD, LlamaShape, MegatronSettings
+from shardwright.core.llama import MAX_WORLD, LlamaShape
+from shardwright.core.megatron import MegatronSettings
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import WHOLE, MemorySection, float8_scaling
 from shardwright.job.parallel import Degrees, capacity_of, fixed_world

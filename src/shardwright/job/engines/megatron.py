@@ -7,7 +7,8 @@ from itertools import groupby
 from typing import Any
 
 from shardwright.core.errors import expected
-from shardwright.core.llama import LlamaShape, MegatronSettings
+from shardwright.core.llama import LlamaShape
+from shardwright.core.megatron import MegatronSettings
 from shardwright.job.engines.layout import (
     ANY,
     Engine,
