@@ -35,6 +35,9 @@ LATENT = msgspec.structs.replace(
 GPT = msgspec.structs.replace(
     MIXED, layer_norm=True, ungated=True, positions=16, output_bias=True, mlp_bias=True
 )
+OSS = msgspec.structs.replace(
+    MIXED, attention_bias=True, output_bias=True, sinks=True, expert_bias=True
+)
 ADAPTED = msgspec.structs.replace(
     MIXED, attention_bias=True, output_bias=True, mlp_bias=True, lora=3
 )
@@ -56,7 +59,7 @@ def _with(**changes: Any) -> LlamaShape:
     return msgspec.structs.replace(SMALL, **changes)
 
 
-@pytest.mark.parametrize("shape", [SMALL, MIXED, LATENT, GEMMA, GPT, ADAPTED])
+@pytest.mark.parametrize("shape", [SMALL, MIXED, LATENT, GEMMA, GPT, ADAPTED, OSS])
 def test_a_rank_of_an_undivided_model_holds_every_tensor(shape: LlamaShape) -> None:
     assert _sizes(shape, LocalShape()) == dict(shape.tensors)
 

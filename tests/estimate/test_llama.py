@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwright.core.errors import InputError
 from shardwright.core.llama import LlamaShape, LocalShape
 from shardwright.core.megatron import MegatronSettings
 from shardwright.core.recording import Recording
@@ -16,7 +17,7 @@ from shardwright.estimate.footprint import footprint
 from shardwright.estimate.llama import StageRequest, forget_recordings, stage_recording
 from shardwright.estimate.stages import ModelStage
 from shardwright.heap.rank_step import Chunk
-from shardwright.job.job import parse_job
+from shardwright.job.job import parse_job, read_job
 from shardwright.report.wording import headline
 from shardwright.trace.treatment import Treatment
 
@@ -210,3 +211,9 @@ def test_what_is_frozen_has_the_dtype_of_compute_and_neither_gradient_nor_state(
     assert held["weight"] == 2 * int(found.frozen or 0) + 4 * trained
     assert 2 * 4 * trained <= held["optimizer_state"] <= 2 * 4 * trained + 4 * 3 * 14
     assert held.get("gradient", 0) <= 4 * trained
+
+
+def test_attention_with_sinks_has_no_other_kernel() -> None:
+    job = read_job("gpt-oss-20b", ["memory.attention=eager"], "8xH100")
+    with pytest.raises(InputError, match="expected 'flash' for a model with sinks"):
+        footprint(job)

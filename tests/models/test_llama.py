@@ -60,6 +60,16 @@ DROPPED = msgspec.structs.replace(GPT, dropout=0.1, attention_dropout=0.1)
 SQUARED = msgspec.structs.replace(
     EXPERTS, ungated=True, activation="squared_relu", positions="none"
 )
+OSS = msgspec.structs.replace(
+    EXPERTS,
+    shared_ffn_dim=0,
+    shared_gate=False,
+    activation="clipped_silu",
+    attention_bias=True,
+    output_bias=True,
+    sinks=True,
+    expert_bias=True,
+)
 SHAPES = {
     "dense": DENSE,
     "experts": EXPERTS,
@@ -69,6 +79,7 @@ SHAPES = {
     "gemma": GEMMA,
     "gpt": GPT,
     "squared": SQUARED,
+    "gpt-oss": OSS,
 }
 BATCH = 2
 WHOLE = LocalShape()
@@ -383,7 +394,7 @@ def test_no_sequence_is_longer_than_learned_positions() -> None:
 
 
 def test_a_model_that_caps_scores_has_no_ranks_that_share_a_context() -> None:
-    with pytest.raises(InputError, match=r"context: expected 1 for a model that caps scores"):
+    with pytest.raises(InputError, match=r"context: expected 1 for a model with caps or sinks"):
         check_local(GEMMA, DIVISIONS["context"])
 
 
@@ -484,3 +495,39 @@ def test_a_loss_of_halves_is_computed_in_fp32() -> None:
     logits, targets = torch.randn(BATCH, LENGTH, 64).bfloat16(), torch.randint(64, (BATCH, LENGTH))
     assert next_token_loss(logits, targets).equal(loss(logits, targets))
     assert next_token_loss(logits, targets).dtype == torch.float32
+
+
+def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any) -> Any:
+    """Causal attention of scores beside which each head's sink stands, operator by operator."""
+    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    scores = scores.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
+    beside = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+    return torch.softmax(torch.cat((scores, beside), -1), -1)[..., :-1] @ value
+
+
+def test_a_sink_takes_its_share_of_what_a_token_looks_at() -> None:
+    core = Llama(OSS, sequence=LENGTH).layers["0"].attention.inner_attention
+    parts = [torch.randn(BATCH, 4, LENGTH, 8, requires_grad=True) for _ in range(3)]
+    sinks = torch.randn(4, requires_grad=True)
+    slope = torch.randn(BATCH, 4, LENGTH, 8)
+    found, wanted = core(*parts, sinks), attended(*parts, sinks)
+    torch.testing.assert_close(found, wanted)
+    every = [*parts, sinks]
+    torch.testing.assert_close(
+        torch.autograd.grad(found, every, slope), torch.autograd.grad(wanted, every, slope)
+    )
+
+
+def test_experts_have_biases_and_a_clipped_gate() -> None:
+    experts = Llama(OSS, sequence=LENGTH).layers["0"].moe.experts
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=2.0)
+    rows, ends = torch.randn(10, 32), torch.tensor([3, 3, 9, 10])
+    found = experts(rows, ends)
+    for expert, (start, stop) in enumerate([(0, 3), (3, 3), (3, 9), (9, 10)]):
+        part = rows[start:stop]
+        gate = (part @ experts.w1[expert].T + experts.b1[expert]).clamp(max=7.0)
+        up = (part @ experts.w3[expert].T + experts.b3[expert]).clamp(-7.0, 7.0)
+        inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        wanted = inner @ experts.w2[expert].T + experts.b2[expert]
+        torch.testing.assert_close(found[start:stop], wanted)

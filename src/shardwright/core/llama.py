@@ -27,7 +27,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 LARGEST_DEPTH = 4096
 
 NamedShape = tuple[str, tuple[int, ...]]
-Activation = Literal["silu", "gelu_tanh", "squared_relu"]
+Activation = Literal["silu", "gelu_tanh", "squared_relu", "clipped_silu"]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 LLAMA_EXPERTS = ("layers.*.moe.experts", "mtp.*.moe.experts")  # of which a rank may have some
 LORA = "lora_"  # what the names of adapters begin with
@@ -53,6 +53,10 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     As Gemma 2 has them: ``activation`` of the gate, a norm after each sublayer (``post_norms``), an
     embedding times the root of ``dim`` (``scaled_embedding``), and logits and scores of attention
     that a tanh keeps below ``logit_cap`` and ``attention_cap``.
+
+    As gpt-oss has them: a learned score of each head that tokens share with what they look at
+    (``sinks``), a gate that is clipped as what it scales is (``clipped_silu``), and biases of
+    router and experts (``expert_bias``).
 
     As GPTs have them: ``layer_norm`` with a bias in place of an RMSNorm, MLPs of two matrices whose
     ``activation`` has no gate (``ungated``), and ``positions`` that are not turned: rows of a
@@ -107,6 +111,8 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attention_dropout: Share | UnsetType = UNSET
     mtp_layers: Number | UnsetType = UNSET
     lora: Number | UnsetType = UNSET
+    sinks: bool | UnsetType = UNSET
+    expert_bias: bool | UnsetType = UNSET
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts; those behind the last are as it is."""
@@ -244,6 +250,8 @@ def _attention(shape: LlamaShape) -> list[NamedShape]:
     for name, width in (("wq", queries), ("wk", keys), ("wv", keys)):
         found += _linear(shape, f"attention.{name}", (width, shape.dim), shape.attention_bias)
     found += _linear(shape, "attention.wo", (shape.dim, queries), shape.output_bias)
+    if shape.sinks:
+        found.append(("attention.sinks", (shape.heads,)))
     if shape.qk_norm:
         found += _norm(shape, "attention.q_norm", shape.head_dim)
         found += _norm(shape, "attention.k_norm", shape.head_dim)
@@ -287,6 +295,10 @@ def _moe(shape: LlamaShape) -> list[NamedShape]:
     ]
     if not shape.ungated:
         found.append(("moe.experts.w3", (experts, wide, dim)))
+    if shape.expert_bias:
+        found.append(("moe.router.bias", (experts,)))
+        for part, width in (("b1", wide), ("b2", dim), ("b3", wide))[: 2 if shape.ungated else 3]:
+            found.append((f"moe.experts.{part}", (experts, width)))
     if shape.shared_ffn_dim:
         found += _mlp("moe.shared_experts", shape, shape.shared_ffn_dim, False)
         if shape.shared_gate:
@@ -440,8 +452,11 @@ def check_local(shape: LlamaShape, local: LocalShape, where: str = "parallel") -
                 "One rank's experts get exactly the rows of its tokens.",
             )
         )
-    if local.context > 1 and shape.attention_cap:
-        wanted = "1 for a model that caps scores of attention, as no kernel over a ring does"
+    if local.megatron and (shape.sinks or shape.expert_bias):
+        wanted = "another for a model with sinks of attention or biases of experts"
+        raise InputError(expected("memory.runtime", wanted, "'megatron'"))
+    if local.context > 1 and (shape.attention_cap or shape.sinks):
+        wanted = "1 for a model with caps or sinks of attention, as no kernel over a ring has them"
         raise InputError(expected(f"{where}.context", wanted, str(local.context)))
     first, stop = local.layers or (0, shape.layers)
     if not 0 <= first <= stop <= shape.layers:

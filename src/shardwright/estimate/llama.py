@@ -21,6 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.core.batch import INDEX_BYTES
+from shardwright.core.errors import InputError, expected
 from shardwright.core.llama import LlamaShape, LocalShape
 from shardwright.core.megatron import MegatronSettings
 from shardwright.core.recording import RecordedUnit, Recording, Unfolded
@@ -182,6 +183,9 @@ class LlamaModel:
         assert isinstance(job.model.shape, LlamaShape)
         self.job, self.degrees, self.treatment = job, degrees, treatment
         self.shape = job.model.shape
+        if self.shape.sinks and memory_of(job).attention == "eager":
+            wanted = "'flash' for a model with sinks of attention"
+            raise InputError(expected("memory.attention", wanted, "'eager'"))
         self.parameters = self.shape.parameter_count
         self.frozen = self.parameters - self.shape.trained_count
         self.layers = self.shape.layers

@@ -186,7 +186,7 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         hf_config: instead of a llama's widths the name of [a public
             model](memory.md#a-question-without-a-file), or the ``config.json`` of a Hugging Face
             model (llama, mistral, mixtral, qwen2, qwen3, qwen2_moe, qwen3_moe, gemma, gemma2,
-            gemma3_text, gpt2, phi3, deepseek_v2, deepseek_v3, t5, mt5; [what
+            gemma3_text, gpt2, gpt_oss, phi3, deepseek_v2, deepseek_v3, t5, mt5; [what
             they leave out](memory.md#hugging-face-configurations)), found from the working
             directory, else beside the job. What the widths or the file come to stays with the job
             as ``shape``

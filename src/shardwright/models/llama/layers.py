@@ -34,6 +34,20 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+CLIP, STEEPNESS = 7.0, 1.702  # gpt-oss, swiglu_limit of its configuration and alpha of its code
+
+
+def gated(
+    activation: Activation, gate: torch.Tensor, made: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """What is ``made`` behind a gate, scaled by it."""
+    if activation == "clipped_silu":
+        up = made().clamp(-CLIP, CLIP)
+        gate = gate.clamp(max=CLIP)
+        return gate * torch.sigmoid(STEEPNESS * gate) * (up + 1)
+    return ACTIVATIONS[activation](gate) * made()
+
+
 class Linear(nn.Linear):
     """A linear layer with unset weights [out, in]."""
 

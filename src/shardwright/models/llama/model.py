@@ -49,6 +49,7 @@ from shardwright.models.llama.megatron import (
 )
 from shardwright.models.start import Started, generator_of
 
+NOTHING = (".lora_b.weight", ".b1", ".b2", ".b3")  # begin as 0, as other biases
 DEVIATION = 0.02  # of starting weights, as in GPT-2 and Llama
 WHOLE = LocalShape()
 FURTHER = 0.1  # of a loss of further tokens; Megatron-LM's default (--mtp-loss-scaling-factor)
@@ -292,7 +293,7 @@ class Llama(Started):
     def _start(self, fqn: str) -> torch.Tensor:
         """Norms are 1, biases 0, weights normal; what is added to the stream is smaller."""
         shape = tuple(self.get_parameter(fqn).shape)
-        if len(shape) == 1 or fqn.endswith(".lora_b.weight"):
+        if len(shape) == 1 or fqn.endswith(NOTHING):
             return torch.full(shape, 1.0 if fqn.endswith("norm.weight") else 0.0)
         deviation = DEVIATION
         if fqn.endswith(("attention.wo.weight", ".w2.weight", ".w2")):
