@@ -30,4 +30,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "vocab_size": 500,
     },
+    "gpt_oss": {
+        "head_dim": 16,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "vocab_size": 500,
+    },
 }

@@ -55,6 +55,9 @@ def test_a_layout_is_printed(call: Any) -> None:
 def test_ranks_are_those_of_a_machine_in_a_word(call: Any) -> None:
     printed = call("export", "job.toml", "--to", "torchtitan", *FP32, "--on", "2x8xH100")
     assert "\n  --parallelism.data_parallel_shard_degree 16 \\\n" in printed.out
+    assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d" in printed.out
+    alone = call("export", "job.toml", "--to", "torchtitan", *FP32, "--on", "16xGB200")
+    assert alone.out.startswith("torchrun --nproc-per-node 16 -m torchtitan.train")  # of 72 a host
 
 
 def test_a_layout_is_written_where_no_file_is(call: Any, tmp_path: Path) -> None:
@@ -65,6 +68,30 @@ def test_a_layout_is_written_where_no_file_is(call: Any, tmp_path: Path) -> None
     assert written.code == 0
     back = read_job(tmp_path / "back.toml")
     assert (back.batch.size, back.cluster.world_size) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("engine", "filled"),
+    [
+        ("torchtitan", "memory.runtime=fsdp2 memory.implementation=fused memory.loss=chunked"),
+        ("torchtitan-toml", "memory.runtime=fsdp2 memory.implementation=fused"),
+        ("fsdp2", "memory.runtime=fsdp2 memory.implementation=fused"),
+        ("accelerate", "memory.runtime=fsdp2 memory.reduce_dtype=bf16 parallel.sequence=false"),
+        (
+            "megatron",
+            "memory.runtime=megatron memory.implementation=fused memory.loss=parallel "
+            "memory.zero=1",
+        ),
+    ],
+)
+def test_what_nobody_gives_is_as_the_engine_has_it(call: Any, engine: str, filled: str) -> None:
+    words = ["export", "llama3-8b", "--on", "8xH100", "--tp", "2", "--to", engine]
+    printed, refused = call(*words), call(*words, "--runtime", "shardwright")
+    assert printed.code == 0
+    assert printed.err.endswith(f"\nNot given, so as {engine} has it: {filled}\n")
+    # What is given is not replaced, also where it is what a job has anyway.
+    assert refused.code == 2
+    assert " memory.runtime: expected " in refused.err
 
 
 def test_yaml_of_accelerate_is_read_beside_a_job(call: Any, tmp_path: Path) -> None:
@@ -82,6 +109,10 @@ def test_yaml_of_accelerate_is_read_beside_a_job(call: Any, tmp_path: Path) -> N
 def test_what_an_engine_cannot_do_is_refused_in_one_line(call: Any) -> None:
     refused = call("export", "job.toml", "--to", "megatron")
     refused.refuses(2, "memory.runtime: expected megatron", "memory.loss: expected parallel")
+    lines = ("model = { bottom = [4, 8], top = [2, 1] }", "[[tables]]", 'name = "a"', "rows = 9")
+    Path("dlrm.toml").write_text("\n".join([*lines, "dim = 8", ""]))
+    refused = call("export", "dlrm.toml", "--to", "torchtitan", "-n", 2)
+    refused.refuses(2, "model.kind: expected llama for TorchTitan", "got dlrm")
     call("export", "job.toml", "--to", "nemo").refuses(2, "nemo", *ENGINES)
 
 
@@ -91,6 +122,24 @@ def test_a_job_that_was_asked_by_name_is_written_and_reads_back(call: Any, tmp_p
     path = tmp_path / "asked.toml"
     asked, written = call("export", *words), call("export", *words, "--write", path)
     assert asked.err.startswith("The job: model.hf_config=llama3-8b batch.size=1 batch.sequence=51")
-    assert written.err == f"job written to {path}\n"
+    filled = "Not given, so as torchtitan has it: memory.implementation=fused\n"
+    assert written.err == f"job written to {path}\n{filled}"
     assert asked.out == written.out == call("export", path, "--to", "torchtitan").out
+    words[0] = "meta-llama/Meta-Llama-3-8B-Instruct"
+    taken = f"{words[0]} is taken for llama3-8b, which has its structure.\n"
+    assert call("export", *words).err == taken + asked.err
     call("export", *words, "--write", path).refuses(2, "--write", "move it away")
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize(("hbm_cap", "code", "said"), [("40 GiB", 0, "Fits"), ("1 GiB", 3, "Does")])
+def test_a_layout_is_checked_against_its_device(
+    call: Any, hbm_cap: str, code: int, said: str
+) -> None:
+    sizes = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 128, "vocab": 512}
+    words = [f"--set=model.{key}={value}" for key, value in sizes.items()]
+    words += ["--seq", "512", f"--set=cluster.hbm_cap={hbm_cap}", "--check"]
+    printed = call("export", "job.toml", "--to", "fsdp2", *words, "--set", "memory.loss=gathered")
+    assert printed.code == code
+    assert said in printed.err.splitlines()[-1]
+    assert printed.out.endswith("optimizer.zero_grad()\n")

@@ -35,6 +35,12 @@ LATENT = msgspec.structs.replace(
 GPT = msgspec.structs.replace(
     MIXED, layer_norm=True, ungated=True, positions=16, output_bias=True, mlp_bias=True
 )
+OSS = msgspec.structs.replace(
+    MIXED, attention_bias=True, output_bias=True, sinks=True, expert_bias=True
+)
+ADAPTED = msgspec.structs.replace(
+    MIXED, attention_bias=True, output_bias=True, mlp_bias=True, lora=3
+)
 GEMMA = msgspec.structs.replace(SMALL, qk_norm=False, post_norms=True)
 
 
@@ -53,9 +59,22 @@ def _with(**changes: Any) -> LlamaShape:
     return msgspec.structs.replace(SMALL, **changes)
 
 
-@pytest.mark.parametrize("shape", [SMALL, MIXED, LATENT, GEMMA, GPT])
+@pytest.mark.parametrize("shape", [SMALL, MIXED, LATENT, GEMMA, GPT, ADAPTED, OSS])
 def test_a_rank_of_an_undivided_model_holds_every_tensor(shape: LlamaShape) -> None:
     assert _sizes(shape, LocalShape()) == dict(shape.tensors)
+
+
+def test_only_adapters_are_trained_where_there_are_some() -> None:
+    with FakeTensorMode():
+        model = Llama(ADAPTED, sequence=8)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    of = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in trained}
+    assert of == {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}
+    assert ADAPTED.trained_count == sum(p.numel() for p in trained.values())
+    assert MIXED.trained_count == MIXED.parameter_count
+    without = msgspec.structs.replace(ADAPTED, lora=msgspec.UNSET).parameter_count
+    assert ADAPTED.parameter_count == without + ADAPTED.trained_count
+    assert not any(".experts." in name or "router" in name for name in trained)
 
 
 def test_a_tied_head_is_no_tensor_of_its_own_and_a_copy_on_a_stage_of_its_own() -> None:

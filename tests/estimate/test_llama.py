@@ -8,12 +8,17 @@ import msgspec
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwright.core.llama import LlamaShape, LocalShape, MegatronSettings
+from shardwright.core.errors import InputError
+from shardwright.core.llama import LlamaShape, LocalShape
+from shardwright.core.megatron import MegatronSettings
 from shardwright.core.recording import Recording
 from shardwright.estimate import llama
+from shardwright.estimate.footprint import footprint
 from shardwright.estimate.llama import StageRequest, forget_recordings, stage_recording
 from shardwright.estimate.stages import ModelStage
 from shardwright.heap.rank_step import Chunk
+from shardwright.job.job import parse_job, read_job
+from shardwright.report.wording import headline
 from shardwright.trace.treatment import Treatment
 
 SHAPE = LlamaShape(layers=8, dim=32, heads=4, kv_heads=2, head_dim=8, ffn_dim=80, vocab=200)
@@ -183,3 +188,32 @@ def test_the_last_stage_keeps_its_logits_until_its_backward_is_over() -> None:
 def test_without_mixed_precision_inputs_are_not_cast() -> None:
     cast, plain = (bytes_of(recorded(casts=casts))[0] for casts in (True, False))
     assert cast > plain
+
+
+@pytest.mark.parametrize("runtime", ["fsdp2", "shardwright"])
+def test_what_is_frozen_has_the_dtype_of_compute_and_neither_gradient_nor_state(
+    runtime: str,
+) -> None:
+    sizes = {"layers": 3, "dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 80, "vocab": 200}
+    job = parse_job(
+        {
+            "model": {"kind": "llama", **sizes, "lora": 4},
+            "cluster": {"compute_device": "cuda", "world_size": 1},
+            "batch": {"size": 2, "sequence": 16},
+            "memory": {"runtime": runtime, "checkpointing": "none"},
+        }
+    )
+    found = footprint(job)
+    trained = 3 * 4 * ((32 + 32) * 2 + (32 + 16) * 2 + (32 + 80) * 3)  # each layer's in and out
+    assert found.parameters - int(found.frozen or 0) == trained
+    assert f" {trained:,} of them trained, on 1 rank" in headline(found)
+    held = found.worst.by_category
+    assert held["weight"] == 2 * int(found.frozen or 0) + 4 * trained
+    assert 2 * 4 * trained <= held["optimizer_state"] <= 2 * 4 * trained + 4 * 3 * 14
+    assert held.get("gradient", 0) <= 4 * trained
+
+
+def test_attention_with_sinks_has_no_other_kernel() -> None:
+    job = read_job("gpt-oss-20b", ["memory.attention=eager"], "8xH100")
+    with pytest.raises(InputError, match="expected 'flash' for a model with sinks"):
+        footprint(job)

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 from shardwright.core.errors import InputError, UnsupportedError
-from shardwright.core.llama import LlamaShape, T5Shape
-from shardwright.job.asked import SHORT, document_of, in_one_line, public_model, public_models
+from shardwright.core.llama import LlamaShape
+from shardwright.core.t5 import T5Shape
+from shardwright.job.asked import (
+    SHORT,
+    document_of,
+    in_one_line,
+    of_same_structure,
+    public_model,
+    public_models,
+)
 from shardwright.job.engines import huggingface
 from shardwright.job.hf_config import FAMILIES, T5_FAMILIES, read_hf_config
 from shardwright.job.job import asked, memory_of, read_job
@@ -85,6 +93,36 @@ def test_a_function_and_a_configuration_are_jobs(tmp_path: Path) -> None:
     assert memory_of(job).param_dtype == "fp16"
 
 
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3.1-8b"),
+        ("meta-llama/Meta-Llama-3-70B-Instruct", "llama3-70b"),
+        ("Llama-2-7b-chat-hf", "llama2-7b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("mistralai/Mistral-Nemo-Instruct-2407", "mistral-nemo-12b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("google/gemma-3-1b-it", "gemma3-1b"),
+        ("llama3.1-8b-instruct", "llama3.1-8b"),
+    ],
+)
+def test_a_model_that_was_trained_further_is_of_the_structure_of_its_base(
+    name: str, base: str
+) -> None:
+    assert document_of(name) == document_of(base)
+    with pytest.raises(InputError, match=f"'{base}' has its structure"):
+        read_hf_config(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["unsloth/Llama-3.1-8B-Instruct", "mistralai/Mistral-7B-Instruct-v0.2", "it", "gpt2"]
+)
+def test_another_owner_or_version_is_no_such_model(name: str) -> None:
+    assert of_same_structure(name) == ""
+
+
 def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("gpt2").write_text('[model]\nkind = "llama"\nlayers = 2\n')
@@ -140,6 +178,53 @@ def test_gpt_2_has_positions_biases_and_dropout() -> None:
     assert (shape.positions, shape.layer_norm, shape.ungated) == (1024, True, True)
     assert (shape.attention_bias, shape.output_bias, shape.mlp_bias) == (True, True, True)
     assert (shape.dropout, shape.attention_dropout, shape.ffn_dim) == (0.1, 0.1, 3072)
+
+
+# What peft says of a rank of 16 beside q, k, v, o, gate, up and down (`print_trainable_parameters`
+# of Llama 3 8B, as published with many trainings of it; read in November 2026).
+@pytest.mark.parametrize(
+    ("name", "rank", "trained", "all_of_them"),
+    [("llama3-8b", 16, 41_943_040, 8_072_204_288), ("llama3-8b", 64, 167_772_160, 8_198_033_408)],
+)
+def test_adapters_have_as_many_numbers_as_of_peft(
+    name: str, rank: int, trained: int, all_of_them: int
+) -> None:
+    shape = read_job(name, [f"model.lora={rank}"]).model.shape
+    assert isinstance(shape, LlamaShape)
+    assert (shape.trained_count, shape.parameter_count) == (trained, all_of_them)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "mixtral-8x7b", "gemma2-9b", "gpt2"])
+def test_adapters_are_of_every_layer_of_attention_and_mlp(name: str) -> None:
+    config, rank = public_models()[name].config, 8
+    shape = read_job(name, [f"model.lora={rank}"]).model.shape
+    assert isinstance(shape, LlamaShape)
+    dim = config.get("hidden_size") or config["n_embd"]
+    heads = config.get("num_attention_heads") or config["n_head"]
+    inside = heads * config.get("head_dim", dim // heads)
+    keys = inside // heads * config.get("num_key_value_heads", heads)
+    wide = config.get("intermediate_size", 4 * dim)
+    ends = 2 * (dim + inside) + 2 * (dim + keys)
+    if name != "mixtral-8x7b":  # whose experts have none
+        ends += (2 if name == "gpt2" else 3) * (dim + wide)
+    assert shape.trained_count == shape.layers * rank * ends
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [
+        ("llama3-8b", {"parallel.tensor": "2"}, "none beside memory.runtime 'megatron' or"),
+        ("deepseek-v2-lite", {}, "none beside kv_lora_rank"),
+        ("t5-small", {}, "no other key of [model] beside a configuration"),
+        ("llama3-8b", {"model.lora": "0"}, "int >= 1"),
+    ],
+)
+def test_adapters_are_refused_where_layers_have_none(
+    name: str, keys: dict[str, str], said: str
+) -> None:
+    given = [f"{key}={value}" for key, value in ({"model.lora": "16"} | keys).items()]
+    with pytest.raises(InputError, match=re.escape(said)):
+        read_job(name, given, "8xH100")
 
 
 def test_every_short_option_is_a_key_of_a_job() -> None:

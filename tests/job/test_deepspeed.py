@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,18 @@ from shardwright.job.job import Job, parse_job
 
 BF16 = {"bf16": {"enabled": True}}
 SIZES = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+# What every key is by default, read from DeepSpeed's source by the version that stands in it.
+DEFAULTS: dict[str, Any] = json.loads((Path(__file__).parent / "deepspeed.json").read_text())[
+    "defaults"
+]
+# Of these the sizes of buckets, what is fetched ahead and what stays, which no estimate follows.
+TOLD = re.compile(
+    r"zero_optimization\.(contiguous_gradients|reduce_scatter|.*_bucket_size|overlap_comm|"
+    "use_multi_rank_bucket_allreduce|allgather_partitions|sub_group_size|zeropp_loco_param|"
+    "stage3_(param_persistence_threshold|model_persistence_threshold|max_.*|module_granularity.*|"
+    "use_all_reduce_for_fetch_params|allgather_sequential)|mics_hierarchical_params_gather|"
+    r"memory_efficient_linear)|data_types\.(param|buffer)_dtype|pipeline.*"
+)
 CPU = {"device": "cpu", "pin_memory": True}
 
 
@@ -215,3 +229,58 @@ def test_ranks_are_asked_for_where_nobody_says_them() -> None:
     with pytest.raises(InputError, match="Say how many ranks there are with -n"):
         job_of(SIZES | BF16, beside, None)
     assert job_of(SIZES | BF16, beside, 4).document["cluster"]["world_size"] == 4
+
+
+def nested(keys: dict[str, Any]) -> dict[str, Any]:
+    """Keys by their paths as sections."""
+    found: dict[str, Any] = {}
+    for path, value in keys.items():
+        *way, name = path.split(".")
+        section = found
+        for step in way:
+            section[step] = section.get(step) or {}
+            section = section[step]
+        section.setdefault(name, value)
+    return found
+
+
+@pytest.mark.parametrize("key", DEFAULTS)
+def test_a_default_that_is_written_out_changes_nothing_and_is_known(key: str) -> None:
+    plain = {"zero_optimization": {"stage": 2}} | BF16 | SIZES
+    plain = {name: value for name, value in plain.items() if name != key}
+    given = nested({key: DEFAULTS[key]})
+    whole = plain | {
+        name: {**plain.get(name, {}), **value} if isinstance(value, dict) else value
+        for name, value in given.items()
+    }
+    if key in ("zero_optimization.stage", "bf16.enabled"):
+        plain = whole
+    found = job_of(whole, job(), None)
+    assert found.document == job_of(plain, job(), None).document
+    assert bool(found.unread) is bool(TOLD.fullmatch(key))
+
+
+def test_all_defaults_together_are_those_of_an_empty_file() -> None:
+    found = job_of(nested(DEFAULTS), job(), None)
+    assert found.document == job_of({}, job(), None).document
+    assert all(map(TOLD.fullmatch, found.unread))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "brings"),
+    [
+        ("expert_parallel.enabled", True, "experts that AutoEP shares"),
+        ("data_types.grad_accum_dtype", "fp32", "gradients that add up in another dtype"),
+        ("zero_optimization.offload_optimizer.super_offload", True, "SuperOffload"),
+    ],
+)
+def test_what_brings_something_else_is_refused(key: str, value: Any, brings: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"no estimate follows {brings}"):
+        job_of(nested({key: value}) | SIZES, job(), None)
+
+
+def test_a_section_of_offload_without_a_device_is_as_the_code_has_it() -> None:
+    zero = {"stage": 3, "offload_optimizer": {"pin_memory": True}}
+    found = job_of({"zero_optimization": zero} | BF16 | SIZES, job(), None)
+    assert found.document["memory"]["offload"] == "none"
+    assert "zero_optimization.offload_optimizer.device none, for it names none" in found.assumed

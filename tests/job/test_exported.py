@@ -98,6 +98,38 @@ def test_settings_of_the_allocator_are_a_comment() -> None:
     assert job_of_flags(text, None).document["parallel"]["data_shard"] == 8
 
 
+MEET = "--nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id"
+OF_MEGATRON = {"runtime": "megatron", "loss": "parallel", "implementation": "fused", "zero": 1}
+
+
+@pytest.mark.parametrize(
+    ("engine", "memory"),
+    [
+        ("torchtitan", {"loss": "chunked"}),
+        ("torchtitan-toml", {}),
+        ("megatron", OF_MEGATRON),
+        ("fsdp2", {}),
+        ("accelerate", {"reduce_dtype": "bf16"}),
+    ],
+)
+def test_ranks_of_several_hosts_meet_at_one_of_them(engine: str, memory: dict[str, Any]) -> None:
+    one = exported(job(memory=memory), engine)
+    assert "HOST" not in one
+    assert engine == "accelerate" or "torchrun --nproc-per-node 8 " in one
+    whole = job(memory=memory, cluster={"local_world_size": 4})
+    text = exported(whole, engine)
+    assert text.startswith("# On each of 2 hosts; HOST is the address of the first.\n")
+    if engine == "accelerate":
+        read = accelerate.parsed(text)
+        assert (read["num_machines"], read["num_processes"], read["machine_rank"]) == (2, 8, 0)
+        assert (read["main_process_ip"], read["main_process_port"]) == ("HOST", 29_500)
+        assert FACTS["accelerate"]["keys"].keys() >= {k for k in read if not k.endswith("config")}
+    else:
+        assert f"torchrun {MEET} mine " in text.replace(" \\\n#  ", "")
+    if engine != "fsdp2":
+        assert layout_of(read_back(engine, text, whole)).said == layout_of(whole).said
+
+
 def flags(text: str, after: str) -> Iterator[tuple[str, list[str]]]:
     """Flags of a command by name, with their values."""
     words = shlex.split(text.replace("\\\n", " "))
@@ -179,6 +211,8 @@ def test_a_layout_of_stages_is_as_deep_as_an_estimate_has_them() -> None:
             {"memory": {"loss": "chunked", "float8": True}},
             "memory.float8: expected false, which --config llama3_8b sets and no flag changes, got",
         ),
+        ("torchtitan", {"model": {"lora": 4}}, "model: expected one of TorchTitan's"),
+        ("fsdp2", {"model": {"lora": 4}}, "model.lora: expected none"),
         (
             "torchtitan-toml",
             {"parallel": {"data_shard": 1, "data_replicate": 8}},

@@ -9,7 +9,7 @@ import pytest
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, UnsupportedError
-from shardwright.core.llama import T5Shape
+from shardwright.core.t5 import T5Shape
 from shardwright.job.hf_config import hf_shape, read_hf_config
 from shardwright.job.job import memory_of, parse_job
 
@@ -224,9 +224,9 @@ def test_another_family_is_refused_with_those_that_are_known() -> None:
         hf_shape({"model_type": "bert"}, "x")
     assert str(caught.value) == (
         "x: model_type: expected one of llama, mistral, mixtral, qwen2, qwen3, qwen2_moe, "
-        "qwen3_moe, gemma, gemma2, gemma3_text, gpt2, deepseek_v2, deepseek_v3, t5, mt5, got "
-        "'bert'. Install transformers, which builds it, or give the model as model.python = "
-        "'package.module:function'."
+        "qwen3_moe, gemma, gemma2, gemma3_text, gpt2, gpt_oss, phi3, deepseek_v2, deepseek_v3, t5, "
+        "mt5, got 'bert'. Install transformers, which builds it, or give the model as "
+        "model.python = 'package.module:function'."
     )
 
 

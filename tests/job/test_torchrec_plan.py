@@ -153,3 +153,24 @@ def test_a_plan_of_other_tables_or_ranks_than_the_job_s_is_refused() -> None:
         "-n: expected the 6 ranks of the plan, got 4",
     ):
         assert said in str(error.value)
+
+
+def test_replicas_count_among_the_ranks_of_a_plan_and_are_named_for_none() -> None:
+    found = job_of(serialized(ebc={"days": REPLICA}), beside(), None).document
+    assert found["cluster"]["world_size"] == 4
+    assert found["planner"] == {"options": "torchrec"}
+
+
+def test_shards_that_are_not_all_there_are_refused() -> None:
+    half = PRINTED.replace("items | [50, 0]       | [25, 64]    | rank:2/cuda:0\n", "")
+    with pytest.raises(UnsupportedError) as error:
+        job_of(half, None, None)
+    said = "items.shards: expected the 6,400 numbers of 100 x 64 once each, got 4,800."
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("sizes", [["25", 64], [25.0, 64], [25, 64, 1], None])
+def test_sizes_that_are_no_two_numbers_are_refused(sizes: Any) -> None:
+    wrong = table("table_wise", [0], {"shard_offsets": [0, 0], "shard_sizes": sizes})
+    with pytest.raises(UnsupportedError, match="shard_offsets and shard_sizes of two numbers each"):
+        job_of(serialized(ebc={"items": wrong}), None, None)

@@ -12,6 +12,7 @@ from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.llama import LlamaShape, LocalShape, check_local
 from shardwright.models.llama import Llama, chunked_loss, loss, parallel_loss
 from shardwright.models.llama.layers import capped
+from shardwright.models.transformer import next_token_loss
 from shardwright.trace.treatment import Treatment
 
 LENGTH = 16
@@ -59,6 +60,16 @@ DROPPED = msgspec.structs.replace(GPT, dropout=0.1, attention_dropout=0.1)
 SQUARED = msgspec.structs.replace(
     EXPERTS, ungated=True, activation="squared_relu", positions="none"
 )
+OSS = msgspec.structs.replace(
+    EXPERTS,
+    shared_ffn_dim=0,
+    shared_gate=False,
+    activation="clipped_silu",
+    attention_bias=True,
+    output_bias=True,
+    sinks=True,
+    expert_bias=True,
+)
 SHAPES = {
     "dense": DENSE,
     "experts": EXPERTS,
@@ -68,9 +79,11 @@ SHAPES = {
     "gemma": GEMMA,
     "gpt": GPT,
     "squared": SQUARED,
+    "gpt-oss": OSS,
 }
 BATCH = 2
 WHOLE = LocalShape()
+ADAPTED = msgspec.structs.replace(FULL, lora=3)
 
 DIVISIONS = {
     "tensor": LocalShape(tensor=2),
@@ -381,7 +394,7 @@ def test_no_sequence_is_longer_than_learned_positions() -> None:
 
 
 def test_a_model_that_caps_scores_has_no_ranks_that_share_a_context() -> None:
-    with pytest.raises(InputError, match=r"context: expected 1 for a model that caps scores"):
+    with pytest.raises(InputError, match=r"context: expected 1 for a model with caps or sinks"):
         check_local(GEMMA, DIVISIONS["context"])
 
 
@@ -436,3 +449,85 @@ def test_any_part_of_a_tensor_starts_as_in_the_whole() -> None:
     name = "layers.1.attention.wo.weight"
     part = model.initial_block(name, (3, 5), (4, 6))
     assert torch.equal(part, model.get_parameter(name)[3:7, 5:11])
+
+
+def merged(model: Llama) -> Llama:
+    """A llama without adapters whose matrices have them added."""
+    plain = Llama(msgspec.structs.replace(model.shape, lora=msgspec.UNSET), sequence=LENGTH)
+    state = model.state_dict()
+    for name in [name for name in state if name.endswith(".lora_a.weight")]:
+        layer = name.removesuffix(".lora_a.weight")
+        low, high = state.pop(name), state.pop(f"{layer}.lora_b.weight")
+        state[f"{layer}.weight"] = state[f"{layer}.weight"] + 2 * high @ low
+    plain.load_state_dict(state)
+    return plain
+
+
+def test_adapters_begin_as_nothing_and_are_then_as_if_added_to_their_matrices() -> None:
+    model, tokens = Llama(ADAPTED, sequence=LENGTH), torch.randint(64, (BATCH, LENGTH))
+    base = Llama(FULL, sequence=LENGTH)
+    base.load_state_dict(model.state_dict(), strict=False)
+    torch.testing.assert_close(model(tokens), base(tokens))
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b.weight"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    found = model(tokens)
+    torch.testing.assert_close(found, merged(model)(tokens))
+    assert not torch.allclose(found, base(tokens))
+
+
+@pytest.mark.parametrize("kind", ["gathered", "chunked"])
+def test_a_loss_has_gradients_of_adapters_alone(kind: Any) -> None:
+    model = Llama(ADAPTED, LocalShape(loss=kind), sequence=LENGTH)
+    model.store_frozen(torch.float64)
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    assert {d for n, d in dtypes.items() if "lora_" in n} == {torch.float32}
+    assert {d for n, d in dtypes.items() if "lora_" not in n} == {torch.float64}
+    model.double()
+    tokens, targets = torch.randint(64, (2, BATCH, LENGTH))
+    model.loss(model(tokens), targets).backward()
+    assert {n for n, p in model.named_parameters() if p.grad is not None} == {
+        n for n in dtypes if "lora_" in n
+    }
+
+
+def test_a_loss_of_halves_is_computed_in_fp32() -> None:
+    logits, targets = torch.randn(BATCH, LENGTH, 64).bfloat16(), torch.randint(64, (BATCH, LENGTH))
+    assert next_token_loss(logits, targets).equal(loss(logits, targets))
+    assert next_token_loss(logits, targets).dtype == torch.float32
+
+
+def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any) -> Any:
+    """Causal attention of scores beside which each head's sink stands, operator by operator."""
+    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    scores = scores.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
+    beside = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+    return torch.softmax(torch.cat((scores, beside), -1), -1)[..., :-1] @ value
+
+
+def test_a_sink_takes_its_share_of_what_a_token_looks_at() -> None:
+    core = Llama(OSS, sequence=LENGTH).layers["0"].attention.inner_attention
+    parts = [torch.randn(BATCH, 4, LENGTH, 8, requires_grad=True) for _ in range(3)]
+    sinks = torch.randn(4, requires_grad=True)
+    slope = torch.randn(BATCH, 4, LENGTH, 8)
+    found, wanted = core(*parts, sinks), attended(*parts, sinks)
+    torch.testing.assert_close(found, wanted)
+    every = [*parts, sinks]
+    torch.testing.assert_close(
+        torch.autograd.grad(found, every, slope), torch.autograd.grad(wanted, every, slope)
+    )
+
+
+def test_experts_have_biases_and_a_clipped_gate() -> None:
+    experts = Llama(OSS, sequence=LENGTH).layers["0"].moe.experts
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=2.0)
+    rows, ends = torch.randn(10, 32), torch.tensor([3, 3, 9, 10])
+    found = experts(rows, ends)
+    for expert, (start, stop) in enumerate([(0, 3), (3, 3), (3, 9), (9, 10)]):
+        part = rows[start:stop]
+        gate = (part @ experts.w1[expert].T + experts.b1[expert]).clamp(max=7.0)
+        up = (part @ experts.w3[expert].T + experts.b3[expert]).clamp(-7.0, 7.0)
+        inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        wanted = inner @ experts.w2[expert].T + experts.b2[expert]
+        torch.testing.assert_close(found[start:stop], wanted)

@@ -8,7 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy, linear
 
-from shardwright.core.llama import LlamaShape, LocalShape, MegatronSettings
+from shardwright.core.llama import LlamaShape, LocalShape
+from shardwright.core.megatron import MegatronSettings
 from shardwright.models.llama import Llama, LlamaBlock
 
 LENGTH, BATCH = 16, 2

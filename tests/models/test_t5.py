@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.core.llama import T5Shape
+from shardwright.core.t5 import T5Shape
 from shardwright.estimate.footprint import footprint
 from shardwright.job.hf_config import hf_shape
 from shardwright.job.job import Job, parse_job

@@ -20,6 +20,7 @@ from shardwright.core.quantities import parse_bytes
 from shardwright.job.job import Job, named_files
 from shardwright.job.plan import read_plan
 from shardwright.launcher.folder import plan_file
+from shardwright.planner.profiles import with_hosts
 
 DAYS = re.compile(r"(\d+(?:\.\d+)?)\s*(d|days?|h|hours?|weeks?)")
 DAYS_OF = {"d": 1.0, "h": 1 / 24, "w": 7.0}
@@ -146,7 +147,7 @@ def _write(job: Job, found: Advice, wanted: dict[str, Any], options: argparse.Na
         from shardwright.job.exported import exported
 
         held = {**wanted, "global_batch": found.global_batch}  # of however many ranks
-        text = exported(job_of(job, found.answer.layout, **held), options.export)
+        text = exported(with_hosts(job_of(job, found.answer.layout, **held)), options.export)
         write_atomically(options.out, text.encode())
         print(f"wrote {options.out}", file=sys.stderr)
 

@@ -9,15 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from shardwright.core.document import (
-    encode_toml,
-    parse_json,
-    parse_toml,
-    read_bytes,
-    write_atomically,
-)
+from shardwright.core.document import encode_toml, parse_json, read_bytes, write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, check_type, expected
 from shardwright.job import megatron, torchtitan
 from shardwright.job.engines import accelerate, deepspeed, huggingface, torchrec
@@ -31,18 +25,48 @@ TEMPLATES = sorted(
 )
 FUNCTIONS = ("build", "batches")  # of a Python file that the job names
 MODULE = "my_model"  # a job beside a Python file, for which its kind would be a poor name
+
+
+class Given(NamedTuple):
+    """A configuration of another program, the job beside it, and the ranks that are asked for."""
+
+    title: str
+    text: str
+    path: str
+    beside: Job | None
+    ranks: int | None
+
+    @property
+    def job(self) -> Job:
+        """The one beside it, of a source that needs one."""
+        assert self.beside, "asked for before"
+        return self.beside
+
+    @property
+    def object(self) -> dict[str, Any]:
+        """What its JSON says."""
+        what = f"a configuration of {self.title} in JSON"
+        found: dict[str, Any] = parse_json(self.text, self.path, what)
+        check_type(found, dict, what)
+        return found
+
+
+class Source(NamedTuple):
+    """A program whose configurations become jobs; one whose ``form`` names no model needs a job
+    beside it that does."""
+
+    title: str
+    read: Callable[[Given], Imported]
+    form: str = ""
+
+
 SOURCES = {
-    "torchtitan": "TorchTitan",
-    "megatron": "Megatron-LM",
-    "accelerate": "Accelerate",
-    "deepspeed": "DeepSpeed",
-    "huggingface": "Hugging Face",
-    "torchrec": "TorchRec",
-}
-BESIDE = {"accelerate": "YAML", "deepspeed": "JSON"}  # which name no model: a job does
-ARGUMENTS: dict[str, Callable[[str, int | None], Imported]] = {
-    "torchtitan": torchtitan.job_of_flags,
-    "megatron": megatron.job_of,
+    "torchtitan": Source("TorchTitan", lambda g: torchtitan.job_of_text(g.text, g.path, g.ranks)),
+    "megatron": Source("Megatron-LM", lambda g: megatron.job_of(g.text, g.ranks)),
+    "accelerate": Source("Accelerate", lambda g: accelerate.job_of(g.text, g.job, g.ranks), "YAML"),
+    "deepspeed": Source("DeepSpeed", lambda g: deepspeed.job_of(g.object, g.job, g.ranks), "JSON"),
+    "huggingface": Source("Hugging Face", lambda g: huggingface.job_of(g.object, g.path, g.ranks)),
+    "torchrec": Source("TorchRec", lambda g: torchrec.job_of(g.text, g.beside, g.ranks)),
 }
 ESTIMATES, ALONE = ("memory", "fit"), ("plan",)
 TABLES = "torchrec"  # whose jobs are of tables
@@ -170,24 +194,26 @@ def _lacking(module: Path) -> str:
 def _converted(job: Path, source: str, path: str, options: argparse.Namespace) -> str:
     if source not in SOURCES:
         raise InputError(expected("--from", " or ".join(SOURCES), f"'{source}'"))
-    if source != TABLES and (options.job is None) is (source in BESIDE):
-        wanted = f"a job beside --from {' or '.join(BESIDE)}, and none beside others"
+    title, read, form = SOURCES[source]
+    if source != TABLES and (options.job is None) is bool(form):
+        needing = " or ".join(name for name, each in SOURCES.items() if each.form)
+        wanted = f"a job beside --from {needing}, and none beside others"
         found = "none" if options.job is None else "one"
-        remedy = f"{SOURCES[source]}'s {BESIDE[source]} names no model." if source in BESIDE else ""
+        remedy = f"{title}'s {form} names no model." if form else ""
         raise InputError(expected("--job", wanted, found, remedy))
     typed = path.lstrip().startswith("--")  # arguments, not their file
     name, where = ("Arguments", "") if typed else (Path(path).name, f"{path}: ")
-    raw = path.encode() if typed else read_bytes(path, f"{SOURCES[source]} configuration")
+    raw = path.encode() if typed else read_bytes(path, f"{title} configuration")
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        what = f"a configuration of {SOURCES[source]}"
+        what = f"a configuration of {title}"
         raise InputError(expected(path, what, f"'{error}'")) from None
     # One that cannot be read is told with its own name, and not with that of the other.
     beside = read_job(options.job) if options.job else None
     try:
-        found = _imported(source, text, path, beside, options.ranks)
-        parse_job(found.document)
+        made = read(Given(title, text, path, beside, options.ranks))
+        parse_job(made.document)
     except ShardwrightError as error:
         named = str(error).startswith(where)
         raise type(error)(str(error) if named else f"{where}{error}") from None
@@ -195,14 +221,14 @@ def _converted(job: Path, source: str, path: str, options: argparse.Namespace) -
     if source == TABLES:
         use, command = ("tables are cut and lie so", "plan")
     lines = [
-        f"# {name} of {SOURCES[source]}, as a job whose {use}:",
+        f"# {name} of {title}, as a job whose {use}:",
         f"#   shardwright {command} {job}",
-        *([f"# Assumed: {'; '.join(found.assumed)}."] if found.assumed else []),
-        f"# Without effect on memory: {', '.join(found.harmless) or 'nothing'}.",
-        f"# Not read, whatever they change: {', '.join(found.unread) or 'nothing'}.",
+        *([f"# Assumed: {'; '.join(made.assumed)}."] if made.assumed else []),
+        f"# Without effect on memory: {', '.join(made.harmless) or 'nothing'}.",
+        f"# Not read, whatever they change: {', '.join(made.unread) or 'nothing'}.",
         "# What a GPU has is said by cluster.preset (h100-8 and others) or cluster.hbm_cap.",
     ]
-    return "\n".join(lines) + "\n\n" + encode_toml(found.document)
+    return "\n".join(lines) + "\n\n" + encode_toml(made.document)
 
 
 def _of_data(job: Path, data: str, ranks: int | None) -> str:
@@ -250,27 +276,3 @@ def _of_data(job: Path, data: str, ranks: int | None) -> str:
     parse_job(document)
     text = "".join(f"# {line}\n" for line in described(found)) + "\n" + encode_toml(document)
     return text.replace(f"\ndays = {HELD_OUT}\n", f"\ndays = {HELD_OUT}  # {HOW_HELD_OUT}\n")
-
-
-def _imported(source: str, text: str, path: str, beside: Job | None, ranks: int | None) -> Imported:
-    if source == "torchrec":
-        return torchrec.job_of(text, beside, ranks)
-    if source == "accelerate" and beside:
-        return accelerate.job_of(text, beside, ranks)
-    if source in ("deepspeed", "huggingface"):
-        what = f"a configuration of {SOURCES[source]} in JSON"
-        config = parse_json(text, path, what)
-        check_type(config, dict, what)
-        if beside:
-            return deepspeed.job_of(config, beside, ranks)
-        return huggingface.job_of(config, path, ranks)
-    config = _toml_of(source, text, path)
-    return torchtitan.job_of(config, ranks) if config else ARGUMENTS[source](text, ranks)
-
-
-def _toml_of(source: str, text: str, path: str) -> dict[str, Any] | None:
-    """TOML of TorchTitan's releases; None where it is the flags of its main branch, which name a
-    configuration, or another program's."""
-    if source != "torchtitan" or re.search(r"--(config|module)\b|\bCONFIG=", text):
-        return None
-    return parse_toml(text, path, "a configuration of TorchTitan")

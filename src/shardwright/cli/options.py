@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 from shardwright.core.cluster import Calibration
 from shardwright.core.document import encode_toml, to_json, write_atomically
 from shardwright.core.errors import InputError, expected
-from shardwright.job.asked import SHORT, in_one_line
-from shardwright.job.job import Job, asked, job_in
+from shardwright.job.asked import SHORT, in_one_line, of_same_structure
+from shardwright.job.exported import unlike
+from shardwright.job.job import Job, asked, job_in, set_key
 
 PROFILED = 20  # steps
 
@@ -58,9 +60,10 @@ def plan_argument(
     parser.add_argument(name, type=Path, metavar=metavar, help=said)
 
 
-def job_of(options: argparse.Namespace) -> Job:
-    """The job with its overrides; ``--on`` replaces its cluster, ``-n`` sets the world size. One
-    that has no file is said, and written where that is asked for."""
+def job_of(options: argparse.Namespace, engine: str = "") -> Job:
+    """The job with its overrides; ``--on`` replaces its cluster, ``-n`` sets the world size, keys
+    that nobody gives are as an ``engine`` has them. One that has no file is said, and written where
+    that is asked for."""
     given = ((key, getattr(options, name, None)) for name, key in SHORT.items())
     overrides = [f"{key}={value}" for key, value in given if value is not None]
     overrides += options.set
@@ -69,20 +72,30 @@ def job_of(options: argparse.Namespace) -> Job:
         overrides.append(f"cluster.world_size={options.ranks}")
     document = asked(options.job, overrides, options.on)
     job = job_in(document, options.job)
+    given = {f"{name}.{key}" for name, keys in document.items() for key in keys}
+    filled = unlike(job, engine, given) if engine else {}
+    for key, value in filled.items():
+        set_key(document, f"{key}={json.dumps(value)}")
+    job = job_in(document, options.job) if filled else job
     warn_of_busy(job.cluster.measured, job.cluster.file)
     _say(document, options.job, getattr(options, "write", None))
+    if filled:
+        print(f"Not given, so as {engine} has it: {in_one_line(filled)}", file=sys.stderr)
     return job
 
 
 def _say(document: dict[str, Any], model: Path, path: Path | None) -> None:
+    named = of_same_structure(str(model)) or str(model)
     if path is not None:
         if path.suffix != ".toml" or path.exists():
             wanted, found = "a new file that ends in .toml", f"'{path}'"
             raise InputError(expected("--write", wanted, found, "Name another, or move it away."))
         write_atomically(path, encode_toml(document).encode())
         print(f"job written to {path}", file=sys.stderr)
-    elif any(str(value).startswith(str(model)) for value in document.get("model", {}).values()):
+    elif any(str(value).startswith(named) for value in document.get("model", {}).values()):
         # of no job's file, which names neither itself nor a file inside
+        if named != str(model):
+            print(f"{model} is taken for {named}, which has its structure.", file=sys.stderr)
         print(f"The job: {in_one_line(document)} (--write job.toml)", file=sys.stderr)
 
 

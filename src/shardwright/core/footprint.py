@@ -146,7 +146,8 @@ class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Footprint(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every class of ranks of a job; the first is the one with the highest peak. ``source`` says
-    whether it is of the job's plan, or why it is of none."""
+    whether it is of the job's plan, or why it is of none. So many of the parameters as are
+    ``frozen``, where any are known to be, are not trained."""
 
     model: str
     parameters: int
@@ -160,6 +161,7 @@ class Footprint(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: float = 0.0
     source: str = ""
     time: StepTime | UnsetType = UNSET
+    frozen: int | UnsetType = UNSET
     schema: str = SCHEMA
 
     def __repr__(self) -> str:

@@ -1,5 +1,5 @@
-"""The shapes of language models: a Llama-style decoder, every tensor of it and the part of it that
-one rank holds, and a T5. Free of torch.
+"""The shape of a Llama-style decoder: every tensor of it and the part of it that one rank holds.
+Free of torch.
 
 Names of tensors are Meta's, which TorchTitan keeps too: ``layers.0.attention.wq.weight``,
 ``layers.0.feed_forward.w1.weight``, ``layers.0.moe.experts.w1``. Parts are those of tensor,
@@ -20,15 +20,17 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError, expected
+from shardwright.core.megatron import MegatronSettings
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 LARGEST_DEPTH = 4096
 
 NamedShape = tuple[str, tuple[int, ...]]
-Activation = Literal["silu", "gelu_tanh", "squared_relu"]
+Activation = Literal["silu", "gelu_tanh", "squared_relu", "clipped_silu"]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 LLAMA_EXPERTS = ("layers.*.moe.experts", "mtp.*.moe.experts")  # of which a rank may have some
+LORA = "lora_"  # what the names of adapters begin with
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")  # of latent attention
 
 
@@ -52,12 +54,19 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     embedding times the root of ``dim`` (``scaled_embedding``), and logits and scores of attention
     that a tanh keeps below ``logit_cap`` and ``attention_cap``.
 
+    As gpt-oss has them: a learned score of each head that tokens share with what they look at
+    (``sinks``), a gate that is clipped as what it scales is (``clipped_silu``), and biases of
+    router and experts (``expert_bias``).
+
     As GPTs have them: ``layer_norm`` with a bias in place of an RMSNorm, MLPs of two matrices whose
     ``activation`` has no gate (``ungated``), and ``positions`` that are not turned: rows of a
     learned table, so many, or none. ``dropout`` is of the embedding and of what is added to the
     stream, ``attention_dropout`` of shares of attention. ``mtp_layers`` each predict one token more
     (DeepSeek-V3, arXiv 2412.19437): a block as the last one is, of the stream before it and of the
     embedding of the token that follows, before the same head.
+
+    With ``lora`` all is frozen but adapters of so many inner numbers (LoRA, arXiv 2106.09685)
+    beside the linear layers of attention and of MLPs, not of experts, router and head.
 
     ``dtype`` is what it computes in, where its configuration says so; ``unread`` are keys of that
     which may make another model and which nothing here reads.
@@ -101,6 +110,9 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dropout: Share | UnsetType = UNSET
     attention_dropout: Share | UnsetType = UNSET
     mtp_layers: Number | UnsetType = UNSET
+    lora: Number | UnsetType = UNSET
+    sinks: bool | UnsetType = UNSET
+    expert_bias: bool | UnsetType = UNSET
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts; those behind the last are as it is."""
@@ -146,6 +158,16 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def parameter_count(self) -> int:
         """Elements of all parameters; tied weights count once."""
         return sum(math.prod(shape) for _, shape in self.tensors)
+
+    @property
+    def trained_count(self) -> int:
+        """Elements of those that are not frozen."""
+        return sum(math.prod(shape) for name, shape in self.tensors if is_trained(self, name))
+
+
+def is_trained(shape: LlamaShape, name: str) -> bool:
+    """Whether a parameter is not frozen."""
+    return not shape.lora or name.split(".")[-2].startswith(LORA)
 
 
 def check_shape(shape: LlamaShape, where: str = "model") -> None:
@@ -194,11 +216,11 @@ def _check_latent(shape: LlamaShape, where: str) -> None:
     if not 0 < shape.qk_rope_head_dim < shape.head_dim:
         wanted = f"a part of head_dim {shape.head_dim} beside kv_lora_rank"
         raise InputError(expected(f"{where}.qk_rope_head_dim", wanted, str(shape.qk_rope_head_dim)))
-    usual = {"kv_heads": shape.heads, "qk_norm": False, "attention_bias": False}
+    usual = {"kv_heads": shape.heads, "qk_norm": False, "attention_bias": False, "lora": UNSET}
     for key, value in usual.items():
         if getattr(shape, key) != value:
             found = repr(getattr(shape, key))
-            wanted = f"{value} beside kv_lora_rank"
+            wanted = f"{'none' if value is UNSET else value} beside kv_lora_rank"
             raise InputError(expected(f"{where}.{key}", wanted, found))
 
 
@@ -226,12 +248,10 @@ def _attention(shape: LlamaShape) -> list[NamedShape]:
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     found: list[NamedShape] = []
     for name, width in (("wq", queries), ("wk", keys), ("wv", keys)):
-        found.append((f"attention.{name}.weight", (width, shape.dim)))
-        if shape.attention_bias:
-            found.append((f"attention.{name}.bias", (width,)))
-    found.append(("attention.wo.weight", (shape.dim, queries)))
-    if shape.output_bias:
-        found.append(("attention.wo.bias", (shape.dim,)))
+        found += _linear(shape, f"attention.{name}", (width, shape.dim), shape.attention_bias)
+    found += _linear(shape, "attention.wo", (shape.dim, queries), shape.output_bias)
+    if shape.sinks:
+        found.append(("attention.sinks", (shape.heads,)))
     if shape.qk_norm:
         found += _norm(shape, "attention.q_norm", shape.head_dim)
         found += _norm(shape, "attention.k_norm", shape.head_dim)
@@ -275,6 +295,10 @@ def _moe(shape: LlamaShape) -> list[NamedShape]:
     ]
     if not shape.ungated:
         found.append(("moe.experts.w3", (experts, wide, dim)))
+    if shape.expert_bias:
+        found.append(("moe.router.bias", (experts,)))
+        for part, width in (("b1", wide), ("b2", dim), ("b3", wide))[: 2 if shape.ungated else 3]:
+            found.append((f"moe.experts.{part}", (experts, width)))
     if shape.shared_ffn_dim:
         found += _mlp("moe.shared_experts", shape, shape.shared_ffn_dim, False)
         if shape.shared_gate:
@@ -286,59 +310,24 @@ def _mlp(name: str, shape: LlamaShape, wide: int, bias: bool) -> list[NamedShape
     found: list[NamedShape] = []
     parts = (("w1", wide, shape.dim), ("w2", shape.dim, wide), ("w3", wide, shape.dim))
     for part, out, inside in parts[: 2 if shape.ungated else 3]:
-        found.append((f"{name}.{part}.weight", (out, inside)))
-        if bias:
-            found.append((f"{name}.{part}.bias", (out,)))
+        found += _linear(shape, f"{name}.{part}", (out, inside), bias)
+    return found
+
+
+def _linear(shape: LlamaShape, name: str, size: tuple[int, int], bias: bool) -> list[NamedShape]:
+    """Of a layer that may have an adapter."""
+    found: list[NamedShape] = [(f"{name}.weight", size)]
+    if bias:
+        found.append((f"{name}.bias", size[:1]))
+    if shape.lora:
+        found.append((f"{name}.lora_a.weight", (shape.lora, size[1])))
+        found.append((f"{name}.lora_b.weight", (size[0], shape.lora)))
     return found
 
 
 MAX_WORLD = 2**20  # ranks in a job whose memory is estimated
 Degree = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD)]
 LossKind = Literal["gathered", "parallel", "chunked"]
-
-
-class MegatronSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How Megatron-LM is set, as far as memory follows from it, by the names of its arguments.
-
-    Attributes:
-        attention_backend: of Transformer Engine: ``"fused"`` (cuDNN's, which it takes by itself on
-            Hopper), ``"flash"``, ``"unfused"``; or ``"local"``, without it
-        masked_softmax_fusion: one kernel for the softmax of attention that is not fused
-        bias_activation_fusion: one kernel for gate and activation, or for bias and activation
-        rms_norm_fusion: one kernel for an RMSNorm, not operators in fp32
-        gradient_accumulation_fusion: products add gradients of weights to the buffer themselves
-        cross_entropy_loss_fusion: ``"none"``, ``"native"``, ``"te"``
-        parallel_output: of its GPTModel, which ``pretrain_gpt.py`` gives no other value: each
-            tensor rank computes the loss of its own words; ``false``, as in other trainers of such
-            layers: logits are gathered, and the loss is torch's
-        create_attention_mask_in_dataloader: of all pairs of tokens, a byte each
-        fp8_format, fp8_param_gather: ``"hybrid"``, ``"e4m3"``: products of Transformer Engine in 8
-            bits, of copies of the weights that stay, by rows and by columns (as on Hopper); or of
-            weights that are gathered so, and have no others
-        deterministic_mode: sums of experts' rows keep them for their backward
-        account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split: the first
-            stage, or the last, has a layer less
-    """
-
-    attention_backend: Literal["fused", "flash", "unfused", "local"] = "fused"
-    masked_softmax_fusion: bool = True
-    bias_activation_fusion: bool = True
-    rms_norm_fusion: bool = True
-    gradient_accumulation_fusion: bool = True
-    cross_entropy_loss_fusion: Literal["none", "native", "te"] = "none"
-    parallel_output: bool = True
-    create_attention_mask_in_dataloader: bool = True
-    fp8_format: Literal["none", "hybrid", "e4m3"] = "none"
-    fp8_param_gather: bool = False
-    deterministic_mode: bool = False
-    account_for_embedding_in_pipeline_split: bool = False
-    account_for_loss_in_pipeline_split: bool = False
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        """What embedding and head weigh, in layers, where layers are dealt out to stages."""
-        embedding = int(self.account_for_embedding_in_pipeline_split)
-        return embedding, int(self.account_for_loss_in_pipeline_split)
 
 
 class LocalShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -435,6 +424,9 @@ def received_rows(
 
 def check_local(shape: LlamaShape, local: LocalShape, where: str = "parallel") -> None:
     """Refuse degrees that do not divide the model; InputError names the degree and the size."""
+    if shape.lora and (local.tensor > 1 or local.megatron):
+        wanted = "none beside memory.runtime 'megatron' or parallel.tensor, which have no adapters"
+        raise InputError(expected("model.lora", wanted, str(shape.lora)))
     if local.tensor > 1:
         _divides(shape.heads, local.tensor, f"{where}.tensor", "heads")
         most, least = max(shape.kv_heads, local.tensor), min(shape.kv_heads, local.tensor)
@@ -460,8 +452,11 @@ def check_local(shape: LlamaShape, local: LocalShape, where: str = "parallel") -
                 "One rank's experts get exactly the rows of its tokens.",
             )
         )
-    if local.context > 1 and shape.attention_cap:
-        wanted = "1 for a model that caps scores of attention, as no kernel over a ring does"
+    if local.megatron and (shape.sinks or shape.expert_bias):
+        wanted = "another for a model with sinks of attention or biases of experts"
+        raise InputError(expected("memory.runtime", wanted, "'megatron'"))
+    if local.context > 1 and (shape.attention_cap or shape.sinks):
+        wanted = "1 for a model with caps or sinks of attention, as no kernel over a ring has them"
         raise InputError(expected(f"{where}.context", wanted, str(local.context)))
     first, stop = local.layers or (0, shape.layers)
     if not 0 <= first <= stop <= shape.layers:
@@ -473,23 +468,3 @@ def check_local(shape: LlamaShape, local: LocalShape, where: str = "parallel") -
 def _divides(size: int, degree: int, where: str, what: str) -> None:
     if size % degree:
         raise InputError(expected(where, f"a divisor of the {size} {what}", str(degree)))
-
-
-class T5Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``layers`` of the encoder and ``decoder_layers``; ``gated`` feed-forwards are GeGLUs.
-    Distances beyond ``farthest`` share the last of ``buckets``. Parameters are of ``dtype``."""
-
-    vocab: Size = 32128
-    dim: Size = 512
-    head_dim: Size = 64
-    ffn_dim: Size = 2048
-    layers: Size = 6
-    decoder_layers: Size = 6
-    heads: Size = 8
-    buckets: Size = 32
-    farthest: Size = 128
-    dropout: float = 0.1
-    norm_eps: float = 1e-6
-    gated: bool = False
-    tied: bool = True
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"

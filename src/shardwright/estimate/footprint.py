@@ -120,6 +120,8 @@ def footprint_of(
         assumptions=tuple(dict.fromkeys(assumptions)),
         source=source,
         time=planned_time(draft) if isinstance(draft, StepDraft) else UNSET,
+        frozen=sum(t.numel for unit in units for t in unit.tensors if t.fqn in unit.frozen)
+        or UNSET,
     )
 
 

@@ -21,7 +21,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.core.batch import INDEX_BYTES
-from shardwright.core.llama import LlamaShape, LocalShape, MegatronSettings
+from shardwright.core.errors import InputError, expected
+from shardwright.core.llama import LlamaShape, LocalShape
+from shardwright.core.megatron import MegatronSettings
 from shardwright.core.recording import RecordedUnit, Recording, Unfolded
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.estimate.stages import HEAD, ModelStage, RecordedStage, StageResults
@@ -35,7 +37,7 @@ from shardwright.trace.structure import series_of, stretches
 from shardwright.trace.treatment import Treatment
 from shardwright.tracker.tensors import DTYPES
 
-STORED = "fp32"  # what runtimes that shard keep a llama's parameters in
+STORED = "fp32"  # what runtimes that shard keep a llama's parameters in, but for frozen ones
 
 
 class StageRequest(msgspec.Struct, frozen=True):
@@ -181,7 +183,11 @@ class LlamaModel:
         assert isinstance(job.model.shape, LlamaShape)
         self.job, self.degrees, self.treatment = job, degrees, treatment
         self.shape = job.model.shape
+        if self.shape.sinks and memory_of(job).attention == "eager":
+            wanted = "'flash' for a model with sinks of attention"
+            raise InputError(expected("memory.attention", wanted, "'eager'"))
         self.parameters = self.shape.parameter_count
+        self.frozen = self.parameters - self.shape.trained_count
         self.layers = self.shape.layers
 
     def recorded(self, parallel: ParallelSection, stage: ModelStage) -> RecordedStage:
@@ -263,5 +269,7 @@ def _copies(found: Recording, megatron: MegatronSettings | None) -> int:
 
 
 def _stored(unit: RecordedUnit) -> RecordedUnit:
-    tensors = tuple(TensorSpec(t.fqn, t.shape, STORED) for t in unit.tensors)
+    tensors = tuple(
+        t if t.fqn in unit.frozen else TensorSpec(t.fqn, t.shape, STORED) for t in unit.tensors
+    )
     return msgspec.structs.replace(unit, tensors=tensors)

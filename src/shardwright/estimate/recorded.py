@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwright.core.batch import expected_distinct
-from shardwright.core.recording import Recording, Series
+from shardwright.core.recording import Recording, Series, Unfolded
 from shardwright.estimate.own_model import (
     Built,
     FunctionCall,
@@ -146,7 +146,11 @@ class OwnModel:
                 self.blocks = _blocks(request, python_function(call.name, call.where))
         self.layers = len(self.blocks.names) if self.blocks else 1
         ends = stages(self.layers, degrees.pipeline * degrees.chunks)
-        self.parameters = self._of(ends[0], parallel_of(job)).parameters
+        first = self._of(ends[0], parallel_of(job))
+        self.parameters, whole = first.parameters, Unfolded(first.recording).units.values()
+        self.frozen = 0
+        if degrees.tensor == degrees.pipeline == degrees.expert == 1:  # else a part is here
+            self.frozen = sum(t.numel for u in whole for t in u.tensors if t.fqn in u.frozen)
 
     def recorded(self, parallel: ParallelSection, stage: ModelStage) -> RecordedStage:
         """The module, or a stage of its blocks; of those that are alike one stands for others."""

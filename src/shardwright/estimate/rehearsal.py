@@ -304,6 +304,8 @@ def _built(job: Job) -> tuple[nn.Module, Any, Loss]:
         model = Llama(shape, local, sequence=job.batch.sequence)
     else:
         model = _drawn_there(Llama(shape, local, sequence=job.batch.sequence, device="meta"))
+    if section.param_dtype:
+        model.store_frozen(DTYPES[section.param_dtype])
     tokens, targets = (torch.randint(shape.vocab, size) for _ in range(2))
     return model, (tokens, targets), lambda: model.loss(model(tokens), targets)
 

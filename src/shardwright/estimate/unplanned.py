@@ -149,6 +149,7 @@ class _Estimate:
             assumptions=tuple(dict.fromkeys(self.assumptions)),
             source=f"Estimated without a plan, for none follows {keys}." if keys else "",
             # Where routing is uneven the last class of a stage is the usual one.
+            frozen=self.model.frozen or UNSET,
             time=self.time(
                 list({c.coordinates.get("pipeline", 0): c.step.chunks for c in classes}.values())
             ),

@@ -32,6 +32,7 @@ SHORT = {
     "dtype": "memory.param_dtype",
     "optimizer": "train.optimizer",
     "runtime": "memory.runtime",
+    "lora": "model.lora",
     "checkpointing": "memory.checkpointing",
     "zero": "memory.zero",
     "offload": "memory.offload",
@@ -42,6 +43,7 @@ SHORT = {
 }
 LONGEST = 4096  # tokens of a sample where nobody names them, unless the model was made for fewer
 A_JOB = "Name a job in TOML, such as examples/demo.toml."
+TUNED = ("instruct", "it", "chat", "base", "pt")  # as owners name what they trained further
 POSITIONS = ("max_position_embeddings", "n_positions")
 
 
@@ -82,8 +84,28 @@ def _plain(name: str) -> str:
     return re.sub(r"[-_.]", "", name.lower())
 
 
+def of_same_structure(name: str) -> str:
+    """The public model that was trained further to be, or from, the one that ``name`` is, such as
+    ``meta-llama/Llama-3.1-8B-Instruct``: its name here; empty where there is none."""
+    if public_model(name):
+        return ""
+    wanted = _untuned(name)
+    for known, model in public_models().items():
+        if wanted in map(_untuned, (known, model.id, model.id.partition("/")[2])):
+            return known
+    return ""
+
+
+def _untuned(name: str) -> str:
+    """A plain name without words that say how it was trained further."""
+    owner, slash, rest = name.lower().rpartition("/")
+    return _plain(owner + slash + "".join(w for w in rest.split("-") if w not in TUNED))
+
+
 def misspelled(name: str) -> str:
     """The name that may have been meant, as a question; without one like it, how names look."""
+    if same := of_same_structure(name):
+        return f"'{same}' has its structure."
     near = did_you_mean(name.lower(), public_models())
     return near or "Public models have names such as llama3-8b."
 
@@ -145,6 +167,8 @@ def document_of(model: Path | str) -> dict[str, Any]:
         return {"model": {"python": name}, "batch": {"size": 1}}
     elif public_model(name) or Path(model).suffix == ".json":
         config = config_document(model)
+    elif same := of_same_structure(name):
+        return document_of(same)
     else:
         wanted = "a job file, a public model, a config.json or package.module:function"
         raise InputError(expected(name, wanted, "no such file", misspelled(name)))

@@ -19,7 +19,8 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.llama import LlamaShape, T5Shape, check_shape
+from shardwright.core.llama import LlamaShape, check_shape
+from shardwright.core.t5 import T5Shape
 from shardwright.job.asked import DTYPES, config_document, said_dtype
 from shardwright.job.hf_reader import Reader
 
@@ -136,6 +137,20 @@ FAMILIES: dict[str, Defaults] = {
         biased=True,
         fixed={"activation": "gelu_tanh", "layer_norm": True, "ungated": True},
     ),
+    "gpt_oss": Defaults(
+        *(201088, 2880, 2880, 36, 64, 8),
+        head_dim=64,
+        norm_eps=1e-5,
+        rope_theta=150_000.0,
+        window=128,
+        biased=True,
+        experts_key="num_local_experts",
+        experts=128,
+        experts_per_token=4,
+        fixed={"activation": "clipped_silu", "sinks": True, "expert_bias": True},
+        **_BIASED,
+    ),
+    "phi3": Defaults(32064, 3072, 8192, 32, 32, norm_eps=1e-5),
     "deepseek_v2": Defaults(
         *(32000, 4096, 11008, 32, 32),
         experts=64,
@@ -246,18 +261,25 @@ def _refuse_quantized(document: dict[str, Any], where: str) -> None:
 # what is for generating, how weights begin, how positions turn, and how an expert is chosen.
 _SAID = """
     _name_or_path architectures auto_map aux_loss_alpha bos_token_id cache_implementation
-    chunk_size_feed_forward decoder_start_token_id embd_pdrop eos_token_id ep_size hidden_act
-    hidden_activation id2label initializer_factor initializer_range is_decoder is_encoder_decoder
-    label2id layer_types max_position_embeddings max_window_layers model_type n_ctx n_group
-    n_positions norm_topk_prob num_nextn_predict_layers original_max_position_embeddings output_past
+    chunk_size_feed_forward decoder_start_token_id embd_pdrop eos_token_id ep_size
+    experts_per_token hidden_act hidden_activation id2label initial_context_length
+    initializer_factor initializer_range is_decoder is_encoder_decoder label2id layer_types
+    max_position_embeddings max_window_layers model_type n_ctx n_group n_positions
+    norm_topk_prob num_nextn_predict_layers original_max_position_embeddings output_past
     pad_token_id pretraining_tp query_pre_attn_scalar rope_interleave rope_local_base_freq
-    rope_parameters rope_scaling rope_theta routed_scaling_factor router_aux_loss_coef scoring_func
-    seq_aux sliding_window sliding_window_pattern summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj task_specific_params tokenizer_class
-    topk_group topk_method transformers_version unk_token_id use_cache use_sliding_window
+    rope_parameters rope_scaling rope_theta routed_scaling_factor router_aux_loss_coef
+    scoring_func seq_aux sliding_window sliding_window_pattern summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj swiglu_limit
+    task_specific_params tokenizer_class topk_group topk_method transformers_version
+    unk_token_id use_cache use_sliding_window
 """
 HARMLESS = frozenset(_SAID.split())
-ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu")}
+_SILU = ("silu", "swish")
+ACTIVATIONS = {
+    "silu": _SILU,
+    "clipped_silu": _SILU,
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu"),
+}
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 

@@ -142,12 +142,16 @@ class Keys:
             if not isinstance(given, Mapping):  # a key that stands in no section
                 yield section
                 continue
+            if section and not given:  # which says nothing
+                continue
             keys = self._unread_of(section, given)
-            # A section of which nothing was read is told as one line, not key by key.
-            if section and (self.harmless.fullmatch(section) or len(keys) == len(given)):
+            spots = [self.spot(section, key) for key in keys]
+            # A section of which nothing is known is told as one line, not key by key.
+            strange = len(keys) == len(given) and not any(map(self.harmless.fullmatch, spots))
+            if section and (self.harmless.fullmatch(section) or strange):
                 yield section
             else:
-                yield from (self.spot(section, key) for key in keys)
+                yield from spots
 
     def spot(self, section: str, key: str) -> str:
         """A key as a message names it."""

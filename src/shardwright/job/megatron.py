@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.llama import MegatronSettings
+from shardwright.core.megatron import MegatronSettings
 from shardwright.job.imported import Document, Imported, Keys
 from shardwright.job.megatron_model import ALL, further_of, model, needed, settings
 from shardwright.job.parallel import dealt

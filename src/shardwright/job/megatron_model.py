@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from shardwright.core.llama import MegatronSettings
+from shardwright.core.megatron import MegatronSettings
 from shardwright.job.imported import Keys
 
 ALL = ""  # arguments have no sections

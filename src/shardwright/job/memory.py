@@ -14,7 +14,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.errors import InputError, expected, not_one_of
-from shardwright.core.llama import LossKind, MegatronSettings
+from shardwright.core.llama import LossKind
+from shardwright.core.megatron import MegatronSettings
 from shardwright.core.optimizers import Implementation
 from shardwright.core.placement import TwoZeros, Zero
 

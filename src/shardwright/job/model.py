@@ -31,9 +31,9 @@ from shardwright.core.llama import (
     Activation,
     LlamaShape,
     Share,
-    T5Shape,
     check_shape,
 )
+from shardwright.core.t5 import T5Shape
 from shardwright.job.asked import config_name
 from shardwright.job.hf_config import Shape, read_hf_config
 
@@ -47,24 +47,9 @@ OURS = "shardwright.models."
 CALLS = {"t5": "t5:build", "transformers": "hf:build"}
 _STREAM = ("layers", "dim", "heads", "ffn_dim", "vocab")
 _LLAMA = (
-    "kv_heads",
-    "head_dim",
-    "tied_embeddings",
-    "qk_norm",
-    "attention_bias",
-    "norm",
-    "mlp",
-    "positions",
-    "bias",
-    "dropout",
-    "attention_dropout",
-    "mtp_layers",
-    "experts",
-    "experts_per_token",
-    "expert_ffn_dim",
-    "shared_ffn_dim",
-    "moe_layers",
-    *LATENT,
+    *("kv_heads", "head_dim", "tied_embeddings", "qk_norm", "attention_bias", "norm", "mlp"),
+    *("positions", "bias", "dropout", "attention_dropout", "mtp_layers", "experts"),
+    *("experts_per_token", "expert_ffn_dim", "shared_ffn_dim", "moe_layers", *LATENT),
 )
 WIDTHS = (*_STREAM, *_LLAMA)
 _DEGREES = ("pipeline", "schedule", "chunks", "expert", "routing", "expert_load")
@@ -124,7 +109,7 @@ KINDS: dict[str, ModelTraits] = {
     ),
     "transformer": ModelTraits(_STREAM, "text"),
     "llama": ModelTraits(
-        (*WIDTHS, "hf_config"),
+        (*WIDTHS, "hf_config", "lora"),
         "text",
         is_estimated=True,
         divided_by=("tensor", "context", "sequence", "expert_tensor", *_DEGREES),
@@ -195,12 +180,16 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             attention, as DeepSeek's configuration names them: numbers that make keys and values,
             and queries; the part of ``head_dim`` that is turned; width of a head of values, by
             default ``head_dim``
+        lora (none): of a llama: all is frozen, and stays in the dtype that is computed in, but
+            adapters (LoRA) of so many inner numbers beside the linear layers of attention and of
+            MLPs; experts, router and head have none. Also beside ``hf_config``
         hf_config: instead of a llama's widths the name of [a public
             model](memory.md#a-question-without-a-file), or the ``config.json`` of a Hugging Face
             model (llama, mistral, mixtral, qwen2, qwen3, qwen2_moe, qwen3_moe, gemma, gemma2,
-            gemma3_text, gpt2, deepseek_v2, deepseek_v3, t5, mt5; [what they leave
-            out](memory.md#hugging-face-configurations)), found from the working directory, else
-            beside the job. What the widths or the file come to stays with the job as ``shape``
+            gemma3_text, gpt2, gpt_oss, phi3, deepseek_v2, deepseek_v3, t5, mt5; [what
+            they leave out](memory.md#hugging-face-configurations)), found from the working
+            directory, else beside the job. What the widths or the file come to stays with the job
+            as ``shape``
         python, arguments: a module of your own, as ``"package.module:function"``, and a table of
             keywords for the function, see below
     """
@@ -239,6 +228,7 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dropout: Share | UnsetType = UNSET
     attention_dropout: Share | UnsetType = UNSET
     mtp_layers: Width | UnsetType = UNSET
+    lora: Width | UnsetType = UNSET
     hf_config: str | UnsetType = UNSET
     python: str | UnsetType = UNSET
     arguments: dict[str, Any] | UnsetType = UNSET
@@ -323,7 +313,8 @@ def completed(model: ModelSection, where: str, job_path: Path | None) -> ModelSe
         if not isinstance(found, LlamaShape):
             wanted = "no other key of [model] beside a configuration of a model that is no decoder"
             raise InputError(expected(f"{where}: model", wanted, "one"))
-        shape = found
+        shape = msgspec.structs.replace(found, lora=model.lora) if model.lora else found
+        check_shape(shape, f"{where}: model")
     return msgspec.structs.replace(model, shape=shape)
 
 
@@ -388,6 +379,7 @@ def _unlike_llama(model: ModelSection) -> dict[str, Any]:
         "dropout": model.dropout,
         "attention_dropout": model.attention_dropout,
         "mtp_layers": model.mtp_layers,
+        "lora": model.lora,
     }
     return {key: value for key, value in found.items() if value}
 

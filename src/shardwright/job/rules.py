@@ -20,7 +20,7 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.llama import MegatronSettings
+from shardwright.core.megatron import MegatronSettings
 from shardwright.job.memory import PLANNED, Fsdp2Section, MemorySection
 from shardwright.job.model import KINDS, WIDTHS, ModelSection
 from shardwright.job.planner import EstimatorSection, ProposerSection, reservation_kind

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from shardwright.core.document import parse_toml
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.job.asked import DTYPES
 from shardwright.job.imported import Document, Imported, Keys
@@ -216,6 +217,14 @@ def _of_releases(keys: Keys, world_size: int | None) -> Document:
     if parallel["pipeline"] > 1:
         parallel["microbatches"] = max(1, batch["size"] // size)
     return document
+
+
+def job_of_text(text: str, where: str, world_size: int | None) -> Imported:
+    """The job of a configuration in ``text``: TOML of the releases, or flags of the main branch,
+    which name a configuration. Errors are those of the two, with ``where`` for what is no TOML."""
+    if re.search(r"--(config|module)\b|\bCONFIG=", text):
+        return job_of_flags(text, world_size)
+    return job_of(parse_toml(text, where, "a configuration of TorchTitan"), world_size)
 
 
 def job_of_flags(text: str, world_size: int | None) -> Imported:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardwright.core.llama import T5Shape
+from shardwright.core.t5 import T5Shape
 from shardwright.tracker.tensors import DTYPES
 
 Masked = torch.Tensor | None

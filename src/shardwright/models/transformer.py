@@ -114,5 +114,6 @@ class Transformer(Started):
 
 
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy over all tokens, in nats: logits [B, T, V], targets [B, T] int64."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    """Mean cross entropy over all tokens, in nats, computed in fp32: logits [B, T, V], targets
+    [B, T] int64."""
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -10,6 +10,8 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from shardwright.core.cluster import Cluster
 from shardwright.core.timeline import Phase
 from shardwright.cost import constants
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 TORCHREC: Profile = "torchrec-1.9"
 
-__all__ = ["TORCHREC", "cluster_of", "phase_of_part", "torchrec"]
+__all__ = ["TORCHREC", "cluster_of", "phase_of_part", "torchrec", "with_hosts"]
 
 
 def __getattr__(name: str) -> Any:
@@ -45,6 +47,13 @@ def cluster_of(job: Job) -> tuple[Cluster, tuple[str, ...]]:
     profile = job.planner.constants
     own: Preset | None = _torchrec().PRESET if profile == TORCHREC else None
     return constants.cluster(job.cluster, profile, own)
+
+
+def with_hosts(job: Job) -> Job:
+    """The job with the ranks of its cluster, and how many of them a host has, by number."""
+    cluster, _ = cluster_of(job)
+    sizes = {"world_size": cluster.world_size, "local_world_size": cluster.local_world_size}
+    return msgspec.structs.replace(job, cluster=msgspec.structs.replace(job.cluster, **sizes))
 
 
 def phase_of_part(profile: Profile) -> Mapping[str, Phase]:

@@ -223,6 +223,9 @@ def range_text(low: int, high: int) -> str:
 def headline(footprint: Footprint) -> str:
     """Whose memory it is, in one line."""
     parameters = f"{count_text(footprint.parameters)} parameters"
+    if footprint.frozen:
+        trained = count_text(footprint.parameters - footprint.frozen)
+        parameters += f", {trained} of them trained,"
     model = printable(footprint.model)
     return f"{model}: {parameters} on {counted(footprint.world_size, 'rank')}"
 

@@ -17,8 +17,7 @@ from shardwright.core.errors import InputError, expected, not_one_of
 from shardwright.core.llama import LlamaShape
 from shardwright.estimate.unplanned import treatment_of
 from shardwright.job.cluster import device_of
-from shardwright.job.engines.layout import Limits, is_allowed
-from shardwright.job.exported import ENGINES
+from shardwright.job.exported import ENGINES, unlike
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import check_policy
 from shardwright.job.parallel import Degrees, ParallelSection, degrees
@@ -59,21 +58,9 @@ assert set(Layout.__struct_fields__) == {*AXES, "data_shard"}
 def for_engine(job: Job, engine: str) -> Job:
     """The job as an ``engine`` runs it: keys of its memory that must have another value there have
     the first one that it takes."""
-    if not engine:
-        return job
-    if engine not in ENGINES:
+    if engine and engine not in ENGINES:
         raise InputError(not_one_of("--engine", engine, ENGINES))
-    limits, section = ENGINES[engine].limits, msgspec.structs.asdict(memory_of(job))
-    for key, allowed in limits.items():
-        where, _, name = key.partition(".")
-        if where == "memory" and name in section and not takes(limits, key, section[name]):
-            job = changed(job, {key: allowed[0]})
-    return job
-
-
-def takes(limits: Limits, key: str, value: object) -> bool:
-    """Whether an engine takes a value of a key."""
-    return any(is_allowed(value, each) for each in limits.get(key, ()))
+    return changed(job, unlike(job, engine)) if engine else job
 
 
 class Space:
@@ -127,12 +114,12 @@ class Space:
         """Those values of an axis that the engine takes, but for the first, which says nothing."""
         if not self.engine:
             return values
-        limits = ENGINES[self.engine].limits
+        engine = ENGINES[self.engine]
         where = "memory" if axis in RUN_BY else "parallel"
-        if axis in ("micro_batch", "zero", "compile") or where in limits:
+        if axis in ("micro_batch", "zero", "compile") or where in engine.limits:
             return values
         first = values[:1] if axis != "checkpointing" else ()
-        kept = [v for v in values if v in first or takes(limits, f"{where}.{axis}", v)]
+        kept = [v for v in values if v in first or engine.takes(f"{where}.{axis}", v)]
         return kept or values[:1]
 
     def _fixed(self, axis: str, text: str) -> Any:

@@ -13,10 +13,17 @@ from typing import Any
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, expected
-from shardwright.job.engines.layout import ANY, Engine, EngineLayout, layout_of
+from shardwright.job.engines.layout import (
+    ANY,
+    HEAD,
+    PORT,
+    Engine,
+    EngineLayout,
+    layout_of,
+)
 from shardwright.job.engines.own import document_of, given
 from shardwright.job.imported import Document, Imported, Keys
-from shardwright.job.job import Job, memory_of
+from shardwright.job.job import Job, memory_of, parallel_of
 
 ALL = ""  # keys outside of a section
 
@@ -70,10 +77,9 @@ def _written(layout: EngineLayout) -> str:
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
     sizes = {theirs: getattr(degrees, ours) for ours, theirs in SIZES.items()}
-    head = [
-        "# Of the script: the model, and per rank and step "
-        f"{degrees.microbatches} microbatches of {layout.samples} x {layout.job.batch.sequence}.",
-    ]
+    parts = f"{degrees.microbatches} microbatch{'es' * (degrees.microbatches > 1)}"
+    each = f"{layout.samples} x {layout.job.batch.sequence}"
+    head = [f"# Of the script: the model, and per rank and step {parts} of {each}."]
     if layout.said["memory.checkpointing"] == "full":
         head.append(
             "# Parts of a block are checkpointed one by one, which keeps more than a block."
@@ -82,9 +88,12 @@ def _written(layout: EngineLayout) -> str:
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
         "mixed_precision": precision,
-        "num_machines": 1,
+        "num_machines": layout.hosts,
         "num_processes": degrees.world_size,
     }
+    if layout.hosts > 1:
+        head.append("# machine_rank: 0 on HOST, and on every other host a number of its own.")
+        plain |= {"machine_rank": 0, "main_process_ip": HEAD, "main_process_port": PORT}
     sections = {"fsdp_config": fsdp, "parallelism_config": sizes}
     lines = [*head, *(f"{key}: {_yaml(value)}" for key, value in plain.items())]
     for name, keys in sections.items():
@@ -121,6 +130,10 @@ ACCELERATE = Engine(
     },
     _more,
     _written,
+    {
+        "memory.reduce_dtype": lambda job: memory_of(job).param_dtype,
+        "parallel.sequence": lambda job: False if parallel_of(job).tensor > 1 else UNSET,
+    },
 )
 
 

@@ -49,7 +49,9 @@ REFUSED = {
     (ALL, "amp"): "Apex",
     (ALL, "torch_autocast"): "autocast over parameters in fp32",
     (ALL, "graph_harvesting"): "graphs of CUDA",
+    (ALL, "expert_parallel"): "experts that AutoEP shares",
     ("compile", "deepcompile"): "DeepCompile",
+    ("data_types", "grad_accum_dtype"): "gradients that add up in another dtype",
     ("tensor_parallel", "autotp_size"): "tensor ranks of AutoTP",
     ("bf16", "bf16_master_weights_and_grads"): "weights to update in bf16",
     ("bf16", "bf16_optimizer_states"): "states in bf16",
@@ -58,6 +60,7 @@ REFUSED = {
     (ZERO, "zero_quantized_gradients"): "gradients that travel in 4 bits",
     (ZERO, "zero_quantized_nontrainable_weights"): "frozen parameters in 8 bits",
     (ZERO, "zenflow"): "ZenFlow",
+    (STATES, "super_offload"): "SuperOffload",
     ("activation_checkpointing", "partition_activations"): "activations shared by tensor ranks",
     ("activation_checkpointing", "cpu_checkpointing"): "activations on the host",
     ("activation_checkpointing", "contiguous_memory_optimization"): "a buffer of activations",
@@ -69,17 +72,19 @@ HARMLESS = re.compile(
     "steps_per_print|wall_clock_breakdown|dump_state|memory_breakdown|gradient_clipping|"
     "prescale_gradients|gradient_predivide_factor|gradient_allreduce_op|sparse_gradients|"
     "zero_allow_untested_optimizer|zero_force_ds_cpu_optimizer|dataloader_drop_last|"
-    "disable_allgather|seed|scheduler|flops_profiler|comms_logger|comms_config|tensorboard|wandb|"
+    "managed_gradient_accumulation|seq_parallel_communication_data_type|vocabulary_size|log_level|"
+    "use_data_before_expert_parallelism|disable_allgather|seed|scheduler|flops_profiler|comms_logger|comms_config|tensorboard|wandb|"
     "csv_monitor|comet|monitor_config|checkpoint|nebula|autotuning|aio|communication_backend|"
     r"scheduler\..*|autotuning\..*|optimizer\.params.*|optimizer\.legacy_fusion|"
     "activation_checkpointing.*|"
     r"(fp16|bf16)\.(auto_cast|loss_scale|initial_scale_power|loss_scale_window|hysteresis|"
-    r"consecutive_hysteresis|min_loss_scale|fused_mode|immediate_grad_update)|"
+    r"consecutive_hysteresis|min_loss_scale|fused_mode|immediate_grad_update|check_(grad_)?overflow)|"
     r"zero_optimization\.(load_from_fp32_weights|elastic_checkpoint|ignore_unused_parameters|"
     r"stage3_gather_(16bit|fp16)_weights_on_model_save|legacy_stage1|log_trace_cache_warnings|"
+    r"grad_hooks|save_muon_momentum_buffer_in_memory|cpu_offload_use_pin_memory|"
     r"enable_sanity_checks|pipeline_loading_checkpoint|override_module_apply|round_robin_gradients|"
     r"offload_(optimizer|param)\.(pin_memory|nvme_path|buffer_count|buffer_size|max_in_cpu|"
-    r"fast_init|pipeline.*))"
+    r"fast_init|pipeline.*|cpuadam_cores_perc))"
 )
 """Keys that change no memory and no time of a step, as far as these are worked out."""
 
@@ -238,8 +243,11 @@ def _offload(keys: Keys, stage: int) -> str:
     old = {STATES: "cpu_offload", PARAMETERS: "cpu_offload_param"}
     on = []
     for section, deprecated in old.items():
-        usual = "cpu" if section in keys.config or keys.value(ZERO, deprecated, False) else "none"
+        # Its documentation says "cpu" where a section names no device; its code has "none".
+        usual = "cpu" if keys.value(ZERO, deprecated, False) else "none"
         device = keys.value(section, "device", usual)
+        if section in keys.config and "device" not in keys.config[section]:
+            keys.assume(f"{section}.device {usual}, for it names none")
         if device not in ("none", "cpu", None):
             keys.refuse(
                 section, "device", "none or cpu, for no estimate has anything on NVMe", usual
@@ -249,9 +257,10 @@ def _offload(keys: Keys, stage: int) -> str:
     if keys.decimal(STATES, "ratio", 1.0) != 1:
         keys.refuse(STATES, "ratio", "1, all of the updates on the host")
     if PARAMETERS in on and stage != 3:
-        keys.refuse(PARAMETERS, "device", "none, for stage 3 alone has parameters on the host")
+        wanted = "none, for stage 3 alone has parameters on the host"
+        keys.refuse(PARAMETERS, "device", wanted, "cpu")
     if STATES in on and stage == 0:
-        keys.refuse(STATES, "device", "none at stage 0, which shares no states")
+        keys.refuse(STATES, "device", "none at stage 0, which shares no states", "cpu")
     if PARAMETERS in on and STATES not in on:
         keys.refuse(PARAMETERS, "device", "none without offload_optimizer", "cpu")
     if not on:

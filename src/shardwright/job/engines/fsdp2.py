@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+from msgspec import UNSET
+
 from shardwright.core.errors import expected
 from shardwright.core.tensor import TORCH_NAMES
-from shardwright.job.engines.layout import ANY, Engine, EngineLayout
+from shardwright.job.engines.layout import ANY, Engine, EngineLayout, started
 from shardwright.job.memory import COSTLY, PRODUCTS
 
 OPTIMIZERS = {
@@ -177,7 +179,7 @@ def _written(layout: EngineLayout) -> str:
     if memory.compile:
         body.append("    for block in model.layers.values():\n        block.compile()\n")
     text = "".join([*body, _shards(layout, tuple(axes))])
-    return _head(layout) + _imports(text) + text
+    return started(layout, "SCRIPT.py") + _head(layout) + _imports(text) + text
 
 
 def _imports(text: str) -> str:
@@ -294,6 +296,7 @@ FSDP2 = Engine(
         "memory.loss": ("gathered", "parallel"),
         "train.optimizer": tuple(OPTIMIZERS),
         "model": (ANY,),
+        "model.lora": (UNSET,),
         "model.kind": ("llama",),
     },
     _more,

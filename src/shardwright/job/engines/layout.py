@@ -17,12 +17,14 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.core.errors import InputError, expected
-from shardwright.core.llama import LlamaShape, MegatronSettings
+from shardwright.core.llama import MAX_WORLD, LlamaShape
+from shardwright.core.megatron import MegatronSettings
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import WHOLE, MemorySection, float8_scaling
 from shardwright.job.parallel import Degrees, capacity_of, fixed_world
 
 ANY = "*"
+HEAD, PORT = "HOST", 29_500  # where several hosts meet; torchrun's usual port
 Limits = Mapping[str, tuple[Any, ...]]
 
 # What an estimate assumes, or which device it is of: no engine is asked for it.
@@ -53,16 +55,32 @@ class EngineLayout(NamedTuple):
         """Ranks with batches of their own."""
         return self.degrees.data_replicate * self.degrees.data_shard
 
+    @property
+    def host(self) -> int:
+        """Ranks of a host; all, where the job does not say."""
+        return min(self.job.cluster.local_world_size or MAX_WORLD, self.degrees.world_size)
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts its ranks fill."""
+        return -(-self.degrees.world_size // self.host)
+
 
 class Engine(NamedTuple):
     """One that runs jobs: what a key may say (``limits``), what must hold of several keys
-    (``more``, as lines), how a layout is written, and of which version all this was read."""
+    (``more``, as lines), how a layout is written, and of which version all this was read. ``usual``
+    are keys that a job which does not give them has there otherwise than by their first limit."""
 
     title: str
     version: str
     limits: Limits
     more: Callable[[EngineLayout], Iterator[str]]
     written: Callable[[EngineLayout], str]
+    usual: Mapping[str, Callable[[Job], Any]] = {}
+
+    def takes(self, key: str, value: object) -> bool:
+        """Whether the limits of a key have a value."""
+        return any(is_allowed(value, each) for each in self.limits.get(key, ()))
 
     def cannot(self, layout: EngineLayout) -> Iterator[str]:
         """Why it does not run a layout, a line for each reason."""
@@ -160,6 +178,20 @@ def _word(value: Any) -> str:
 def the_other_way(table: Mapping[Any, Any]) -> dict[Any, Any]:
     """Ours by theirs as theirs by ours."""
     return {ours: theirs for theirs, ours in table.items()}
+
+
+def torchrun(layout: EngineLayout) -> str:
+    """What starts its ranks, by the same line on each host."""
+    if layout.hosts == 1:
+        return f"torchrun --nproc-per-node {layout.host}"
+    meet = f"--rdzv-backend c10d --rdzv-endpoint {HEAD}:{PORT} --rdzv-id mine"
+    return f"torchrun --nnodes {layout.hosts} --nproc-per-node {layout.host} {meet}"
+
+
+def started(layout: EngineLayout, script: str) -> str:
+    """How a ``script`` is started, as a comment."""
+    line = f"# {torchrun(layout)} {script}\n"
+    return line.replace(" --rdzv-backend", " \\\n#   --rdzv-backend")
 
 
 def flag_lines(head: str, flags: Iterator[str]) -> str:

@@ -7,8 +7,16 @@ from itertools import groupby
 from typing import Any
 
 from shardwright.core.errors import expected
-from shardwright.core.llama import LlamaShape, MegatronSettings
-from shardwright.job.engines.layout import ANY, Engine, EngineLayout, flag_lines, the_other_way
+from shardwright.core.llama import LlamaShape
+from shardwright.core.megatron import MegatronSettings
+from shardwright.job.engines.layout import (
+    ANY,
+    Engine,
+    EngineLayout,
+    flag_lines,
+    the_other_way,
+    torchrun,
+)
 from shardwright.job.megatron import DEGREES, LAYOUT, OPTIMIZERS, REPLICAS, layout_of
 from shardwright.job.megatron_model import FUSIONS, GATES, SQUARES
 from shardwright.job.model import MLPS
@@ -54,7 +62,7 @@ def _more(layout: EngineLayout) -> Iterator[str]:
     elif memory.reduce_dtype not in ("fp32", memory.param_dtype):
         wanted = f"fp32 or param_dtype {memory.param_dtype}"
         yield expected("memory.reduce_dtype", wanted, str(memory.reduce_dtype))
-    fused = "foreach" if layout.job.train.optimizer == "muon" else "fused"  # of which none is
+    fused = _implementation(layout.job.train.optimizer)
     if layout.said["memory.implementation"] != fused:
         yield expected("memory.implementation", fused, layout.said["memory.implementation"])
     if degrees.data_replicate > 1 and memory.zero != 1:
@@ -68,6 +76,10 @@ def _more(layout: EngineLayout) -> Iterator[str]:
     if degrees.context > 1 and layout.job.batch.sequence % (2 * degrees.context):
         wanted = f"a multiple of {2 * degrees.context}, twice parallel.context"
         yield expected("batch.sequence", wanted, str(layout.job.batch.sequence))
+
+
+def _implementation(optimizer: str) -> str:
+    return "foreach" if optimizer == "muon" else "fused"  # of which none is
 
 
 def _of_model(shape: LlamaShape) -> Iterator[str]:
@@ -125,7 +137,7 @@ def _written(layout: EngineLayout) -> str:
     # Without it a tensor's or a context's collectives wait for one another, and it is refused.
     degrees = layout.degrees
     one = "CUDA_DEVICE_MAX_CONNECTIONS=1 " if degrees.tensor * degrees.context > 1 else ""
-    return flag_lines(f"{one}torchrun pretrain_gpt.py", iter(words))
+    return flag_lines(f"{one}{torchrun(layout)} pretrain_gpt.py", iter(words))
 
 
 Flags = Iterator[tuple[str, Any]]
@@ -266,4 +278,8 @@ MEGATRON = Engine(
     },
     _more,
     _written,
+    {
+        "memory.zero": lambda _: 1,  # without it every rank has all states
+        "memory.implementation": lambda job: _implementation(job.train.optimizer),
+    },
 )

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from shardwright.core.document import parse_json
@@ -28,17 +29,19 @@ FORMS = "print(plan), or json.dumps(plan._serialize())"
 TYPES = {name: name for name in typing.get_args(ShardingType)}
 KERNELS = {name: name for name in typing.get_args(ComputeKernel)}
 NONE = re.compile("(?!)")  # no key is without effect
+PLACE = re.compile(r"rank:(\d+)/(\w+?)(?::(\d+))?")
 COLUMNS = {"sharding type": "sharding_type", "compute kernel": "compute_kernel", "ranks": "ranks"}
 
 
 class Shards(NamedTuple):
-    """What the shards of a table say: its size, the widest of them, where they lie."""
+    """What the shards of a table say: its size, the width of the widest, the ranks that they lie
+    on, and of which kind and index on its host the device of each is."""
 
     rows: int
     dim: int
     width: int
     ranks: tuple[int, ...]
-    devices: tuple[tuple[str, int], ...]  # kind and index on its host
+    devices: frozenset[tuple[str, int]]
 
 
 def job_of(text: str, job: Job | None, world_size: int | None) -> Imported:
@@ -48,11 +51,12 @@ def job_of(text: str, job: Job | None, world_size: int | None) -> Imported:
     InputError: no plan; UnsupportedError: one that no plan of ours can be.
     """
     modules = _serialized(text) if text.lstrip()[:1] == "{" else _printed(text)
-    entries = [
-        (path, name, each) for path, found in modules.items() for name, each in found.items()
-    ]
-    once = {name for _, name, _ in entries if [each[1] for each in entries].count(name) == 1}
-    named = {name if name in once else f"{path}.{name}": each for path, name, each in entries}
+    times = Counter(name for found in modules.values() for name in found)
+    named = {
+        name if times[name] == 1 else f"{path}.{name}": each
+        for path, found in modules.items()
+        for name, each in found.items()
+    }
     if not named:
         raise InputError(expected("the plan", "a table", "none"))
     keys = Keys(named, NONE)
@@ -63,45 +67,47 @@ def _document(keys: Keys, job: Job | None, world_size: int | None) -> dict[str, 
     known = {table.name: table for table in job.tables} if job else {}
     tables = {name: entry_of(table) for name, table in known.items()}
     places: dict[str, list[int]] = {}
-    shards: list[Shards] = []
     cut: list[str] = []
+    devices: set[tuple[str, int]] = set()
+    least = 1  # ranks
     for name in keys.config:
         kind = keys.one_of(name, "sharding_type", TYPES, "none")
         kernel = keys.one_of(name, "compute_kernel", KERNELS, "none")
+        shards, ranks, trait = _shards(keys, name), _ranks(keys, name), traits(TYPES[kind])
         if job and name not in known:
             keys.wrong(expected(name, "a table of the job", "none of that name"))
             continue
-        found = _shards(keys, name)
-        tables[name] = _table(keys, name, found, known.get(name))
+        tables[name] = _table(keys, name, shards, known.get(name))
         tables[name] |= {"sharding_types": [kind], "compute_kernels": [kernel]}
-        trait = traits(TYPES[kind])
-        if trait.cuts_columns and found:
-            tables[name]["min_partition"] = found.width
-            cut.append(name)
-        if trait.partition != "uniform" and (ranks := found.ranks if found else _ranks(keys, name)):
+        if shards:
+            ranks = shards.ranks or ranks
+            devices |= shards.devices
+            if trait.cuts_columns:
+                tables[name]["min_partition"] = shards.width
+                cut.append(name)
+        least = max((least, *(1 + rank for rank in ranks)))
+        if ranks and trait.partition != "uniform":  # others lie on all ranks anyway
             places[name] = sorted({*ranks})
-        shards += [found] if found else []
     if cut:
         keys.assume(f"columns of {', '.join(cut)} in any order on the ranks of each")
-    document = document_of(job) if job else _alone(keys, shards)
-    document |= {"tables": [*tables.values()]}
-    most = max((rank for each in shards for rank in each.ranks), default=0)
+    document = document_of(job) if job else _alone(keys, devices)
+    document["tables"] = [*tables.values()]
     section = document.setdefault("cluster", {})
-    section["world_size"] = world_size or section.get("world_size") or most + 1
-    if most >= section["world_size"]:
-        keys.wrong(expected("-n", f"the {most + 1} ranks of the plan", str(section["world_size"])))
+    section["world_size"] = world_size or section.get("world_size") or least
+    if least > section["world_size"]:
+        keys.wrong(expected("-n", f"the {least} ranks of the plan", str(section["world_size"])))
     planner = document.setdefault("planner", {})
     planner.setdefault("options", "torchrec")  # cuts as TorchRec makes them, and no others
-    constraints = planner.setdefault("constraints", {})
-    constraints["ranks"] = constraints.get("ranks", {}) | places
+    if places:
+        constraints = planner.setdefault("constraints", {})
+        constraints["ranks"] = constraints.get("ranks", {}) | places
     return document
 
 
-def _alone(keys: Keys, shards: list[Shards]) -> dict[str, Any]:
+def _alone(keys: Keys, devices: Collection[tuple[str, int]]) -> dict[str, Any]:
     """The sections of a job of tables alone."""
     keys.assume("fp32 rows, one id a bag, no optimizer states: --job has what a plan does not say")
     keys.assume(f"batches of {BATCH}")
-    devices = {device for each in shards for device in each.devices}
     kind = min((kind for kind, _ in devices), default="cuda")
     cluster: dict[str, Any] = {"compute_device": kind}
     if kind != "cpu" and devices:
@@ -116,13 +122,12 @@ def _table(keys: Keys, name: str, found: Shards | None, known: TableSpec | None)
             wanted = f"{known.rows} x {known.dim} as in the job"
             keys.wrong(expected(f"{name}.shards", wanted, f"{found.rows} x {found.dim}"))
         return entry_of(known)
-    if found is None:
-        if keys.value(name, "shards", None):  # which are wrong
-            return {}
+    if found:
+        return {"name": name, "rows": found.rows, "dim": found.dim}
+    if not keys.value(name, "shards", None):  # else they are wrong, which is said
         remedy = "A plan has none of replicas: name a job that has the table with --job."
         keys.wrong(expected(f"{name}.shards", "shards, which say rows and dim", "none", remedy))
-        return {}
-    return {"name": name, "rows": found.rows, "dim": found.dim}
+    return {}
 
 
 def _ranks(keys: Keys, name: str) -> tuple[int, ...]:
@@ -134,27 +139,32 @@ def _ranks(keys: Keys, name: str) -> tuple[int, ...]:
 
 
 def _shards(keys: Keys, name: str) -> Shards | None:
-    """What the shards of a table say; None where there are none."""
-    ranks, listed = _ranks(keys, name), keys.value(name, "shards", None)
+    """What the shards of a table say; None where there are none, or wrong ones."""
+    listed = keys.value(name, "shards", None)
     if not listed:
         return None
-    ends, widths, devices = [], [], []
-    places = []
     try:
-        for shard in listed:
-            (row, column), (rows, columns) = shard["shard_offsets"], shard["shard_sizes"]
-            ends.append((int(row + rows), int(column + columns)))
-            widths.append(int(columns))
-            place = re.fullmatch(r"rank:(\d+)/(\w+?)(?::(\d+))?", str(shard.get("placement")))
-            if place:
-                places.append(int(place[1]))
-                devices.append((place[2], int(place[3] or 0)))
+        cuts = [(*each["shard_offsets"], *each["shard_sizes"]) for each in listed]
+        if not all(len(cut) == 4 and all(type(at) is int for at in cut) for cut in cuts):
+            raise ValueError
+        found = [PLACE.fullmatch(str(each.get("placement"))) for each in listed]
     except (TypeError, KeyError, ValueError, AttributeError):
         wanted = "shard_offsets and shard_sizes of two numbers each"
         keys.wrong(expected(f"{name}.shards", wanted, f"{listed!r:.60}"))
         return None
-    rows, dim = (max(end[at] for end in ends) for at in (0, 1))
-    return Shards(rows, dim, max(widths), tuple(places) or ranks, tuple(devices))
+    rows = max(row + rows for row, _, rows, _ in cuts)
+    dim = max(column + columns for _, column, _, columns in cuts)
+    if (covered := sum(rows * columns for *_, rows, columns in cuts)) != rows * dim:
+        wanted = f"the {rows * dim:,} numbers of {rows} x {dim} once each"
+        keys.wrong(expected(f"{name}.shards", wanted, f"{covered:,}"))
+    places = [each.groups() for each in found if each]
+    return Shards(
+        rows,
+        dim,
+        max(columns for *_, columns in cuts),
+        tuple(int(rank) for rank, _, _ in places),
+        frozenset((kind, int(index or 0)) for _, kind, index in places),
+    )
 
 
 def _serialized(text: str) -> dict[str, dict[str, Any]]:

@@ -19,7 +19,9 @@ from shardwright.job.engines.layout import (
     Engine,
     EngineLayout,
     flag_lines,
+    started,
     the_other_way,
+    torchrun,
 )
 from shardwright.job.model import ModelSection, completed
 from shardwright.job.parallel import ENDS_WEIGH
@@ -195,7 +197,7 @@ def _toml(layout: EngineLayout) -> str:
     if said["memory.float8"]:
         model["converters"] = ["quantize.linear.float8"]
         found["quantize"] = {"linear": {"float8": {"recipe_name": said["memory.float8"]}}}
-    return encode_toml(found)
+    return started(layout, "-m torchtitan.train --job.config_file FILE") + encode_toml(found)
 
 
 def _flags(layout: EngineLayout) -> str:
@@ -216,7 +218,7 @@ def _flags(layout: EngineLayout) -> str:
     # A configuration may have it on, and then refuses to be compiled in part or not at all.
     sections["compile"]["enable_async_tensor_parallel"] = False
     policy = f"activation-checkpoint:{layout.said['memory.checkpointing']}"
-    head = f"torchrun --nproc_per_node=gpu -m torchtitan.train --module {CONFIGS[name].module}"
+    head = f"{torchrun(layout)} -m torchtitan.train --module {CONFIGS[name].module}"
     flags = (
         _flag(f"{section}.", key, value)
         for section, keys in sections.items()

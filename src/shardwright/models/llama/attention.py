@@ -34,6 +34,7 @@ from shardwright.models.llama.layers import (
     gather_alike,
     gathered,
     leave,
+    linear,
     norm,
     operator,
 )
@@ -67,6 +68,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) 
 
 
 Context = Any
+aten = torch.ops.aten
 Rotation = torch.Tensor | None
 DISTINCT_STEPS = 3
 CONTEXT = "context"
@@ -167,6 +169,52 @@ def _joined(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.cat((key.flatten(), value.flatten()))
 
 
+class _SinkAttention(torch.autograd.Function):
+    """Causal attention whose shares have one more of each head, the ``sinks``, that goes nowhere:
+    by a kernel that forms no [T, T] matrix and keeps its result and the logarithms of its sums.
+
+    Shares become smaller by what the sink takes, so a kernel's result is scaled. Its backward is
+    the same kernel's, of that result and of logarithms with the sink in them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.on_gpu = query.is_cuda or query.is_meta  # of a trace of a GPU's kernels
+        if ctx.on_gpu:
+            found, sums, *ctx.rest = aten._scaled_dot_product_flash_attention(
+                query, key, value, 0.0, True, False
+            )[:8]
+        else:
+            found, sums = aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, 0.0, True
+            )
+        whole = torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
+        found = found * torch.exp(sums - whole)[..., None].to(found.dtype)
+        ctx.save_for_backward(query, key, value, sinks, found, whole)
+        return found
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, sinks, found, whole = ctx.saved_tensors
+        given = (grad, query, key, value, found, whole)
+        if ctx.on_gpu:
+            *lengths, seed, offset = ctx.rest
+            grads = aten._scaled_dot_product_flash_attention_backward(
+                *given, *lengths, 0.0, True, seed, offset
+            )
+        else:
+            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, True)
+        taken = torch.exp(sinks.to(whole.dtype)[:, None] - whole)
+        of_sinks = -(taken * (grad * found).sum(-1, dtype=whole.dtype)).sum((0, 2))
+        return (*grads, of_sinks.to(sinks.dtype))
+
+
 class CoreAttention(nn.Module):
     """Queries, keys, values [B, heads, T, head_dim] -> [B, heads, T, head_dim] (of a value's), over
     the tokens of all context ranks. A module of its own, so that a policy can compute it again."""
@@ -176,9 +224,17 @@ class CoreAttention(nn.Module):
         self.context, self.cap = local.context, shape.attention_cap or 0.0
         self.dropout = shape.attention_dropout or 0.0
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Causal attention; the kernel forms no [T, T] matrix, but caps no scores either."""
         dropout = self.dropout if self.training else 0.0
+        if sinks is not None:
+            return _SinkAttention.apply(query, key, value, sinks)
         if self.cap:
             return capped_attention(query, key, value, self.cap)
         if self.context > 1:
@@ -204,11 +260,14 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         queries, keys = self.heads * shape.head_dim, self.kv_heads * shape.head_dim
         bias = shape.attention_bias
-        self.wq = Linear(shape.dim, queries, bias, device=device, dtype=dtype)
-        self.wk = Linear(shape.dim, keys, bias, device=device, dtype=dtype)
-        self.wv = Linear(shape.dim, keys, bias, device=device, dtype=dtype)
-        self.wo = Linear(queries, shape.dim, shape.output_bias, device=device, dtype=dtype)
+        self.wq = linear(shape, (shape.dim, queries), bias, device, dtype)
+        self.wk = linear(shape, (shape.dim, keys), bias, device, dtype)
+        self.wv = linear(shape, (shape.dim, keys), bias, device, dtype)
+        self.wo = linear(shape, (queries, shape.dim), shape.output_bias, device, dtype)
         self.inner_attention = self.core(shape, local)
+        self.sinks = None
+        if shape.sinks:
+            self.sinks = nn.Parameter(torch.empty(self.heads, device=device, dtype=dtype))
         self.q_norm = self.k_norm = None
         if shape.qk_norm:
             self.q_norm = norm(shape, shape.head_dim, device, dtype)
@@ -226,7 +285,8 @@ class Attention(nn.Module):
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         repeats = self.heads // self.kv_heads
         key, value = repeat_heads(key, repeats), repeat_heads(value, repeats)
-        found = self.inner_attention(*(part.transpose(1, 2) for part in (query, key, value)))
+        parts = (part.transpose(1, 2) for part in (query, key, value))
+        found = self.inner_attention(*parts, self.sinks)
         joined = found.transpose(1, 2).reshape(size, length, -1)
         return leave(self.wo(joined), self.local)
 
@@ -245,17 +305,17 @@ class LatentAttention(nn.Module):
         self.shape, self.local, self.heads = shape, local, local.heads(shape)
         self.unturned = shape.head_dim - shape.qk_rope_head_dim
         dim, shared, queries = shape.dim, shape.kv_lora_rank, self.heads * shape.head_dim
-        linear = partial(Linear, bias=False, device=device, dtype=dtype)
+        plain = partial(Linear, bias=False, device=device, dtype=dtype)
         if shape.q_lora_rank:
-            self.wq_a = linear(dim, shape.q_lora_rank)
+            self.wq_a = plain(dim, shape.q_lora_rank)
             self.q_norm = norm(shape, shape.q_lora_rank, device, dtype)
-            self.wq_b = linear(shape.q_lora_rank, queries)
+            self.wq_b = plain(shape.q_lora_rank, queries)
         else:
-            self.wq = linear(dim, queries)
-        self.wkv_a = linear(dim, shared + shape.qk_rope_head_dim)
+            self.wq = plain(dim, queries)
+        self.wkv_a = plain(dim, shared + shape.qk_rope_head_dim)
         self.kv_norm = norm(shape, shared, device, dtype)
-        self.wkv_b = linear(shared, self.heads * (self.unturned + shape.value_dim))
-        self.wo = linear(self.heads * shape.value_dim, dim, bias=shape.output_bias)
+        self.wkv_b = plain(shared, self.heads * (self.unturned + shape.value_dim))
+        self.wo = plain(self.heads * shape.value_dim, dim, bias=shape.output_bias)
         self.inner_attention = self.core(shape, local)
 
     def forward(self, x: torch.Tensor, cos: Rotation, sin: Rotation) -> torch.Tensor:

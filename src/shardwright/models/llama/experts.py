@@ -11,6 +11,7 @@ One product serves many experts: rows are sorted by expert, each group times its
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from shardwright.models.llama.layers import (
     Linear,
     all_to_all,
     enter,
+    gated,
     has_data,
     leave,
 )
@@ -114,7 +116,7 @@ class Experts(nn.Module):
         self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[shape.activation]
+        self.activation = shape.activation
         here, dim = local.experts(shape), shape.dim
         wide = shape.expert_ffn_dim // local.expert_width_degree
         self.w1 = nn.Parameter(torch.empty(here, wide, dim, device=device, dtype=dtype))
@@ -122,13 +124,34 @@ class Experts(nn.Module):
         self.w3 = None
         if not shape.ungated:
             self.w3 = nn.Parameter(torch.empty(here, wide, dim, device=device, dtype=dtype))
+        self.b1 = self.b2 = self.b3 = None
+        if shape.expert_bias:
+            self.b1 = nn.Parameter(torch.empty(here, wide, device=device, dtype=dtype))
+            self.b2 = nn.Parameter(torch.empty(here, dim, device=device, dtype=dtype))
+            if self.w3 is not None:
+                self.b3 = nn.Parameter(torch.empty(here, wide, device=device, dtype=dtype))
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """[rows, D] -> [rows, D]; ``ends[e]`` is where the rows of expert e stop."""
-        inner = self.activation(grouped_product(rows, self.w1, ends))
+        of = None if self.b1 is None else _expert_of(rows, ends)
+        inner = _biased(grouped_product(rows, self.w1, ends), self.b1, of)
         if self.w3 is None:
-            return grouped_product(inner, self.w2, ends)
-        return grouped_product(inner * grouped_product(rows, self.w3, ends), self.w2, ends)
+            inner = ACTIVATIONS[self.activation](inner)
+        else:
+            up = partial(grouped_product, rows, self.w3, ends)
+            inner = gated(self.activation, inner, lambda: _biased(up(), self.b3, of))
+        return _biased(grouped_product(inner, self.w2, ends), self.b2, of)
+
+
+def _expert_of(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The expert of each row, int64; the last one of rows beyond the last end."""
+    places = torch.arange(len(rows), device=rows.device)
+    return torch.searchsorted(ends, places, right=True).clamp(max=len(ends) - 1)
+
+
+def _biased(rows: torch.Tensor, bias: torch.Tensor | None, of: torch.Tensor | None) -> torch.Tensor:
+    """Rows with the bias of their expert added, where there are biases."""
+    return rows if bias is None or of is None else rows + bias[of]
 
 
 class MixtureOfExperts(nn.Module):
@@ -140,7 +163,8 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.local = shape, local
-        self.router = Linear(shape.dim, shape.experts, bias=False, device=device, dtype=dtype)
+        bias = bool(shape.expert_bias)
+        self.router = Linear(shape.dim, shape.experts, bias, device=device, dtype=dtype)
         self.experts = Experts(shape, local, device, dtype)
         self.shared_experts = self.shared_gate = None
         if shape.shared_ffn_dim:

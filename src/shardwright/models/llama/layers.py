@@ -34,11 +34,54 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+CLIP, STEEPNESS = 7.0, 1.702  # gpt-oss, swiglu_limit of its configuration and alpha of its code
+
+
+def gated(
+    activation: Activation, gate: torch.Tensor, made: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """What is ``made`` behind a gate, scaled by it."""
+    if activation == "clipped_silu":
+        up = made().clamp(-CLIP, CLIP)
+        gate = gate.clamp(max=CLIP)
+        return gate * torch.sigmoid(STEEPNESS * gate) * (up + 1)
+    return ACTIVATIONS[activation](gate) * made()
+
+
 class Linear(nn.Linear):
     """A linear layer with unset weights [out, in]."""
 
     def reset_parameters(self) -> None:
         """Leave them unset."""
+
+
+class Adapted(Linear):
+    """A linear layer and beside it a narrow one of ``rank`` numbers, which alone is trained; as
+    peft's and torchtune's, with a scale of 2, as is usual, and no dropout."""
+
+    def __init__(
+        self, inside: int, out: int, bias: bool, rank: int, device: Device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(inside, out, bias, device=device, dtype=dtype)
+        self.lora_a = Linear(inside, rank, bias=False, device=device, dtype=dtype)
+        self.lora_b = Linear(rank, out, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Both added."""
+        return super().forward(x) + self.lora_b(self.lora_a(x)) * ADAPTER_SCALE
+
+
+def linear(
+    shape: LlamaShape,
+    size: tuple[int, int],
+    bias: bool,
+    device: Device,
+    dtype: torch.dtype,
+) -> Linear:
+    """A layer of so many numbers to so many, with an adapter where the shape has them."""
+    if shape.lora:
+        return Adapted(*size, bias, shape.lora, device, dtype)
+    return Linear(*size, bias, device=device, dtype=dtype)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -79,6 +122,7 @@ def has_data(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and type(tensor) in (torch.Tensor, nn.Parameter)
 
 
+ADAPTER_SCALE = 2.0  # lora_alpha over the rank
 TOKENS = 1  # the dimension of a stream [B, T, D] that sequence parallelism cuts
 
 
@@ -184,11 +228,11 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[shape.activation]
-        self.w1 = Linear(shape.dim, wide, bias, device=device, dtype=dtype)
-        self.w2 = Linear(wide, shape.dim, bias, device=device, dtype=dtype)
+        self.w1 = linear(shape, (shape.dim, wide), bias, device, dtype)
+        self.w2 = linear(shape, (wide, shape.dim), bias, device, dtype)
         self.w3 = None
         if not shape.ungated:
-            self.w3 = Linear(shape.dim, wide, bias, device=device, dtype=dtype)
+            self.w3 = linear(shape, (shape.dim, wide), bias, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Gate, product, and back; or there and back."""

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout, linear, scaled_dot_product_attention
 
-from shardwright.core.llama import LlamaShape, LocalShape, MegatronSettings
+from shardwright.core.llama import LlamaShape, LocalShape
+from shardwright.core.megatron import MegatronSettings
 from shardwright.models.llama.attention import (
     Attention,
     LatentAttention,

@@ -15,7 +15,13 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from shardwright.core.llama import LlamaShape, LocalShape, check_local, check_shape
+from shardwright.core.llama import (
+    LlamaShape,
+    LocalShape,
+    check_local,
+    check_shape,
+    is_trained,
+)
 from shardwright.models.llama.attention import Attention, LatentAttention, Rotation, rotations
 from shardwright.models.llama.experts import MixtureOfExperts
 from shardwright.models.llama.layers import (
@@ -43,6 +49,7 @@ from shardwright.models.llama.megatron import (
 )
 from shardwright.models.start import Started, generator_of
 
+NOTHING = (".lora_b.weight", ".b1", ".b2", ".b3")  # begin as 0, as other biases
 DEVIATION = 0.02  # of starting weights, as in GPT-2 and Llama
 WHOLE = LocalShape()
 FURTHER = 0.1  # of a loss of further tokens; Megatron-LM's default (--mtp-loss-scaling-factor)
@@ -177,6 +184,8 @@ class Llama(Started):
                 shape.dim, local.vocab(shape), bias=False, device=device, dtype=dtype
             )
         self._tie()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(is_trained(shape, name))
         self.sequence = sequence
         self.set_positions(device)
         # Not on the meta device and not under fake tensors, where a trace must not see anything
@@ -269,6 +278,12 @@ class Llama(Started):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
+    def store_frozen(self, dtype: torch.dtype) -> None:
+        """Have what is frozen in ``dtype``: nothing is added to it that would need more."""
+        for parameter in self.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+
     def _tie(self) -> None:
         # Between the first and the last stage of a pipeline nothing is tied: each has a copy of its
         # own.
@@ -278,7 +293,7 @@ class Llama(Started):
     def _start(self, fqn: str) -> torch.Tensor:
         """Norms are 1, biases 0, weights normal; what is added to the stream is smaller."""
         shape = tuple(self.get_parameter(fqn).shape)
-        if len(shape) == 1:
+        if len(shape) == 1 or fqn.endswith(NOTHING):
             return torch.full(shape, 1.0 if fqn.endswith("norm.weight") else 0.0)
         deviation = DEVIATION
         if fqn.endswith(("attention.wo.weight", ".w2.weight", ".w2")):
@@ -352,7 +367,7 @@ class _ParallelLoss(torch.autograd.Function):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Keeps the gradients of its inputs, each in the dtype of its input."""
+    """Keeps the gradients of its inputs, each in the dtype of its input, but of a frozen weight."""
 
     @staticmethod
     def forward(
@@ -365,7 +380,8 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         tokens = len(targets)
         total = hidden.new_zeros((), dtype=torch.float32)
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         size = -(-tokens // CHUNKS)
         for start in range(0, tokens, size):
             part = slice(start, start + size)
@@ -384,11 +400,14 @@ class _ChunkedLoss(torch.autograd.Function):
                 slope *= steepness
             slope = slope.div_(tokens).to(hidden.dtype)
             grad_hidden[part] = slope @ weight
-            grad_weight += slope.T @ hidden[part]
+            if grad_weight is not None:
+                grad_weight += slope.T @ hidden[part]
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total / tokens
 
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden.mul_(grad), grad_weight.mul_(grad), None, None, None
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(grad)
+        return grad_hidden.mul_(grad), grad_weight, None, None, None

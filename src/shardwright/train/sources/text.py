@@ -24,7 +24,7 @@ from shardwright.data.tokens import (
     training_batches,
     write_text,
 )
-from shardwright.job.job import Job, data_files
+from shardwright.job.job import Job, data_files, memory_of
 from shardwright.train.sources.made_up import make_up, read_facts
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class Language:
         """The model; a llama's positions are its only buffers."""
         from shardwright.models.llama import Llama
         from shardwright.models.transformer import Transformer
+        from shardwright.tracker.tensors import DTYPES
 
         job = self.job
         if not isinstance(job.model.shape, LlamaShape):
@@ -97,6 +98,8 @@ class Language:
         llama = Llama(
             job.model.shape, sequence=job.batch.sequence, device="meta", seed=job.train.seed
         )
+        if dtype := memory_of(job).param_dtype:
+            llama.store_frozen(DTYPES[dtype])
         # Positions are buffers: computed here, since apply fills parameters alone.
         llama.set_positions(device)
         return llama
