@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from shardwright.core.amount import ceil_div
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.optimizer_states import is_large
 from shardwright.core.placement import (
     BlockShard,
@@ -141,12 +141,10 @@ def _check_blocks(
         return
     least = block // math.gcd(math.prod(tensor.shape[1:]), block)
     raise InputError(
-        expected(
-            tensor.fqn,
-            f"cuts between blocks of {block} elements, which an optimizer quantizes together",
-            f"{describe(placement)} of shape {tensor.shape}",
-            f"Use shard_strategy='flat', Owned(rank) or BlockShard({least}).",
-        )
+        tensor.fqn,
+        f"cuts between blocks of {block} elements, which an optimizer quantizes together",
+        f"{describe(placement)} of shape {tensor.shape}",
+        f"Use shard_strategy='flat', Owned(rank) or BlockShard({least}).",
     )
 
 

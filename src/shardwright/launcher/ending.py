@@ -230,7 +230,7 @@ def decode_outcome(data: bytes, where: str = "outcome.json") -> RunOutcome:
     try:
         return decode_json(data, RunOutcome)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(expected(where, f"JSON of {OUTCOME_SCHEMA}", str(error))) from None
+        raise InputError(where, f"JSON of {OUTCOME_SCHEMA}", str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.outputs import same_file
 
 REMEDY = "Choose another train.out."
@@ -145,7 +145,7 @@ def check_inputs(folder: Path, inputs: Iterable[Path], plan: Path | None = None)
     for path in filter(None, (*inputs, plan)):
         if any(same_file(path, each) for each in written):
             wanted = "a file that the run does not write over"
-            raise InputError(expected(str(path), wanted, f"one of {folder}", REMEDY))
+            raise InputError(str(path), wanted, f"one of {folder}", REMEDY)
 
 
 def check_folder(folder: Path, plan: Path | None = None) -> None:
@@ -155,7 +155,7 @@ def check_folder(folder: Path, plan: Path | None = None) -> None:
     # somebody else's.
     if written and not lock_file(folder).exists():
         wanted = "a new folder, or one of an earlier run"
-        raise InputError(expected(str(folder), wanted, f"one with a {written[0].name}", REMEDY))
+        raise InputError(str(folder), wanted, f"one with a {written[0].name}", REMEDY)
 
 
 def _written(folder: Path, plan: Path | None) -> list[Path]:

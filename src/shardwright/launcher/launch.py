@@ -295,7 +295,7 @@ def _is_held(lock: Path, descriptor: int) -> bool:
 
 
 def _not_to_write_in(folder: Path, error: OSError) -> InputError:
-    return InputError(expected(str(folder), "a folder to write in", error.strerror or "none"))
+    return InputError(str(folder), "a folder to write in", error.strerror or "none")
 
 
 def _take_over(folder: Path, descriptor: int, mark: str) -> None:
@@ -308,7 +308,7 @@ def _take_over(folder: Path, descriptor: int, mark: str) -> None:
     before = os.pread(descriptor, LONGEST_MARK, 0)
     if before and not re.fullmatch(rb"[0-9a-f]{12}", before):
         path = str(lock_file(folder))
-        raise InputError(expected(path, "the lock of a run", "another file", "Move it away."))
+        raise InputError(path, "the lock of a run", "another file", "Move it away.")
     _write_mark(descriptor, mark.encode())
     deadline = time.monotonic() + _LAST_WORKERS
     while before and (left := run_processes(before.decode()) - {os.getpid()}):

@@ -14,15 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.kinds import (
-    dense_of,
-    is_packed,
-    join_of,
-    kind_of,
-    members_of,
-    parts_of,
-)
+from shardwright.core.errors import InputError, UnsupportedError
+from shardwright.core.kinds import dense_of, is_packed, join_of, kind_of, members_of, parts_of
 from shardwright.core.model import TableSpec
 from shardwright.core.schedule import BAGS_OF_ONE
 from shardwright.models.kinds import Kinds
@@ -53,7 +46,7 @@ class Embeddings(nn.Module):
             if is_packed(table):
                 wanted, got = "a kind that is trained", f"'{kind_of(table)}'"
                 remedy = "examples/packing.py looks rows of bytes up."
-                raise UnsupportedError(expected(f"table '{table.name}'.kind", wanted, got, remedy))
+                raise UnsupportedError(f"table '{table.name}'.kind", wanted, got, remedy)
         self.kinds, self.sparse, self.seed = Kinds(tables, device, bags=False), sparse, seed
         # Parts of a tensor train are wider than its rows: they are best gone before the next ones'.
         self.is_widened = any(join_of(table) == "tensor_train" for table in tables)
@@ -146,7 +139,7 @@ class Embeddings(nn.Module):
     def _check(self, ids: torch.Tensor) -> None:
         tables = self.kinds.tables
         if ids.dim() != 2 or ids.shape[1] != len(tables):
-            raise InputError(expected("ids", f"shape [batch, {len(tables)}]", str([*ids.shape])))
+            raise InputError("ids", f"shape [batch, {len(tables)}]", str([*ids.shape]))
         # All at once where nothing is wrong; only then is the first bad one looked for. An id
         # beyond its table would be a row of the next one, without an error: they lie in one weight.
         if not ids.numel() or (int(ids.min()) >= 0 and bool((ids.amax(0) < self.limits).all())):
@@ -154,7 +147,7 @@ class Embeddings(nn.Module):
         sample, place = (int(x) for x in ((ids < 0) | (ids >= self.limits)).nonzero()[0])
         spot = f"ids of table '{tables[place].name}', sample {sample}"
         wanted = f"ids from 0 to {tables[place].rows - 1}"
-        raise InputError(expected(spot, wanted, str(int(ids[sample, place]))))
+        raise InputError(spot, wanted, str(int(ids[sample, place])))
 
     @torch.no_grad()
     def materialised(self) -> Embeddings:

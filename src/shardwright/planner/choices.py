@@ -18,16 +18,9 @@ from typing import NamedTuple
 import msgspec
 
 from shardwright.core.cluster import Cluster
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.kinds import kind_of
-from shardwright.core.model import (
-    DENSE,
-    ON_DISK,
-    QUANTIZED,
-    ComputeKernel,
-    ModelSpec,
-    TableSpec,
-)
+from shardwright.core.model import DENSE, ON_DISK, QUANTIZED, ComputeKernel, ModelSpec, TableSpec
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.option import DEFAULT_MIN_PARTITION, Option, column_width
 from shardwright.core.sharding import TYPES, traits
@@ -193,13 +186,11 @@ def _listed(rules: Rules, *, slow: bool) -> list[tuple[Option, ...]]:
         shards += max(pieces, sum(listed.values()))
         if shards > MAX_SHARDS:
             raise InputError(
-                expected(
-                    "tables",
-                    f"at most {MAX_SHARDS:,} shards to choose from",
-                    f"more up to '{table.name}', {len(found):,} tables before it",
-                    "Raise min_partition, name fewer sharding_types, or set planner.options to "
-                    "'torchrec'.",
-                )
+                "tables",
+                f"at most {MAX_SHARDS:,} shards to choose from",
+                f"more up to '{table.name}', {len(found):,} tables before it",
+                "Raise min_partition, name fewer sharding_types, or set planner.options to "
+                "'torchrec'.",
             )
         found.append(options)
     return found
@@ -260,12 +251,10 @@ def check_limits(rules: Rules, table: TableSpec) -> None:
         whys = [(wanted, exclusion(rules, table, wanted)) for wanted in allowed or ()]
         if whys and all(why for _, why in whys):
             raise InputError(
-                expected(
-                    key_of(rules.job, table.name, field),
-                    f"any that can be planned for '{table.name}'",
-                    "; ".join(f"{wanted}: {why}" for wanted, why in whys),
-                    "Name another one, or leave the key out.",
-                )
+                key_of(rules.job, table.name, field),
+                f"any that can be planned for '{table.name}'",
+                "; ".join(f"{wanted}: {why}" for wanted, why in whys),
+                "Name another one, or leave the key out.",
             )
 
 

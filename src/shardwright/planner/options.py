@@ -9,7 +9,7 @@ import msgspec
 
 from shardwright.core.batch import Batch, lookups
 from shardwright.core.cluster import Cluster, Device
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.kinds import is_packed
 from shardwright.core.model import DENSE, ON_DISK, QUANTIZED, ComputeKernel, TableSpec
 from shardwright.core.optimizers import BY_ROW
@@ -47,8 +47,7 @@ def is_quantized(table: TableSpec) -> bool:
     if quantized and len(quantized) < len(named):
         wanted = "kernels of training or kernels of quantised tables"
         remedy = "A quantised table serves inference only: make it a table of its own."
-        where = f"tables '{table.name}'.compute_kernels"
-        raise InputError(expected(where, wanted, ", ".join(named), remedy))
+        raise InputError(f"tables '{table.name}'.compute_kernels", wanted, ", ".join(named), remedy)
     return bool(quantized) or is_packed(table)
 
 
@@ -85,13 +84,11 @@ def runnable_options(
             ]
     if not options:
         raise InputError(
-            expected(
-                f"tables '{table.name}'",
-                "a sharding type and kernel that this version runs",
-                f"types {types}, kernels {list(table.compute_kernels or ('any',))}",
-                f"{_no_cut(table, types, cuts)}Allow table_wise or row_wise with kernel fused, "
-                "data_parallel with dense, or on a CPU that has cluster.ssd_cap key_value.",
-            )
+            f"tables '{table.name}'",
+            "a sharding type and kernel that this version runs",
+            f"types {types}, kernels {list(table.compute_kernels or ('any',))}",
+            f"{_no_cut(table, types, cuts)}Allow table_wise or row_wise with kernel fused, "
+            "data_parallel with dense, or on a CPU that has cluster.ssd_cap key_value.",
         )
     return tuple(options)
 
@@ -164,13 +161,10 @@ def wide_options(
             ]
     if not options:
         raise InputError(
-            expected(
-                f"tables '{table.name}'",
-                f"a sharding type and a compute kernel that go together on "
-                f"{cluster.compute_device}",
-                f"types {list(types)}, kernels {list(table.compute_kernels or ('any',))}",
-                "Widen sharding_types or compute_kernels, or lower min_partition.",
-            )
+            f"tables '{table.name}'",
+            f"a sharding type and a compute kernel that go together on {cluster.compute_device}",
+            f"types {list(types)}, kernels {list(table.compute_kernels or ('any',))}",
+            "Widen sharding_types or compute_kernels, or lower min_partition.",
         )
     return tuple(options)
 

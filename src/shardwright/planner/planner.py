@@ -25,7 +25,7 @@ from msgspec import UNSET, UnsetType
 from shardwright import __version__
 from shardwright.core.amount import ceil_div, maximum, minimum, named
 from shardwright.core.block import BlockRun, Role, encode
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 from shardwright.core.kinds import settled
 from shardwright.core.model import KindName, ModelSpec, TableSpec
 from shardwright.core.placement import Zero
@@ -140,7 +140,7 @@ def _under_policies(job: Job, model_of: ModelOf, watch: Watch, sure: bool) -> It
             if "none" in policies:
                 return
             wanted = f"'none' for a model {reason}"
-            raise UnsupportedError(expected("memory.checkpointing", wanted, f"'{policy}'"))
+            raise UnsupportedError("memory.checkpointing", wanted, f"'{policy}'")
         found = search(job, model, watch, sure=sure)
         yield replace(found, policy=policy, model_of=model_of)
         # To compute again costs seconds and saves activations, so it cannot be faster unless these
@@ -263,12 +263,10 @@ def search(job: Job, model: ModelSpec, watch: Watch, *, sure: bool = True) -> Fo
     if model.is_trained:
         if wanted != "bounded":
             raise UnsupportedError(
-                expected(
-                    "planner.search",
-                    f"'bounded' for a {model.kind}",
-                    f"'{wanted}'",
-                    "Leave [model] out to plan the tables alone.",
-                )
+                "planner.search",
+                f"'bounded' for a {model.kind}",
+                f"'{wanted}'",
+                "Leave [model] out to plan the tables alone.",
             )
         return search_steps(job, model, watch, sure)
     if wanted == "proposers":

@@ -20,13 +20,7 @@ from shardwright.core.model import ModelSpec
 from shardwright.core.placement import Zero
 from shardwright.core.quantities import exact_bytes
 from shardwright.core.timeline import EXACT_KINDS, Kind, category
-from shardwright.job.job import (
-    CHOSEN_FROM,
-    Job,
-    checkpointing_of,
-    memory_of,
-    parallel_of,
-)
+from shardwright.job.job import CHOSEN_FROM, Job, checkpointing_of, memory_of, parallel_of
 from shardwright.planner.draft import Draft, Filled, Found, TablesDraft
 from shardwright.planner.problem import Problem, make_problem, reserve
 from shardwright.planner.search.bound import ROUNDING

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import __version__
 from shardwright.core.block import Block, Role, check_tiling
-from shardwright.core.errors import InputError, MismatchError, check_type, expected
+from shardwright.core.errors import InputError, MismatchError, check_type
 from shardwright.core.layout import ReplicaGrid, unit_layout
 from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.placement import Replicate
@@ -42,12 +42,7 @@ from shardwright.runtime.embeddings.modules import RoutedCollection, RoutedEmbed
 from shardwright.runtime.embeddings.route import Table, make_route
 from shardwright.runtime.embeddings.shard import check_kernels
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.fully_shard import (
-    attach,
-    check_members,
-    check_offload,
-    make_unit,
-)
+from shardwright.runtime.fully_shard import attach, check_members, check_offload, make_unit
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.model_parts import tables_in
 from shardwright.runtime.probe import Probe
@@ -104,12 +99,10 @@ def apply(
     _agree(comm, model, plan, facts_of([*starts.values()], initial))
     if comm.size != plan.world_size:
         raise MismatchError(
-            expected(
-                "mesh",
-                f"{plan.world_size} ranks, as the plan",
-                f"{comm.size}",
-                f"Start {plan.world_size} ranks or plan for {comm.size}.",
-            )
+            "mesh",
+            f"{plan.world_size} ranks, as the plan",
+            f"{comm.size}",
+            f"Start {plan.world_size} ranks or plan for {comm.size}.",
         )
     blocks = plan.expanded()
     _check_model(model, plan, blocks)
@@ -290,37 +283,33 @@ def _check_model(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
     for fqn in have:
         if fqn not in planned:
             raise MismatchError(
-                expected(
-                    fqn, "a tensor of the plan", "none there", "Plan again for this very model."
-                )
+                fqn, "a tensor of the plan", "none there", "Plan again for this very model."
             )
     for fqn in sorted(planned):
         if fqn not in have:
             raise MismatchError(
-                expected(fqn, "a parameter of the model", "none", "Plan again for this model.")
+                fqn, "a parameter of the model", "none", "Plan again for this model."
             )
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             remedy = "A plan says nothing of buffers: give this one its memory and its values."
-            raise InputError(expected(name, "a real buffer", "one on the meta device", remedy))
+            raise InputError(name, "a real buffer", "one on the meta device", remedy)
     modules = {name for name, _ in model.named_modules()}
     for unit in plan.units:
         absent = [*set(unit.tensors).difference(have), *set(unit.modules) - modules]
         if absent:
             wanted = f"a part of the model, as unit '{unit.name}' has"
-            raise MismatchError(expected(min(absent), wanted, "none", "Plan again for this model."))
+            raise MismatchError(min(absent), wanted, "none", "Plan again for this model.")
     for spec in plan.model.tensors:
         shape = tuple(have[spec.fqn].shape) if spec.fqn in have else spec.shape
         if shape != spec.shape:
             wanted = f"shape {spec.shape} as planned"
-            raise MismatchError(
-                expected(spec.fqn, wanted, f"{shape}", "Plan again for this model.")
-            )
+            raise MismatchError(spec.fqn, wanted, f"{shape}", "Plan again for this model.")
     step = plan.model.step
     for table in plan.tables:
         if not step.tables_of(table.fqn):
             wanted = "a table of a module that the plan's recording looks up"
-            raise MismatchError(expected(table.fqn, wanted, "none", "Plan with this version."))
+            raise MismatchError(table.fqn, wanted, "none", "Plan with this version.")
     check_tiling(blocks, [TensorSpec(n, tuple(p.shape)) for n, p in have.items()], plan.world_size)
 
 
@@ -339,7 +328,7 @@ def _check_trained(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
         if fqn in trained and not parameter.requires_grad:
             wanted, found = "a parameter that is trained, as in the plan", "a frozen one"
             remedy = "Freeze it after sw.apply, or plan again for the model with it frozen."
-            raise MismatchError(expected(fqn, wanted, found, remedy))
+            raise MismatchError(fqn, wanted, found, remedy)
 
 
 def _check_unit_blocks(
@@ -362,12 +351,10 @@ def _check_unit_blocks(
     # The block list is the truth: a layout that would do anything else must not run under its name.
     if planned != cut or unit.roles.zero is None:
         raise MismatchError(
-            expected(
-                f"unit '{unit.name}'",
-                "the blocks of its even cut",
-                "other ones in the plan",
-                "Make the plan again with this version.",
-            )
+            f"unit '{unit.name}'",
+            "the blocks of its even cut",
+            "other ones in the plan",
+            "Make the plan again with this version.",
         )
 
 

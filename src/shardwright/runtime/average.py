@@ -7,13 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from shardwright.core.errors import (
-    InputError,
-    MismatchError,
-    UnsupportedError,
-    check_type,
-    expected,
-)
+from shardwright.core.errors import InputError, MismatchError, UnsupportedError, check_type
 from shardwright.runtime.embeddings.disk import DiskStore
 from shardwright.runtime.embeddings.tables import ShardedTables
 
@@ -38,14 +32,14 @@ def average_weights(average: nn.Module, model: nn.Module, decay: float) -> None:
     check_type(average, nn.Module, "average")
     check_type(model, nn.Module, "model")
     if not 0 <= decay <= 1:
-        raise InputError(expected("decay", "a share from 0 to 1", str(decay)))
+        raise InputError("decay", "a share from 0 to 1", str(decay))
     into, source = dict(_weights(average)), dict(_weights(model))
     for name in sorted({*into} ^ {*source}):
-        raise MismatchError(expected(name, "a weight of both models", "one of one", ALIKE))
+        raise MismatchError(name, "a weight of both models", "one of one", ALIKE)
     for name, weight in into.items():
         if weight.shape != source[name].shape or weight.dtype != source[name].dtype:
             found = f"{list(source[name].shape)} in one, {list(weight.shape)} in the other"
-            raise MismatchError(expected(name, "the same part in both models", found, ALIKE))
+            raise MismatchError(name, "the same part in both models", found, ALIKE)
     if into:
         torch._foreach_lerp_(list(into.values()), [source[name] for name in into], 1 - decay)
     for buffer, other in zip(average.buffers(), model.buffers(), strict=True):
@@ -62,5 +56,5 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for number, store in enumerate(part.every_store):
             if isinstance(store, DiskStore):
                 wanted = "tables in memory, for an average of all their rows"
-                raise UnsupportedError(expected(f"tables '{path}'", wanted, "some on disk"))
+                raise UnsupportedError(f"tables '{path}'", wanted, "some on disk")
             yield f"{path}, store {number}", store.weight

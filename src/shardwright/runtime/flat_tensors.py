@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import C_GRAD, local_of
 from shardwright.runtime.units.cut import Cut
@@ -116,13 +116,11 @@ class FlatTensor(Home):
         for home in self.homes:
             if home in self.cleared and home.parameter.requires_grad and home.parameter.numel():
                 raise InputError(
-                    expected(
-                        home.where,
-                        "a gradient, as others of its flat optimizer tensor have",
-                        "none, and weight decay and momentum would move it",
-                        "Give it a group of its own in optimizer_parameters, freeze it, or give "
-                        "the optimizer model.parameters().",
-                    )
+                    home.where,
+                    "a gradient, as others of its flat optimizer tensor have",
+                    "none, and weight decay and momentum would move it",
+                    "Give it a group of its own in optimizer_parameters, freeze it, or give "
+                    "the optimizer model.parameters().",
                 )
 
     def follow_freezing(self) -> None:
@@ -131,12 +129,10 @@ class FlatTensor(Home):
         if any(trains) and not all(trains):
             odd = self.homes[trains.index(not trains[0])]
             raise InputError(
-                expected(
-                    odd.where,
-                    "to be frozen or unfrozen with all of its flat optimizer tensor",
-                    "a change of a part of it, which weight decay and momentum would move on",
-                    "Give what is frozen later a group of its own in optimizer_parameters.",
-                )
+                odd.where,
+                "to be frozen or unfrozen with all of its flat optimizer tensor",
+                "a change of a part of it, which weight decay and momentum would move on",
+                "Give what is frozen later a group of its own in optimizer_parameters.",
             )
         self.parameter.requires_grad_(any(trains))
         if not any(trains):
@@ -145,12 +141,10 @@ class FlatTensor(Home):
     def refusal(self) -> InputError:
         """Its memory is the shard's."""
         return InputError(
-            expected(
-                "a flat optimizer tensor",
-                "to keep its memory, which is that of the model's parameters",
-                "other memory",
-                "Copy values (tensor.copy_(value) under no_grad).",
-            )
+            "a flat optimizer tensor",
+            "to keep its memory, which is that of the model's parameters",
+            "other memory",
+            "Copy values (tensor.copy_(value) under no_grad).",
         )
 
 
@@ -190,12 +184,10 @@ class FlatPart(NamedTuple):
         flat = self.flat
         if self.length != flat.length:
             raise InputError(
-                expected(
-                    f"a hook on {self.homes[0].where} and others",
-                    "a flat tensor of one unit (per_unit=True)",
-                    "one of several, whose gradient comes in parts",
-                    "Register it on the model's parameters.",
-                )
+                f"a hook on {self.homes[0].where} and others",
+                "a flat tensor of one unit (per_unit=True)",
+                "one of several, whose gradient comes in parts",
+                "Register it on the model's parameters.",
             )
         gradient = part if flat.cut is None else ShardTensor(part, flat.cut)
         call_gradient_hooks(flat.parameter, gradient)
@@ -270,13 +262,11 @@ class FlatHome(Home):
     def refusal(self) -> InputError:
         """Its memory is the flat tensor's."""
         return InputError(
-            expected(
-                self.where,
-                "to keep its memory, which a flat optimizer tensor has",
-                "other memory",
-                "Copy values (p.copy_(value) under no_grad), or make the optimizer over "
-                "model.parameters().",
-            )
+            self.where,
+            "to keep its memory, which a flat optimizer tensor has",
+            "other memory",
+            "Copy values (p.copy_(value) under no_grad), or make the optimizer over "
+            "model.parameters().",
         )
 
 
@@ -309,12 +299,10 @@ def _refuse_gradient(parameter: Any) -> torch.Tensor | None:
         found: torch.Tensor | None = C_GRAD.__get__(parameter)
         return found
     raise InputError(
-        expected(
-            f"an optimizer's {taken[0]} of unit '{taken[1]}'",
-            "the sharded parameter",
-            "the one from before it was sharded, which nothing trains",
-            "Make the optimizer after sharding.",
-        )
+        f"an optimizer's {taken[0]} of unit '{taken[1]}'",
+        "the sharded parameter",
+        "the one from before it was sharded, which nothing trains",
+        "Make the optimizer after sharding.",
     )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.runtime.checkpoint.region import TensorPart, whole
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.embeddings.disk import DiskStore
@@ -81,18 +81,16 @@ def comm_of(model: nn.Module, mesh: DeviceMesh | None = None) -> Comm | None:
         found = [comm for comm in found if comm.mesh.ndim == 1] or found  # some on a grid of them
     if any(comm.mesh != found[0].mesh for comm in found):
         raise InputError(
-            expected("mesh", "one of all ranks, for units are on several", "none", "Pass mesh=...")
+            "mesh", "one of all ranks, for units are on several", "none", "Pass mesh=..."
         )
     if found:
         return max(found, key=lambda comm: comm.size)  # replicas may have parts of their own
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise InputError(
-            expected(
-                "mesh",
-                "the ranks that have the model, which has no units to know them by",
-                "none",
-                "Pass mesh=... of all ranks, or of this one alone.",
-            )
+            "mesh",
+            "the ranks that have the model, which has no units to know them by",
+            "none",
+            "Pass mesh=... of all ranks, or of this one alone.",
         )
     return None
 
@@ -207,10 +205,8 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _refuse_dtensor(fqn: str, tensor: torch.Tensor) -> None:
     if isinstance(tensor, DTensor):
         raise UnsupportedError(
-            expected(
-                fqn,
-                "a plain tensor or a parameter of a unit",
-                "a DTensor of someone else's",
-                "Save it with torch.distributed.checkpoint.",
-            )
+            fqn,
+            "a plain tensor or a parameter of a unit",
+            "a DTensor of someone else's",
+            "Save it with torch.distributed.checkpoint.",
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import local_of
 from shardwright.runtime.units.cut import Cut, Region
@@ -50,12 +50,12 @@ class Muon(torch.optim.Muon):
         for parameter in group["params"]:
             if rows < 0 or (rows and parameter.shape[0] % rows):
                 wanted = f"a number that divides the {parameter.shape[0]} rows of a parameter"
-                raise InputError(expected("head_rows of Muon", wanted, str(rows)))
+                raise InputError("head_rows of Muon", wanted, str(rows))
             if isinstance(parameter, DTensor) and _is_cut_by_others(parameter):
                 wanted = "whole parameters, or those of fully_shard_flat"
                 remedy = "Give those to torch.optim.Muon, or shard with fully_shard_flat."
                 found = f"a DTensor of another runtime, {parameter.placements}"
-                raise UnsupportedError(expected("Muon", wanted, found, remedy))
+                raise UnsupportedError("Muon", wanted, found, remedy)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.sgd import sgd
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.optimizers import MADE, Implementation, OptimizerName, optimizer_named
 from shardwright.runtime.flat_tensors import FlatHome, FlatPart, FlatTensor
 from shardwright.runtime.model_parts import tables_in
@@ -70,14 +70,14 @@ def optimizer_parameters(
         return [{"params": []}]  # no optimizer takes a list without any
     if not units:
         raise InputError(
-            expected("model", "units made by apply or fully_shard_flat", "none", "Shard it first.")
+            "model", "units made by apply or fully_shard_flat", "none", "Shard it first."
         )
     for unit in units:
         if unit.joints:
             wanted = "units that nothing else has cut"
             found = f"tensor parallelism in unit '{unit.name}'"
             remedy = "Give the optimizer model.parameters()."
-            raise UnsupportedError(expected("optimizer_parameters", wanted, found, remedy))
+            raise UnsupportedError("optimizer_parameters", wanted, found, remedy)
         # Sharded parameters have to be shown, over the memory that the flat tensors will be views
         # of. After this the unit refuses other memory.
         unit.free()
@@ -214,12 +214,10 @@ def _flat(runs: list[GroupRun]) -> nn.Parameter:
             return found
         taken = next(m for m, home in zip(members, homes, strict=True) if home is not None)
         raise InputError(
-            expected(
-                f"{taken.fqn} of unit '{runs[0].unit.name}'",
-                "a parameter that no other flat tensor has",
-                "one of an earlier optimizer_parameters with other groups",
-                "Name each parameter in one call only.",
-            )
+            f"{taken.fqn} of unit '{runs[0].unit.name}'",
+            "a parameter that no other flat tensor has",
+            "one of an earlier optimizer_parameters with other groups",
+            "Name each parameter in one call only.",
         )
     # Gradients may be here, of a backward before the optimizer was made. They are put where they
     # will be looked for.
@@ -323,9 +321,7 @@ def _grouping(
                     raise _unknown(number, given)
                 # A pattern may meet what another one has put into this group already.
                 if place in found and (found[place] != number or not several):
-                    raise InputError(
-                        expected(f"groups[{number}]", "each parameter in one group", place[1])
-                    )
+                    raise InputError(f"groups[{number}]", "each parameter in one group", place[1])
                 found[place] = number
             if not matches:
                 raise _unknown(number, given)
@@ -344,12 +340,10 @@ def _matching(given: Any, named: Mapping[str, nn.Parameter]) -> tuple[list[Any],
 
 def _unknown(number: int, given: Any) -> InputError:
     return InputError(
-        expected(
-            f"groups[{number}]",
-            "sharded parameters of the model, or their names",
-            repr(given)[:60],
-            "Optimize parameters that no unit has with an optimizer of their own.",
-        )
+        f"groups[{number}]",
+        "sharded parameters of the model, or their names",
+        repr(given)[:60],
+        "Optimize parameters that no unit has with an optimizer of their own.",
     )
 
 

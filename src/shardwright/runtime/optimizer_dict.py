@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright.core.amount import ceil_div
-from shardwright.core.errors import InputError, ShardwrightError, expected
+from shardwright.core.errors import InputError, ShardwrightError
 from shardwright.runtime.checkpoint.agreement import reason, together
 from shardwright.runtime.checkpoint.region import blocks_of
 from shardwright.runtime.model_parts import ModelPart, comm_of, parts_of, settle
@@ -154,8 +154,7 @@ def load_optimizer_state_dict(
 
 
 def _failure(error: Exception) -> ShardwrightError:
-    wanted = "state of parameters by name"
-    return InputError(expected("optimizer state", wanted, f"'{reason(error)}'"))
+    return InputError("optimizer state", "state of parameters by name", f"'{reason(error)}'")
 
 
 # ---- giving --------------------------------------------------------------------------------------
@@ -216,19 +215,18 @@ def _given(
     """The states by fqn; refuses names and shapes that the model has not."""
     if not {"state", "param_groups"} <= state.keys():
         wanted = "the keys 'state' and 'param_groups'"
-        raise InputError(expected("optimizer state", wanted, ", ".join(map(str, state)) or "none"))
+        raise InputError("optimizer state", wanted, ", ".join(map(str, state)) or "none")
     known = {part.fqn: part for part in parts}
     given = {fqn: present(states) for fqn, states in state["state"].items()}
     for fqn, states in given.items():
         if fqn not in known:
             wanted = "the name of a parameter of the model"
-            raise InputError(expected("optimizer state", wanted, f"'{fqn}'"))
+            raise InputError("optimizer state", wanted, f"'{fqn}'")
         for name, value in states.items():
             shape = _shape(known[fqn], blocks.get(name, 1))
             if isinstance(value, torch.Tensor) and value.shape not in (shape, ()):
                 wanted = f"a number or shape {tuple(shape)}, the whole tensor's"
-                found = f"{tuple(value.shape)}"
-                raise InputError(expected(f"state '{name}' of {fqn}", wanted, found))
+                raise InputError(f"state '{name}' of {fqn}", wanted, f"{tuple(value.shape)}")
     return given
 
 
@@ -237,13 +235,13 @@ def _take_numbers(incoming: Incoming, given: Mapping[str, Mapping[str, Any]]) ->
         value = given[number.fqn][number.name]
         if isinstance(value, torch.Tensor) and value.dim():
             found = f"shape {tuple(value.shape)}"
-            raise InputError(expected(f"state '{number.name}' of {number.fqn}", "a number", found))
+            raise InputError(f"state '{number.name}' of {number.fqn}", "a number", found)
         number.value.copy_(local_of(torch.as_tensor(value)))
     for use, name, _, elements in incoming.tensors:
         value, shape = given[use.part.fqn][name], _shape(use.part, elements)
         if not isinstance(value, torch.Tensor) or value.shape != shape:
             where = f"state '{name}' of {use.part.fqn}"
-            raise InputError(expected(where, f"shape {tuple(shape)}", "a number"))
+            raise InputError(where, f"shape {tuple(shape)}", "a number")
     incoming.check()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardwright.core.errors import MismatchError, expected
+from shardwright.core.errors import MismatchError
 from shardwright.runtime.checkpoint.agreement import rank_and_size, total
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.optimizer_state import Uses
@@ -70,7 +70,7 @@ def settings_for(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
         where = f"optimizer.param_groups[{number}]"
         if missing := [name for name in group["params"] if name not in home]:
             wanted = "parameters that the saved optimizer had"
-            raise MismatchError(expected(where, wanted, f"{missing[0]}, which it had not"))
+            raise MismatchError(where, wanted, f"{missing[0]}, which it had not")
         sources = sorted({home[name] for name in group["params"]})
         # A group without parameters, as of frozen ones: only its number says which it was.
         if not sources and len(own) == len(saved):
@@ -108,20 +108,18 @@ def _check_setting(where: str, key: str, own: Any, saved: Any) -> None:
         fits = True
     if not fits:
         remedy = "Another checkpoint has what this optimizer can be set to."
-        raise MismatchError(expected(where, wanted, repr(saved), remedy))
+        raise MismatchError(where, wanted, repr(saved), remedy)
 
 
 def _refuse_difference(where: str, first: Group, other: Group, one: int, two: int) -> None:
     for key in first.keys() | other.keys():
         if first.get(key) != other.get(key):
             raise MismatchError(
-                expected(
-                    where,
-                    "parameters of one saved group",
-                    f"some of group {one} with {key} {first.get(key)} and of group {two} with "
-                    f"{other.get(key)}",
-                    "Make the groups as they were saved.",
-                )
+                where,
+                "parameters of one saved group",
+                f"some of group {one} with {key} {first.get(key)} and of group {two} with "
+                f"{other.get(key)}",
+                "Make the groups as they were saved.",
             )
 
 

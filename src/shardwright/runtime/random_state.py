@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from shardwright.core.document import decode_json
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.runtime.checkpoint.read import Stored
 
 States = dict[str, str]
@@ -68,7 +68,7 @@ def check_random_states(stored: Stored) -> None:
             except Exception as error:  # of any kind: a text can be anything
                 where = f"{stored.folder}: random.{kind} of rank {rank}"
                 found_text = f"one that is refused: {type(error).__name__}"
-                raise InputError(expected(where, "a generator's state", found_text)) from None
+                raise InputError(where, "a generator's state", found_text) from None
 
 
 def _tensor_text(state: torch.Tensor) -> str:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwright import __version__
-from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected
+from shardwright.core.errors import InputError, MismatchError, ShardwrightError
 from shardwright.runtime.checkpoint import TensorPart, read_checkpoint
 from shardwright.runtime.checkpoint.agreement import rank_and_size, reason, together
 from shardwright.runtime.checkpoint.files import list_name
@@ -46,11 +46,7 @@ from shardwright.runtime.optimizer_groups import (
     settings_for,
 )
 from shardwright.runtime.optimizer_state import Incoming, as_optimizers, held_state, uses_of
-from shardwright.runtime.random_state import (
-    check_random_states,
-    random_states,
-    restore,
-)
+from shardwright.runtime.random_state import check_random_states, random_states, restore
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -247,8 +243,7 @@ def _resumed(found: Stored, rank: int, size: int, *, random_state: bool) -> Resu
 
 def _failure(what: str) -> Any:
     def failure(error: Exception) -> ShardwrightError:
-        wanted = "what can be stored by name"
-        return InputError(expected(what, wanted, f"'{reason(error)}'"))
+        return InputError(what, "what can be stored by name", f"'{reason(error)}'")
 
     return failure
 
@@ -257,9 +252,7 @@ def _saved_groups(stored: Stored) -> list[Group]:
     lists = [found.scalars.get("optimizer") for found in stored.lists]
     if any(groups is None for groups in lists):
         remedy = "Save with the optimizer, or load without it."
-        raise MismatchError(
-            expected(str(stored.folder), "the state of an optimizer", "none", remedy)
-        )
+        raise MismatchError(str(stored.folder), "the state of an optimizer", "none", remedy)
     return joined([groups for groups in lists if groups is not None])
 
 

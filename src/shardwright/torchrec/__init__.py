@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from shardwright.torchrec.adapter.job import job_of, write_job
@@ -48,12 +48,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     if importlib.util.find_spec("torchrec") is None:
         raise UnsupportedError(
-            expected(
-                f"{__name__}.{name}",
-                "TorchRec to be installed",
-                "no module 'torchrec'",
-                "Install shardwright[torchrec].",
-            )
+            f"{__name__}.{name}",
+            "TorchRec to be installed",
+            "no module 'torchrec'",
+            "Install shardwright[torchrec].",
         )
     return getattr(importlib.import_module(f"{__name__}.adapter.{_HOMES[name]}"), name)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from shardwright.core.cluster import Cluster, Device
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.model import ComputeKernel, TableSpec
 from shardwright.core.option import Option, column_width, shard_runs
 from shardwright.core.sharding import ShardingType, traits
@@ -85,7 +85,7 @@ def torchrec_options(table: TableSpec, cluster: Cluster) -> tuple[Option, ...]:
         if is_quantized(table):
             offered = " or ".join(QUANTIZED_KERNELS[cluster.compute_device])
             remedy = f"A quantised table is {' or '.join(QUANTIZED_TYPES)} with kernel {offered}."
-        raise InputError(expected(f"tables '{table.name}'", wanted, ", ".join(limits), remedy))
+        raise InputError(f"tables '{table.name}'", wanted, ", ".join(limits), remedy)
     return tuple(found)
 
 

@@ -16,7 +16,7 @@ from hashlib import blake2b
 import msgspec
 
 from shardwright.core.cluster import Cluster
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 from shardwright.core.model import CacheSpec, ModelSpec, TableSpec
 from shardwright.core.option import Option
 from shardwright.job.job import Job
@@ -54,12 +54,10 @@ def search(job: Job, model: ModelSpec, watch: Watch) -> Found:
     """The best plan of the job's proposers; its bound is that of the same options."""
     if job.planner.constraints != ConstraintsSection():
         raise UnsupportedError(
-            expected(
-                "planner.constraints",
-                "none with search 'proposers', as in TorchRec",
-                "a section",
-                "Use search 'bounded'.",
-            )
+            "planner.constraints",
+            "none with search 'proposers', as in TorchRec",
+            "a section",
+            "Use search 'bounded'.",
         )
     problem = make_problem(job, model)
 

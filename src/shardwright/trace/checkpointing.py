@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.job.memory import COSTLY, PRODUCTS
 from shardwright.trace.lowering.operators import aten_name
 from shardwright.tracker.private import operator_name
@@ -90,9 +90,7 @@ def policy(name: str) -> Policy:
     if head == "save" and rest:
         kept = frozenset(_operator(name, part.strip()) for part in rest.split(","))
         return Policy(name, "operators", kept)
-    raise InputError(
-        expected("memory.checkpointing", NAMES, f"'{name}'", "Choose one of these policies.")
-    )
+    raise InputError("memory.checkpointing", NAMES, f"'{name}'", "Choose one of these policies.")
 
 
 def treated(places: Iterable[int], every: int) -> list[int]:
@@ -146,12 +144,10 @@ def apply_checkpointing(
         for changed, run in _checkpointed(block, chosen, options):
             if "forward" in vars(changed):
                 raise InputError(
-                    expected(
-                        type(changed).__name__,
-                        "a block that is not checkpointed yet",
-                        "one whose forward was exchanged",
-                        "Remove the other checkpointing first.",
-                    )
+                    type(changed).__name__,
+                    "a block that is not checkpointed yet",
+                    "one whose forward was exchanged",
+                    "Remove the other checkpointing first.",
                 )
             changed.forward = _Forward(changed, run)
             applied.blocks.append(changed)
@@ -251,11 +247,9 @@ def _operator(policy_name: str, written: str) -> str:
     known = bool(rest) and hasattr(getattr(torch.ops, space), rest.partition(".")[0])
     if not known:
         raise InputError(
-            expected(
-                "memory.checkpointing",
-                "operators of torch such as aten.mm after 'save:'",
-                f"'{written}' in '{policy_name}'",
-                "Name operators as torch.ops does.",
-            )
+            "memory.checkpointing",
+            "operators of torch such as aten.mm after 'save:'",
+            f"'{written}' in '{policy_name}'",
+            "Name operators as torch.ops does.",
         )
     return f"{space}::{rest.partition('.')[0]}"

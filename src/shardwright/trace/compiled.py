@@ -34,7 +34,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.work import Work
 from shardwright.trace.checkpointing import Policy, policy
 from shardwright.trace.fused import Fused, Held
@@ -76,24 +76,20 @@ def apply_compile(
     chosen = policy(checkpointing) if isinstance(checkpointing, str) else checkpointing
     if chosen.kind == "core_attention":
         raise UnsupportedError(
-            expected(
-                "memory.checkpointing",
-                "a policy by operator or block for compiled blocks",
-                f"'{chosen.name}'",
-                "Use none, full, selective, layers:N or save:OPERATOR.",
-            )
+            "memory.checkpointing",
+            "a policy by operator or block for compiled blocks",
+            f"'{chosen.name}'",
+            "Use none, full, selective, layers:N or save:OPERATOR.",
         )
     result = Compiled()
     cache: dict[Any, _Graphs | None] = {}
     for place, block in enumerate(blocks, start=1):
         if "forward" in vars(block):
             raise InputError(
-                expected(
-                    type(block).__name__,
-                    "a block as it was written",
-                    "one whose forward was exchanged",
-                    "Let apply_compile do the checkpointing.",
-                )
+                type(block).__name__,
+                "a block as it was written",
+                "one whose forward was exchanged",
+                "Let apply_compile do the checkpointing.",
             )
         here = chosen if chosen.kind != "none" and place % chosen.every == 0 else None
         run = _Block(block, here, kernels or Kernels(), cache, result)

@@ -18,7 +18,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.job.memory import Float8
 
 RECIPES: tuple[Float8, ...] = get_args(Float8)
@@ -54,7 +54,7 @@ def apply_float8(model: nn.Module, recipe: str = "tensorwise") -> Converted:
     and a head. Call it before compiling or checkpointing blocks."""
     if recipe not in RECIPES:
         raise InputError(
-            expected("memory.float8", " or ".join(RECIPES), f"'{recipe}'", "Choose one of them.")
+            "memory.float8", " or ".join(RECIPES), f"'{recipe}'", "Choose one of them."
         )
     found = dict(_convertible(model))
     converted = Converted(tuple(found))

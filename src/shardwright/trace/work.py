@@ -7,11 +7,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardwright.core.document import decode_json
 from shardwright.core.work import AttentionCalls, OperatorShapes, Product, Sent, Work

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.footprint import (
     Alive,
     AllocatorMemory,
@@ -78,7 +78,7 @@ class MemoryTracker(Follower):
         granularity: int | None = None,
     ) -> None:
         if granularity is not None and granularity < 1:
-            raise InputError(expected("granularity", "1 byte or more", str(granularity)))
+            raise InputError("granularity", "1 byte or more", str(granularity))
         super().__init__(granularity=granularity, mixed=model is None, device_type="")
         self.log = Log()
         self.owners = None if model is None else Owners(self, model, optimizer, inputs)
@@ -188,18 +188,14 @@ class MemoryTracker(Follower):
     def __enter__(self) -> MemoryTracker:
         if self._state != "new":
             raise InputError(
-                expected(
-                    "MemoryTracker", "a new one", "one that was entered before", "Make another."
-                )
+                "MemoryTracker", "a new one", "one that was entered before", "Make another."
             )
         if is_listening():
             raise InputError(
-                expected(
-                    "MemoryTracker",
-                    "one at a time",
-                    "one inside another",
-                    "End the outer one first, or give it the whole model.",
-                )
+                "MemoryTracker",
+                "one at a time",
+                "one inside another",
+                "End the outer one first, or give it the whole model.",
             )
         with ExitStack() as around:
             self._begin(around)

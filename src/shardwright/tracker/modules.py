@@ -17,10 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_iter
 
 from shardwright.core.footprint import State

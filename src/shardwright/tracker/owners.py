@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.timeline import Kind, Phase
 from shardwright.tracker.log import DECLARED, INFERRED, MOVED
 from shardwright.tracker.modules import Modules
@@ -47,15 +47,13 @@ class Owners:
 
     def __init__(self, tracker: MemoryTracker, model: Any, optimizer: Any, inputs: Any) -> None:
         if not isinstance(model, nn.Module):
-            raise InputError(expected("model", "a torch.nn.Module", type(model).__name__))
+            raise InputError("model", "a torch.nn.Module", type(model).__name__)
         optimizers = [] if optimizer is None else optimizer
         self.optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
         for given in self.optimizers:
             if not isinstance(given, torch.optim.Optimizer):
                 found = type(given).__name__
-                raise InputError(
-                    expected("optimizer", "a torch.optim.Optimizer, or several", found)
-                )
+                raise InputError("optimizer", "a torch.optim.Optimizer, or several", found)
         self.tracker = tracker
         self.storages = tracker.storages
         self.model = model
@@ -97,12 +95,10 @@ class Owners:
         for path, module in self.model.named_modules():
             if is_compiled(module):
                 raise UnsupportedError(
-                    expected(
-                        f"module '{path or type(module).__name__}'",
-                        "a module that runs operation by operation",
-                        "a compiled one, whose memory no dispatch mode sees",
-                        "Track the model without torch.compile.",
-                    )
+                    f"module '{path or type(module).__name__}'",
+                    "a module that runs operation by operation",
+                    "a compiled one, whose memory no dispatch mode sees",
+                    "Track the model without torch.compile.",
                 )
 
     # ---- what is there at first ------------------------------------------------------------------

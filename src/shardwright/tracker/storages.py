@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 from shardwright.core.timeline import Kind
 from shardwright.tracker.log import GUESSED, INFERRED, Holding, operation_name
 from shardwright.tracker.private import (
@@ -280,12 +280,10 @@ class Storages:
 def _unknown_size(size: object, held: Holding) -> UnsupportedError:
     made = operation_name(held.operation)
     return UnsupportedError(
-        expected(
-            f"module '{held.module}'" if held.module else "MemoryTracker",
-            "tensors of known size",
-            f"one of {size} bytes ({made if made == BEFORE else f'by {made}'})",
-            "Give the fake mode static shapes.",
-        )
+        f"module '{held.module}'" if held.module else "MemoryTracker",
+        "tensors of known size",
+        f"one of {size} bytes ({made if made == BEFORE else f'by {made}'})",
+        "Give the fake mode static shapes.",
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout, gelu, relu, silu
 
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 from shardwright.core.llama import Activation, LlamaShape, LocalShape
 
 Device = torch.device | str | None
@@ -128,7 +128,7 @@ class Embedding(nn.Module):
             length = tokens.shape[TOKENS] * self.local.context
             if length > len(self.positions):
                 wanted = f"at most the {len(self.positions)} positions of the model"
-                raise UnsupportedError(expected("batch.sequence", wanted, str(length)))
+                raise UnsupportedError("batch.sequence", wanted, str(length))
             # As the first rank sees it: other ranks' tokens have as many rows of the same table.
             rows = rows + self.positions[: rows.shape[TOKENS]]
         return dropped(self, rows)

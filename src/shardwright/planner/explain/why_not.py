@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from shardwright.core.errors import InputError, ShardwrightError, expected, not_one_of
+from shardwright.core.errors import InputError, ShardwrightError, not_one_of
 from shardwright.core.model import ComputeKernel
 from shardwright.core.option import Option
 from shardwright.core.quantities import SAME_SECONDS, exact_bytes, format_seconds
@@ -362,8 +362,7 @@ def _staged(plan: Plan, unit: UnitPlan, draft: StepDraft, job: Job) -> Iterator[
     """The unit and all that are sharded at another stage, that of a job, the rest as it is."""
     check_dtypes(plan)
     if plan.model.bucket_size != (job.planner.dense.bucket_size or 0):
-        where = "planner.dense.bucket_size"
-        raise InputError(expected(where, "a stage that keeps parameters whole", "3"))
+        raise InputError("planner.dense.bucket_size", "a stage that keeps parameters whole", "3")
     problem = make_problem(job, plan.model, slow=plan.search.slow_kernels)
     space = problem.unit_space
     for reshard in (False, True) if space.context.zero == 3 else (False,):

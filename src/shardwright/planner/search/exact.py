@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 from shardwright.planner.search.search import SearchOutcome
 from shardwright.planner.search.space import Assignment, ItemOption, Space
 
@@ -75,12 +75,10 @@ def solve(space: Space, start: SearchOutcome, seconds: float) -> tuple[Assignmen
     size = sum(len(numbers) for numbers in useful) * (space.ranks + 1)
     if size > MAX_VARIABLES:
         raise UnsupportedError(
-            expected(
-                "planner.search 'exact'",
-                f"at most {MAX_VARIABLES:,} variables",
-                f"{size:,}",
-                "Use 'bounded', which proves a bound as well.",
-            )
+            "planner.search 'exact'",
+            f"at most {MAX_VARIABLES:,} variables",
+            f"{size:,}",
+            "Use 'bounded', which proves a bound as well.",
         )
     scale = start.bound.seconds or 1.0
     program, choices = _build(space, useful, scale)
@@ -249,12 +247,10 @@ def _solver(program: _Program, seconds: float) -> Any:
         import highspy
     except ImportError:
         raise UnsupportedError(
-            expected(
-                "planner.search 'exact'",
-                "HiGHS installed",
-                "no highspy",
-                "Install shardwright[exact].",
-            )
+            "planner.search 'exact'",
+            "HiGHS installed",
+            "no highspy",
+            "Install shardwright[exact].",
         ) from None
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(program.columns), len(program.rows)

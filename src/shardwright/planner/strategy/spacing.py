@@ -15,7 +15,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.option import Option
 from shardwright.planner import profiles
 from shardwright.planner.choice import Choice, Placed
@@ -86,12 +86,10 @@ def space_of(
         options = tuple(option for option in options if _may_lie(option, allowed, room))
         if not options:
             raise InputError(
-                expected(
-                    f"planner.constraints of '{problem.model.tables[group[0]].name}'",
-                    "a sharding type that leaves room for its rules",
-                    "only types that use more ranks",
-                    "Allow table_wise or column_wise.",
-                )
+                f"planner.constraints of '{problem.model.tables[group[0]].name}'",
+                "a sharding type that leaves room for its rules",
+                "only types that use more ranks",
+                "Allow table_wise or column_wise.",
             )
         items.append(Item(group, options, allowed, tuple(sorted(apart.get(index, ()))), floor))
     constrained = bool(apart) or any(item.allowed is not None for item in items)

@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardwright.core.errors import (
-    InputError,
-    MismatchError,
-    RunError,
-    ShardwrightError,
-    expected,
-)
+from shardwright.core.errors import InputError, MismatchError, RunError, ShardwrightError
 from shardwright.runtime.checkpoint.agreement import (
     global_rank,
     rank_and_size,
@@ -99,15 +93,15 @@ def open_stored(folder: Path, step: int) -> Stored:
     """
     sizes = dict(_files(folder))
     if MANIFEST not in sizes:
-        raise InputError(expected(str(folder), f"a {MANIFEST}", "none", "It is not complete."))
+        raise InputError(str(folder), f"a {MANIFEST}", "none", "It is not complete.")
     manifest = read_manifest(folder / MANIFEST, step)
     ranks = range(manifest.world_size)
     wanted = {MANIFEST, *map(list_name, ranks), *map(shard_name, ranks)}
     if missing := wanted - sizes.keys():
-        raise MismatchError(expected(str(folder), f"the file {min(missing)}", "none"))
+        raise MismatchError(str(folder), f"the file {min(missing)}", "none")
     if extra := sizes.keys() - wanted:
         raise MismatchError(
-            expected(str(folder), f"the files of {len(ranks)} ranks", f"{min(extra)!r} as well")
+            str(folder), f"the files of {len(ranks)} ranks", f"{min(extra)!r} as well"
         )
     lists = tuple(
         read_list(folder / list_name(rank), manifest.lists[rank], manifest, rank) for rank in ranks
@@ -123,18 +117,16 @@ def _files(folder: Path) -> Iterator[tuple[str, int]]:
     """Names and sizes; a link or a folder is refused."""
     # A link can lead out of the folder, and be another one when it is read again.
     if folder.is_symlink():
-        raise InputError(expected(str(folder), "a folder", "a symbolic link"))
+        raise InputError(str(folder), "a folder", "a symbolic link")
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if not entry.is_file(follow_symlinks=False):
                     found = "a symbolic link" if entry.is_symlink() else "something else"
-                    raise InputError(expected(entry.path, "a plain file", found))
+                    raise InputError(entry.path, "a plain file", found)
                 yield entry.name, entry.stat(follow_symlinks=False).st_size
     except OSError as error:
-        raise InputError(
-            expected(str(folder), "a readable folder", f"'{error.strerror}'")
-        ) from None
+        raise InputError(str(folder), "a readable folder", f"'{error.strerror}'") from None
 
 
 def _tensors(folder: Path, lists: Iterable[RankList]) -> dict[str, StoredTensor]:
@@ -147,7 +139,7 @@ def _tensors(folder: Path, lists: Iterable[RankList]) -> dict[str, StoredTensor]
             tensor = tensors.setdefault(piece.tensor, StoredTensor(piece.dtype, piece.shape))
             if (tensor.dtype, tensor.shape) != (piece.dtype, piece.shape):
                 wanted = f"{tensor.dtype} {tensor.shape} as on other ranks"
-                raise MismatchError(expected(where, wanted, f"{piece.dtype} {piece.shape}"))
+                raise MismatchError(where, wanted, f"{piece.dtype} {piece.shape}")
             tensor.pieces.append((found.rank, piece))
     for name, tensor in tensors.items():
         _check_cover(f"{folder}: {name}", tensor)
@@ -159,20 +151,18 @@ def _check_cover(where: str, tensor: StoredTensor) -> None:
     elements = math.prod(tensor.shape)
     if not elements:
         if len(regions) != 1:
-            raise InputError(expected(where, "a tensor without elements once", f"{len(regions)}"))
+            raise InputError(where, "a tensor without elements once", f"{len(regions)}")
         return
     covered = sum(math.prod(region.sizes) for region in regions)
     # Counting corners takes every part to hold something.
     if any(0 in region.sizes for region in regions):
-        raise InputError(expected(where, "parts that have elements", "one without"))
+        raise InputError(where, "parts that have elements", "one without")
     if covered != elements or not tiles(tensor.shape, regions):
         raise MismatchError(
-            expected(
-                where,
-                f"every one of {elements} elements exactly once",
-                f"parts of {covered} elements in all" if covered != elements else "an overlap",
-                "All ranks have to list what they hold.",
-            )
+            where,
+            f"every one of {elements} elements exactly once",
+            f"parts of {covered} elements in all" if covered != elements else "an overlap",
+            "All ranks have to list what they hold.",
         )
 
 
@@ -215,7 +205,7 @@ def read_checkpoint(
 
     def failure(error: Exception) -> ShardwrightError:
         where = f"{folder} on rank {global_rank(comm, rank)}"
-        return InputError(expected(where, "a readable checkpoint", f"'{reason(error)}'"))
+        return InputError(where, "a readable checkpoint", f"'{reason(error)}'")
 
     # Ranks that ask for different steps would each fill theirs, and nobody would notice.
     if comm is not None:
@@ -289,7 +279,7 @@ def _chosen(folder: Path, step: int | None, rank: int) -> int:
     if step is None:
         return newest_step(folder) if rank == 0 else 0
     if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise InputError(expected("step", f"an integer from 0 to {MAX_STEP}", f"{step!r}"))
+        raise InputError("step", f"an integer from 0 to {MAX_STEP}", f"{step!r}")
     return step
 
 
@@ -316,9 +306,7 @@ def _check_names(stored: Stored, names: Iterable[str], unread: Sequence[str]) ->
             for where, some in (("the checkpoint", absent), ("the model", unread))
             if some
         ]
-        raise MismatchError(
-            expected(str(stored.folder), "the tensors of the model", " and ".join(found))
-        )
+        raise MismatchError(str(stored.folder), "the tensors of the model", " and ".join(found))
 
 
 def _few(names: Sequence[str]) -> str:
@@ -336,7 +324,7 @@ def copies_of(
         where = f"{stored.folder}: {part.name}"
         if found.shape != tuple(part.shape):
             wanted = f"shape {tuple(part.shape)} as in the model"
-            raise MismatchError(expected(where, wanted, f"{found.shape}"))
+            raise MismatchError(where, wanted, f"{found.shape}")
         saved = dtype_of(found.dtype, where)
         check_readable(where, saved, part.tensor.dtype, allow_smaller)
         # By file and not by tensor: each file is opened once, and mapped as far as it is copied.
@@ -352,8 +340,7 @@ def _fill_all(stored: Stored, copies: dict[int, list[Copy]], rank: int) -> None:
     except Exception as error:  # of any kind: verified files do not fail but for the machine
         found = f"'{reason(error)}' on rank {rank}"
         remedy = "Tensors are filled in part; read the checkpoint again."
-        wanted = "to read what was verified"
-        raise RunError(expected(str(stored.folder), wanted, found, remedy)) from error
+        raise RunError(str(stored.folder), "to read what was verified", found, remedy) from error
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from shardwright.core.document import encode_document
-from shardwright.core.errors import InputError, RunError, ShardwrightError, expected
+from shardwright.core.errors import InputError, RunError, ShardwrightError
 from shardwright.runtime.checkpoint.agreement import (
     global_rank,
     rank_and_size,
@@ -132,7 +132,7 @@ def save_in_parts(
         found = f"'{reason(error)}' on rank {global_rank(comm, rank)}"
         whole = "earlier checkpoints are whole, and " if folder.is_dir() else ""
         remedy = f"Nothing was saved; {whole}training can go on."
-        return RunError(expected(str(final), "every rank to save its part", found, remedy))
+        return RunError(str(final), "every rank to save its part", found, remedy)
 
     with contextlib.ExitStack() as until_saved:
         number = new_number()
@@ -215,12 +215,12 @@ def commit(
 
 def _check_call(step: int, facts: Mapping[str, str], keep: int | None) -> None:
     if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise InputError(expected("step", f"an integer from 0 to {MAX_STEP}", f"{step!r}"))
+        raise InputError("step", f"an integer from 0 to {MAX_STEP}", f"{step!r}")
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise InputError(expected("keep", "at least 1 checkpoint", f"{keep!r}"))
+        raise InputError("keep", "at least 1 checkpoint", f"{keep!r}")
     for name, value in plain(facts).items():
         if not isinstance(value, str):
-            raise InputError(expected(f"facts.{name}", "text", f"{value!r:.60}"))
+            raise InputError(f"facts.{name}", "text", f"{value!r:.60}")
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -252,12 +252,12 @@ def _plain(where: str, value: Any) -> Any:
         return [_plain(f"{where}[{i}]", item) for i, item in enumerate(value)]
     if isinstance(value, Mapping):
         return {_key(where, key): _plain(f"{where}.{key}", v) for key, v in value.items()}
-    raise InputError(expected(where, _WANTED, f"{type(value).__name__} {value!r:.60}"))
+    raise InputError(where, _WANTED, f"{type(value).__name__} {value!r:.60}")
 
 
 def _key(where: str, key: Any) -> str:
     if not isinstance(key, str) or not _encodes(key):
-        raise InputError(expected(where, "names as text", f"{key!r:.60}"))
+        raise InputError(where, "names as text", f"{key!r:.60}")
     return key
 
 

@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.launcher.worker import from_a_peer
 from shardwright.runtime.comm import desync
 from shardwright.runtime.comm.pending import Pending, Transfers
@@ -167,7 +167,7 @@ class Collectives:
         if len(sizes) != self.size or local.shape != (sizes[self.rank],):
             wanted = f"{self.size} sizes and a 1-D tensor of sizes[{self.rank}] elements"
             found = f"sizes {list(sizes)} and shape {tuple(local.shape)}"
-            raise InputError(expected(label, wanted, found, "Pass what every rank holds."))
+            raise InputError(label, wanted, found, "Pass what every rank holds.")
         owners = [rank for rank, size in enumerate(sizes) if size]
         if 2 * len(owners) <= self.size:
             full = local.new_empty(sum(sizes))
@@ -350,12 +350,10 @@ class Peers(Collectives):
         if ranks < 1 or self.size % ranks:
             divisors = ", ".join(str(n) for n in range(1, self.size + 1) if self.size % n == 0)
             raise InputError(
-                expected(
-                    "ranks to gather from",
-                    f"a divisor of {self.size}: {divisors}",
-                    str(ranks),
-                    "Blocks of ranks must tile the mesh.",
-                )
+                "ranks to gather from",
+                f"a divisor of {self.size}: {divisors}",
+                str(ranks),
+                "Blocks of ranks must tile the mesh.",
             )
         if ranks == self.size:
             return self

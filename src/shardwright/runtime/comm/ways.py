@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.runtime.comm.torch_groups import Operations
 
 BACKEND: Final = "backend"
@@ -90,9 +90,7 @@ def fixed_paths(paths: str | Mapping[str, str]) -> Paths:
             return Paths(steps.get("all_gather", ()), steps.get("reduce_scatter", ()))
     pairs = ", ".join(f"{name!r}: {way!r}" for name, way in OTHER_WAY.items())
     raise InputError(
-        expected(
-            "paths", f"'backend' or some of {{{pairs}}}", repr(paths), "Leave it out to probe."
-        )
+        "paths", f"'backend' or some of {{{pairs}}}", repr(paths), "Leave it out to probe."
     )
 
 

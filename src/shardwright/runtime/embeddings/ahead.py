@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.runtime.embeddings.modules import LookupModule
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.torch_private import outside_graphs
@@ -104,7 +104,7 @@ def start_sparse_data_dist(model: nn.Module, *arguments: Any, **keywords: Any) -
     if ahead is None:
         wanted = "one that overlaps its exchanges"
         remedy = "Pass overlap=True to shard_embeddings, or plan with train.overlap."
-        raise InputError(expected("model", wanted, type(model).__name__, remedy))
+        raise InputError("model", wanted, type(model).__name__, remedy)
     ahead.ask(model, arguments, keywords)
 
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwright.core.block import Block
-from shardwright.core.errors import InputError, RunError, ShardwrightError, expected
+from shardwright.core.errors import InputError, RunError, ShardwrightError
 from shardwright.runtime.checkpoint.agreement import reason, together, together_numbered
 from shardwright.runtime.checkpoint.files import open_shard
 from shardwright.runtime.comm import Comm
@@ -148,7 +148,7 @@ def initial_blocks(
     drawn = int(torch.randint(2**31, (), device="cpu"))
 
     def failure(error: Exception) -> ShardwrightError:
-        return InputError(expected("initial", "values that can be read", f"'{reason(error)}'"))
+        return InputError("initial", "values that can be read", f"'{reason(error)}'")
 
     sources, seed = together_numbered(
         comm, "starting values", lambda: _sources(model, named, initial), failure, drawn
@@ -168,8 +168,7 @@ def filled(comm: Comm, make: Callable[[], T]) -> T:
     none or whose memory does not do, is that of all."""
 
     def failure(error: Exception) -> ShardwrightError:
-        wanted = "values and memory for this rank's rows"
-        return RunError(expected("tables", wanted, f"'{reason(error)}'"))
+        return RunError("tables", "values and memory for this rank's rows", f"'{reason(error)}'")
 
     return together(comm, "values of tables", make, failure)
 
@@ -184,11 +183,11 @@ def _sources(
         for name in initial:
             if name not in starts:
                 some = ", ".join(list(starts)[:3])
-                raise InputError(expected("initial", f"names of parameters as {some}", f"'{name}'"))
+                raise InputError("initial", f"names of parameters as {some}", f"'{name}'")
         given = {name: _given(starts[name], value) for name, value in initial.items()}
     elif initial is not None:
         wanted = "a mapping of names to values, or a function"
-        raise InputError(expected("initial", wanted, type(initial).__name__, REMEDY))
+        raise InputError("initial", wanted, type(initial).__name__, REMEDY)
     found: dict[str, InitialBlock | Fills] = {}
     for fqn, start in starts.items():
         if fqn in given:
@@ -212,12 +211,12 @@ def _checked(start: InitialWeight, source: InitialBlock) -> InitialBlock:
         if not isinstance(found, torch.Tensor) or tuple(found.shape) != tuple(sizes):
             got = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             where = f"initial values of {fqn} at {tuple(offsets)}"
-            raise InputError(expected(where, f"a tensor of shape {tuple(sizes)}", f"{got}"))
+            raise InputError(where, f"a tensor of shape {tuple(sizes)}", f"{got}")
         wants_floats = start.weight.is_floating_point()
         # Integers would be taken for weights without a word; another width of float is cast.
         if found.is_meta or (wants_floats and not found.is_floating_point()):
             got = "some on the meta device" if found.is_meta else str(found.dtype)
-            raise InputError(expected(f"initial values of {fqn}", "floating-point numbers", got))
+            raise InputError(f"initial values of {fqn}", "floating-point numbers", got)
         return found
 
     return block
@@ -232,16 +231,16 @@ def _given(start: InitialWeight, value: Any) -> InitialBlock:
         return _of_array(start, value)
     if not isinstance(value, (str, os.PathLike)):
         wanted = "a tensor, an array, or the path of a .npy or .safetensors file"
-        raise InputError(expected(f"initial of {start.fqn}", wanted, type(value).__name__))
+        raise InputError(f"initial of {start.fqn}", wanted, type(value).__name__)
     path = Path(value)
     if path.suffix == ".npy":
         try:
             return _of_array(start, np.load(path, mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError) as error:
-            raise InputError(expected(str(path), "a .npy file of an array", f"'{error}'")) from None
+            raise InputError(str(path), "a .npy file of an array", f"'{error}'") from None
     if path.suffix == ".safetensors":
         return _of_safetensors(start, path)
-    raise InputError(expected(f"initial of {start.fqn}", "a .npy or .safetensors file", str(path)))
+    raise InputError(f"initial of {start.fqn}", "a .npy or .safetensors file", str(path))
 
 
 def _of_array(start: InitialWeight, array: Any) -> InitialBlock:
@@ -262,7 +261,7 @@ def _of_safetensors(start: InitialWeight, path: Path) -> InitialBlock:
         names = list(file.keys())
         if start.fqn not in names and len(names) != 1:
             some = ", ".join(names[:3])
-            raise InputError(expected(str(path), f"a tensor '{start.fqn}'", f"{some}"))
+            raise InputError(str(path), f"a tensor '{start.fqn}'", f"{some}")
         name = start.fqn if start.fqn in names else names[0]
         _check_shape(start, tuple(file.get_slice(name).get_shape()), f"{path}: '{name}'")
 
@@ -276,8 +275,7 @@ def _of_safetensors(start: InitialWeight, path: Path) -> InitialBlock:
 def _check_shape(start: InitialWeight, shape: Ints, what: str) -> None:
     wanted = tuple(start.weight.shape)
     if tuple(shape) != wanted:
-        where = f"initial of {start.fqn}"
-        raise InputError(expected(where, f"shape {wanted}", f"{what} of {tuple(shape)}"))
+        raise InputError(f"initial of {start.fqn}", f"shape {wanted}", f"{what} of {tuple(shape)}")
 
 
 def _spans(offsets: Ints, sizes: Ints) -> tuple[slice, ...]:
@@ -309,11 +307,11 @@ class Fills:
         if versions > known and start.own:
             found = "one that was initialised on the meta device, which keeps no numbers"
             wanted = "a weight as its own module initialises it"
-            raise InputError(expected(start.fqn, wanted, found, REMEDY))
+            raise InputError(start.fqn, wanted, found, REMEDY)
         # What is noted first has to set every row, or some would start from memory of any content.
         if not noted or noted[0].rows != _rows_of(start.weight)[0] or noted[0].name not in FILLS:
             wanted = "a real tensor, or a module that initialises it"
-            raise InputError(expected(start.fqn, wanted, "one on the meta device", REMEDY))
+            raise InputError(start.fqn, wanted, "one on the meta device", REMEDY)
         return cls(start, noted)
 
     def block(self, seed: int, offsets: Ints, sizes: Ints) -> torch.Tensor:
@@ -391,7 +389,7 @@ class _Noted(TorchDispatchMode):
         )
         if name not in FILLS | ELEMENTWISE or tensors or not in_rows:
             wanted = "an initialisation of every element by itself"
-            raise InputError(expected(self.fqn, wanted, f"'{name}' on the meta device", REMEDY))
+            raise InputError(self.fqn, wanted, f"'{name}' on the meta device", REMEDY)
         first, rows = target.storage_offset() // width, target.numel() // width
         self.done.append(Fill(function, first, rows, tuple(others), options))
 
@@ -409,7 +407,7 @@ def _noted(start: InitialWeight, own: Callable[[], Any]) -> list[Fill]:
         raise
     except Exception as error:  # of the user's own function, which asks the meta device for numbers
         wanted = "an initialisation that runs on the meta device"
-        raise InputError(expected(start.fqn, wanted, f"'{reason(error)}'", REMEDY)) from error
+        raise InputError(start.fqn, wanted, f"'{reason(error)}'", REMEDY) from error
     finally:
         for parameter, version in versions:  # which tell whether somebody else initialised them
             set_version(parameter, version)

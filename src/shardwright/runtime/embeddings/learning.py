@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 from shardwright.runtime.embeddings.bags import TableFeature
 from shardwright.runtime.embeddings.modules import LookupModule
 from shardwright.runtime.embeddings.route import Table
@@ -91,12 +91,10 @@ class Learning:
         where = f"'{self.part}'" if self.part else "the model"
         call = f"model.get_submodule('{path}').requires_grad_"
         raise UnsupportedError(
-            expected(
-                f"tables '{path}'",
-                "a word on whether their rows learn",
-                f"none, while all parameters of {where} are frozen, which rows are none of",
-                f"Call {call}(False), or (True), on every rank.",
-            )
+            f"tables '{path}'",
+            "a word on whether their rows learn",
+            f"none, while all parameters of {where} are frozen, which rows are none of",
+            f"Call {call}(False), or (True), on every rank.",
         )
 
     def note(self, part: str, parameters: list[nn.Parameter]) -> None:

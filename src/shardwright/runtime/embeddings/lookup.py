@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 from shardwright.runtime.embeddings import exchange
 from shardwright.runtime.embeddings.bags import OwnPooling, versions_of
 from shardwright.runtime.embeddings.exchange import Counts, SentIds, Travelling
@@ -125,13 +125,11 @@ def refuse_many_lookups(optimizer: str, others: int) -> None:
     lookup to a backward."""
     if others and optimizer:
         raise UnsupportedError(
-            expected(
-                f"lookups before a backward of {optimizer} tables",
-                "one",
-                f"{others + 1}",
-                "Look up once per backward, under no_grad otherwise, train with sgd, or hand a "
-                "guard to apply.",
-            )
+            f"lookups before a backward of {optimizer} tables",
+            "one",
+            f"{others + 1}",
+            "Look up once per backward, under no_grad otherwise, train with sgd, or hand a "
+            "guard to apply.",
         )
 
 
@@ -139,12 +137,10 @@ def refuse_accumulation(path: str) -> None:
     """Rows have no gradient that a later backward could add to: without a guard there is one
     backward to an optimizer's step."""
     raise UnsupportedError(
-        expected(
-            f"gradients of tables in '{path}'",
-            "one backward before the optimizer's step, for it updates their rows",
-            "gradients that are accumulated over several",
-            "Hand a sw.Guard to apply and settle it once, before the optimizer's step.",
-        )
+        f"gradients of tables in '{path}'",
+        "one backward before the optimizer's step, for it updates their rows",
+        "gradients that are accumulated over several",
+        "Hand a sw.Guard to apply and settle it once, before the optimizer's step.",
     )
 
 
@@ -154,22 +150,18 @@ def refuse_scaling(path: str, kind: str) -> None:
         dtype = torch.get_autocast_dtype(kind)
         if dtype == torch.float16:
             raise UnsupportedError(
-                expected(
-                    f"tables in '{path}' under autocast",
-                    "bfloat16, whose gradients need no GradScaler",
-                    "float16",
-                    "Keep these embeddings dense, or use bfloat16.",
-                )
+                f"tables in '{path}' under autocast",
+                "bfloat16, whose gradients need no GradScaler",
+                "float16",
+                "Keep these embeddings dense, or use bfloat16.",
             )
 
 
 def refuse_second_backward() -> None:
     """A graph whose rows were updated."""
     raise UnsupportedError(
-        expected(
-            "backward of tables",
-            "one per lookup, for rows are updated in it",
-            "a second one",
-            "Look up again.",
-        )
+        "backward of tables",
+        "one per lookup, for rows are updated in it",
+        "a second one",
+        "Look up again.",
     )

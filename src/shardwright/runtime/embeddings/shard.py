@@ -13,13 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.block import Block, check_tiling
-from shardwright.core.errors import (
-    InputError,
-    MismatchError,
-    UnsupportedError,
-    check_type,
-    expected,
-)
+from shardwright.core.errors import InputError, MismatchError, UnsupportedError, check_type
 from shardwright.core.model import ON_DISK, QUANTIZED
 from shardwright.core.recording import Pooling
 from shardwright.core.sharding import traits
@@ -40,12 +34,7 @@ from shardwright.runtime.embeddings.initial import (
 )
 from shardwright.runtime.embeddings.learning import note_trained
 from shardwright.runtime.embeddings.modules import RoutedCollection, RoutedEmbedding
-from shardwright.runtime.embeddings.route import (
-    Table,
-    cache_of,
-    is_by_rows,
-    make_route,
-)
+from shardwright.runtime.embeddings.route import Table, cache_of, is_by_rows, make_route
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.units import replicas
@@ -71,12 +60,11 @@ class _Found:
         weight, fqn = self.start.weight, self.start.fqn
         shape = tuple(weight.shape)
         if shape != (plan.rows, plan.dim):
-            wanted = f"shape ({plan.rows}, {plan.dim}) as planned"
-            raise MismatchError(expected(fqn, wanted, str(shape)))
+            raise MismatchError(fqn, f"shape ({plan.rows}, {plan.dim}) as planned", str(shape))
         named = plan.optimizer if plan.optimizer != "none" else optimizer
         if not named:
             remedy = "Pass optimizer=..., or name one in the job."
-            raise InputError(expected(f"optimizer of {fqn}", "one", "none", remedy))
+            raise InputError(f"optimizer of {fqn}", "one", "none", remedy)
         dtype = NAMES[weight.dtype]
         replicated = traits(plan.sharding_type).replicated
         return Table(
@@ -183,8 +171,7 @@ def _check_given(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     check_mesh(mesh)
     check_kernels(plan.tables, mesh)
     if mesh.size() != plan.world_size:
-        wanted = f"{plan.world_size} ranks, as the plan"
-        raise MismatchError(expected("mesh", wanted, str(mesh.size())))
+        raise MismatchError("mesh", f"{plan.world_size} ranks, as the plan", str(mesh.size()))
 
 
 def _parts_of(module: nn.Module, plan: Plan) -> dict[str, list[tuple[_Found, TablePlan]]]:
@@ -198,13 +185,13 @@ def _parts_of(module: nn.Module, plan: Plan) -> dict[str, list[tuple[_Found, Tab
         own = [(each, left.pop(name)) for each in found for name in each.names if name in left]
         # A collection is called for all of its tables at once, so all are routed or none.
         if own and len(own) != len(found):
-            raise MismatchError(expected(path, f"{len(found)} tables in the plan", str(len(own))))
+            raise MismatchError(path, f"{len(found)} tables in the plan", str(len(own)))
         if own:
             parts[path] = own
     if left:
         remedy = "Name tables after the paths of embeddings."
         wanted = "an embedding for every table of the plan"
-        raise MismatchError(expected("module", wanted, f"none for '{next(iter(left))}'", remedy))
+        raise MismatchError("module", wanted, f"none for '{next(iter(left))}'", remedy)
     return parts
 
 
@@ -259,7 +246,7 @@ def check_kernels(tables: Iterable[TablePlan], mesh: DeviceMesh) -> None:
             remedy = "Plan it with one of these as its compute_kernels."
             if table.compute_kernel in QUANTIZED:
                 remedy = "One process looks rows of bytes up: examples/packing.py."
-            raise UnsupportedError(expected(table.fqn, wanted, table.compute_kernel, remedy))
+            raise UnsupportedError(table.fqn, wanted, table.compute_kernel, remedy)
 
 
 def _tables_in(path: str, part: nn.Module) -> Iterator[_Found]:
@@ -283,7 +270,7 @@ def _check_own(path: str, part: nn.Module) -> None:
     """UnsupportedError for an embedding that no table can be."""
     if isinstance(part, Embedding) and (reason := own_reason(part, _WEIGHTS, frozen=True)):
         wanted = "an embedding that a table can be"
-        raise UnsupportedError(expected(f"embedding '{path}'", wanted, f"one {reason}"))
+        raise UnsupportedError(f"embedding '{path}'", wanted, f"one {reason}")
 
 
 def _stand_in(path: str, part: nn.Module, sharded: ShardedTables) -> nn.Module:

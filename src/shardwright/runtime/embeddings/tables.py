@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.schedule import Action
 from shardwright.job.planner import IN_FULL, Communication
 from shardwright.runtime.comm import Comm
@@ -236,7 +236,7 @@ class ShardedTables(LookupModule):
             return read_bags(given, self.features, self.limits)
         if self.dim is None:
             wanted = "a mapping of features, for their tables have different dims"
-            raise InputError(expected("ids", wanted, "a tensor"))
+            raise InputError("ids", wanted, "a tensor")
         check_columns(given, self.features, self.limits)
         return one_each(given.t().long()), {}
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 
 EPSILON = 1e-8
 BETAS = (0.9, 0.999)
@@ -211,4 +211,4 @@ def check_rule(optimizer: str, fqn: str) -> None:
     """InputError for an optimizer that rows have not."""
     if optimizer not in RULES:
         wanted = f"one of {', '.join(RULES)}, of which only Adam's have momentum"
-        raise InputError(expected(f"optimizer of {fqn}", wanted, f"'{optimizer}'"))
+        raise InputError(f"optimizer of {fqn}", wanted, f"'{optimizer}'")

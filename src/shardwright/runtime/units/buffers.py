@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from shardwright.core.arrange import Slot
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.layout import Segment, ShardPiece, UnitLayout
 from shardwright.core.unit_bytes import SegmentBytes, UnitBytes
 from shardwright.runtime.comm import Comm, Pending
@@ -356,12 +356,10 @@ def shard_buffer(buffer: torch.Tensor, world_size: int) -> list[torch.Tensor]:
     """
     if buffer.dim() != 1 or world_size < 1 or buffer.numel() % world_size:
         raise InputError(
-            expected(
-                "buffer",
-                f"one dimension, of a multiple of {world_size} elements",
-                str(tuple(buffer.shape)),
-                "Pad it at its end.",
-            )
+            "buffer",
+            f"one dimension, of a multiple of {world_size} elements",
+            str(tuple(buffer.shape)),
+            "Pad it at its end.",
         )
     return list(buffer.detach().split(buffer.numel() // world_size or 1))[:world_size]
 

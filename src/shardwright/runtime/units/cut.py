@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from shardwright.core.arrange import Slot
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.layout import Segment
 from shardwright.core.placement import BlockShard, Shard, describe
 from shardwright.runtime.checkpoint.region import Box, BoxAt, blocks_of, parts
@@ -219,12 +219,10 @@ class PartShard(TorchShard):
         sizes, offsets = self.cut.sizes, self.cut.offsets
         if not _is_slab(sizes, self.cut.shape, self.dim):
             raise UnsupportedError(
-                expected(
-                    self.cut.fqn,
-                    "a part that is a slice of the whole tensor",
-                    "a range of its elements, or one cut twice, which torch has no word for",
-                    "Load the whole state on every rank, or shard with 'per_param'.",
-                )
+                self.cut.fqn,
+                "a part that is a slice of the whole tensor",
+                "a range of its elements, or one cut twice, which torch has no word for",
+                "Load the whole state on every rank, or shard with 'per_param'.",
             )
         return sizes[self.dim], offsets[self.dim]
 
@@ -243,7 +241,7 @@ def restored_cut(
     if not dist.is_initialized():
         wanted, found = "the ranks it was saved on", "a process without ranks"
         remedy = "Save sw.full_state_dict(model), which loads anywhere."
-        raise InputError(expected(f"a saved part of {fqn}", wanted, found, remedy))
+        raise InputError(f"a saved part of {fqn}", wanted, found, remedy)
     comm = Comm(mesh, twice=twice)
     return Cut(fqn, shape, dim, regions.__getitem__, key, comm)
 

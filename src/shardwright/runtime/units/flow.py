@@ -146,12 +146,10 @@ class Flow(UnitFlow):
         for name, value in other.settings._asdict().items():
             if None not in (own[name], value) and own[name] != value:
                 raise InputError(
-                    expected(
-                        f"'{name}' of the units of a model",
-                        f"{own[name]}, as of other ones",
-                        f"{value}",
-                        "Make such settings after the whole model is sharded.",
-                    )
+                    f"'{name}' of the units of a model",
+                    f"{own[name]}, as of other ones",
+                    f"{value}",
+                    "Make such settings after the whole model is sharded.",
                 )
         self.set(synchronise=other.settings.synchronise, divisor=other.settings.divisor)
         for unit in list(other.units()):
@@ -490,10 +488,8 @@ _BACKWARDS_OF_ALL = (
 def _changed(unit: str) -> InputError:
     """What to say of a backward whose forward had other weights."""
     return InputError(
-        expected(
-            f"backward of unit '{unit}'",
-            "the weights of its forward",
-            "weights that were changed in between",
-            "Step the optimizer after the backward, or run the forward again.",
-        )
+        f"backward of unit '{unit}'",
+        "the weights of its forward",
+        "weights that were changed in between",
+        "Step the optimizer after the backward, or run the forward again.",
     )

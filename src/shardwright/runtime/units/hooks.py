@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 from shardwright.core.schedule import Action
 from shardwright.runtime.torch_private import (
     in_transform,
@@ -389,12 +389,10 @@ class _After:
         if counts and not found and not _is_plain(output):
             name = unit.name or type(module).__name__
             raise UnsupportedError(
-                expected(
-                    f"output of unit '{name}'",
-                    "tensors, alone, in containers or in attributes of objects",
-                    f"a {type(output).__name__} without any that can be found",
-                    "Return tensors, or run under torch.no_grad().",
-                )
+                f"output of unit '{name}'",
+                "tensors, alone, in containers or in attributes of objects",
+                f"a {type(output).__name__} without any that can be found",
+                "Return tensors, or run under torch.no_grad().",
             )
         return output
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.runtime.torch_private import C_DATA, C_GRAD, adds_to, no_subclass_functions
 from shardwright.tracker.private import accumulated_hooks, gradient_hooks
 
@@ -235,12 +235,10 @@ class FlatReplica(LinkedParameter):
 def norm_of_many(name: str) -> UnsupportedError:
     """What to say of the norm of many parameters, which optimizers take to scale each by its."""
     return UnsupportedError(
-        expected(
-            name,
-            "a use that has one answer for all of its parameters",
-            "the norm of a flat tensor, as optimizers take that scale each tensor by it",
-            "Give Adafactor, LAMB and the like model.parameters().",
-        )
+        name,
+        "a use that has one answer for all of its parameters",
+        "the norm of a flat tensor, as optimizers take that scale each tensor by it",
+        "Give Adafactor, LAMB and the like model.parameters().",
     )
 
 
@@ -259,12 +257,10 @@ class AtShard(Home):
         was given the whole one would write memory that is gone."""
         if self.memory is not None and not self.memory.size() and self.parameter.numel():
             raise InputError(
-                expected(
-                    self.name,
-                    "the sharded parameter",
-                    "the gathered one, whose memory is freed",
-                    "Make optimizers and lists of parameters before a forward or after a backward.",
-                )
+                self.name,
+                "the sharded parameter",
+                "the gathered one, whose memory is freed",
+                "Make optimizers and lists of parameters before a forward or after a backward.",
             )
         return self.parameter.grad
 
@@ -277,12 +273,10 @@ class AtShard(Home):
     def refusal(self) -> InputError:
         """It lives as long as the unit is UNSHARDED."""
         return InputError(
-            expected(
-                self.name,
-                "to be changed while its unit is sharded",
-                "other memory or a gradient for the gathered parameter",
-                "Write inside storage.unsharded(write=True), or before the forward.",
-            )
+            self.name,
+            "to be changed while its unit is sharded",
+            "other memory or a gradient for the gathered parameter",
+            "Write inside storage.unsharded(write=True), or before the forward.",
         )
 
 
@@ -304,36 +298,30 @@ def call_accumulated(parameter: nn.Parameter) -> None:
 def asked_for(unit: str) -> UnsupportedError:
     """What to say to someone who asks autograd for gradients of certain parameters of a unit."""
     return UnsupportedError(
-        expected(
-            f"a backward through unit '{unit}'",
-            "backward() for gradients of parameters, which are summed over ranks",
-            "torch.autograd.grad or backward(inputs=...) for parameters of it",
-            "Call backward() and read .grad; freeze what shall have none.",
-        )
+        f"a backward through unit '{unit}'",
+        "backward() for gradients of parameters, which are summed over ranks",
+        "torch.autograd.grad or backward(inputs=...) for parameters of it",
+        "Call backward() and read .grad; freeze what shall have none.",
     )
 
 
 def on_meta(where: str) -> InputError:
     """What to say where memory is asked of a unit without any."""
     return InputError(
-        expected(
-            where,
-            "a real tensor",
-            "one on the meta device",
-            "Call to_empty(device=...) on the model, then give its parameters their values.",
-        )
+        where,
+        "a real tensor",
+        "one on the meta device",
+        "Call to_empty(device=...) on the model, then give its parameters their values.",
     )
 
 
 def hooked_twice(where: str) -> InputError:
     """What to say of hooks on a gradient that comes in two parts."""
     return InputError(
-        expected(
-            where,
-            "hooks on its gradient, or a use outside of its unit's forward",
-            "both, and each hook would be called twice",
-            "Use it inside of the forward, or change its gradient after the backward.",
-        )
+        where,
+        "hooks on its gradient, or a use outside of its unit's forward",
+        "both, and each hook would be called twice",
+        "Use it inside of the forward, or change its gradient after the backward.",
     )
 
 

@@ -38,12 +38,10 @@ def check(unit: str, buffers: Buffers, comm: Comm) -> None:
     """Raise MismatchError on every rank if replicas differ (collective)."""
     if differ(unit, buffers, comm):
         raise MismatchError(
-            expected(
-                f"replicas of unit '{unit}'",
-                "the same values on every rank",
-                "others on some",
-                "Give them values with one seed, or load a state.",
-            )
+            f"replicas of unit '{unit}'",
+            "the same values on every rank",
+            "others on some",
+            "Give them values with one seed, or load a state.",
         )
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.runtime.checkpoint.region import window
 from shardwright.runtime.torch_private import (
     C_DATA,
@@ -255,11 +255,7 @@ class ShardTensor(DTensor):
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import (
-            TensorWriteData,
-            WriteItem,
-            WriteItemType,
-        )
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
@@ -276,7 +272,7 @@ class ShardTensor(DTensor):
             if torch.Size(part.box.offsets) == index.offset:
                 return window(self._local_tensor, part, part.box)
         wanted = f"a part of {self.cut.fqn} that begins at {tuple(index.offset)}"
-        raise InputError(expected("torch.distributed.checkpoint", wanted, "none on this rank"))
+        raise InputError("torch.distributed.checkpoint", wanted, "none on this rank")
 
 
 OPERATORS = Operators(ShardTensor)

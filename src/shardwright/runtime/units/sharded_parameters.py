@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import no_subclass_functions, set_local, set_version
 from shardwright.runtime.units.buffers import Buffers
@@ -267,12 +267,10 @@ class Writes:
         """
         if self.is_changed:
             raise InputError(
-                expected(
-                    f"parameters of unit '{unit}'",
-                    "either the sharded or the gathered ones to be written",
-                    "both, since they were gathered",
-                    "Write under torch.no_grad() before the forward or after the backward.",
-                )
+                f"parameters of unit '{unit}'",
+                "either the sharded or the gathered ones to be written",
+                "both, since they were gathered",
+                "Write under torch.no_grad() before the forward or after the backward.",
             )
         buffers = self.buffers
         rows = zip(buffers.locals, buffers.pieces, buffers.parameters, strict=True)
@@ -295,13 +293,11 @@ class Writes:
         written = self._written(shard=now[1] != was[1])
         self.forget()
         return InputError(
-            expected(
-                f"forward of unit '{unit}'",
-                "one that only reads its parameters",
-                f"one that writes {', '.join(written) or 'one'} in place",
-                "Keep what a forward changes in a buffer, leave the parameter out "
-                "(ignored_params), or write inside storage.unsharded(write=True).",
-            )
+            f"forward of unit '{unit}'",
+            "one that only reads its parameters",
+            f"one that writes {', '.join(written) or 'one'} in place",
+            "Keep what a forward changes in a buffer, leave the parameter out "
+            "(ignored_params), or write inside storage.unsharded(write=True).",
         )
 
     def _written(self, *, shard: bool) -> list[str]:

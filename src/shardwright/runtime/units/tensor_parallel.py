@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 from shardwright.core.placement import Flat, Placement, Replicate, Shard
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.comm.torch_groups import root_mesh
@@ -49,7 +49,7 @@ class Parallel:
         if not alone or not even:
             wanted = "a DTensor on a mesh of one dimension, replicated or cut evenly"
             found = f"{placements} of shape {tuple(parameter.shape)} on {mesh.size()} ranks"
-            raise UnsupportedError(expected(fqn, wanted, found))
+            raise UnsupportedError(fqn, wanted, found)
         return cls(mesh, dim, tuple(parameter.shape), tuple(parameter.stride()))
 
     @property
@@ -76,7 +76,7 @@ class Parallel:
         by rows where the unit is cut evenly."""
         if self.dim is not None and isinstance(placement, Replicate):
             wanted = "a placement that cuts it, for tensor parallelism has cut it already"
-            raise UnsupportedError(expected(fqn, wanted, "Replicate()", "Use Shard(0)."))
+            raise UnsupportedError(fqn, wanted, "Replicate()", "Use Shard(0).")
         return Shard(0) if self.dim and isinstance(placement, Flat) else placement
 
 
@@ -102,7 +102,7 @@ class ParallelGrid:
             remedy = (
                 "Make one: init_device_mesh('cpu', (2, 2), mesh_dim_names=('shard', 'tensor'))."
             )
-            raise UnsupportedError(expected(f"{fqn} and the unit's mesh", wanted, found, remedy))
+            raise UnsupportedError(f"{fqn} and the unit's mesh", wanted, found, remedy)
         order = tuple(name for name in names if name in (shard, other))
         flat = "_".join(order)
         joined = root[order]._flatten(flat)
@@ -147,11 +147,11 @@ def joints(parallels: Mapping[str, Parallel], comm: Comm) -> dict[str, Joint]:
         if any(len(before.intersection(ranks)) > 1 for ranks in groups):
             wanted = "tensor parallelism on another dimension of the mesh than the unit's"
             found = "a DTensor on ranks that would cut it again"
-            raise UnsupportedError(expected(fqn, wanted, found, "Pass the other dimension."))
+            raise UnsupportedError(fqn, wanted, found, "Pass the other dimension.")
     cut = {fqn: parallel for fqn, parallel in parallels.items() if parallel.dim is not None}
     if cut and comm.twice:
         wanted = "one stage of ZeRO beside tensor parallelism"
-        raise UnsupportedError(expected(min(cut), wanted, "a pair", "Pass zero=3."))
+        raise UnsupportedError(min(cut), wanted, "a pair", "Pass zero=3.")
     grids: dict[int, ParallelGrid] = {}
     found = {}
     for fqn, parallel in cut.items():

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.timeline import Kind
 from shardwright.runtime.comm import Comm
@@ -478,7 +478,7 @@ class Unit:
             if fqn == member.fqn or fqn in member.aliases:
                 return index
         names = ", ".join(self.param_infos)
-        raise InputError(expected(f"unit '{self.name}'", f"one of {names}", f"'{fqn}'"))
+        raise InputError(f"unit '{self.name}'", f"one of {names}", f"'{fqn}'")
 
     def shares_full_buffer(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` would point to freed memory once the unit is resharded."""

@@ -36,7 +36,7 @@ from torchrec.distributed.types import CommOp, ModuleSharder
 from torchrec.distributed.utils import get_device_type
 
 from shardwright.core.document import encode_toml, write_atomically
-from shardwright.core.errors import InputError, NoPlanError, UnsupportedError, expected
+from shardwright.core.errors import InputError, NoPlanError, UnsupportedError
 from shardwright.job.tables import entry_of
 from shardwright.torchrec.adapter.tables import (
     Constraints,
@@ -154,14 +154,12 @@ def _set_aside(
         )
     except PlannerError as error:
         found = " ".join(str(error).split())
-        raise NoPlanError(expected("storage_reservation", "HBM left for tables", found)) from error
+        raise NoPlanError("storage_reservation", "HBM left for tables", found) from error
     # A reservation that we do not know is asked what it would leave, and only the difference is
     # kept.
     taken = least_storage(request.topology).hbm - least_storage(left).hbm
     if taken < 0:
-        raise UnsupportedError(
-            expected("storage_reservation", "bytes taken of ranks", f"{-taken:,} B given")
-        )
+        raise UnsupportedError("storage_reservation", "bytes taken of ranks", f"{-taken:,} B given")
     return taken
 
 
@@ -245,14 +243,12 @@ def _check(topology: Topology) -> None:
     where = "topology"
     if topology.compute_device not in DEVICES:
         wanted = f"compute_device {' or '.join(DEVICES)}"
-        raise UnsupportedError(expected(where, wanted, f"'{topology.compute_device}'"))
+        raise UnsupportedError(where, wanted, f"'{topology.compute_device}'")
     # By exact type: a subclass may answer by ranks, and two numbers cannot say what it does.
     if type(topology.comms_bandwidths) is not BasicCommsBandwidths:
         found = type(topology.comms_bandwidths).__name__
         remedy = "Give intra_host_bw and inter_host_bw."
-        raise UnsupportedError(
-            expected(where, "one bandwidth inside and one between hosts", found, remedy)
-        )
+        raise UnsupportedError(where, "one bandwidth inside and one between hosts", found, remedy)
     least = least_storage(topology)
     larger = [device.rank for device in topology.devices if device.storage != least]
     if larger:
@@ -329,12 +325,10 @@ def communication(
     found -= {None}
     if len(found) > 1:
         raise InputError(
-            expected(
-                "qcomm_codecs_registry",
-                "the same codecs in every sharder",
-                " and ".join(sorted(map(str, found))),
-                "Set planner.estimator.communication in job_overrides.",
-            )
+            "qcomm_codecs_registry",
+            "the same codecs in every sharder",
+            " and ".join(sorted(map(str, found))),
+            "Set planner.estimator.communication in job_overrides.",
         )
     return next(iter(found), None)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shardwright.core.cluster import Device
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.footprint import Certainty
 from shardwright.job.memory import NormKernel
 
@@ -45,7 +45,7 @@ def kernels(
     for name, value, names in choices:
         if value not in names:
             remedy = "Choose one of them." if name != "device" else "Use the nearest of them."
-            raise InputError(expected(f"lowering.{name}", " or ".join(names), f"'{value}'", remedy))
+            raise InputError(f"lowering.{name}", " or ".join(names), f"'{value}'", remedy)
     return Kernels(device, attention, rms_norm, cross_entropy)  # type: ignore[arg-type]
 
 
