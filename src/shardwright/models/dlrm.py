@@ -244,7 +244,9 @@ class DLRM(Started):
             return torch.empty(shape).uniform_(*self.starts[fqn], generator=self._generator(fqn, 0))
         if fqn.startswith("interact.") and len(shape) == 1:
             return torch.zeros(shape)  # as DCN v2's biases
-        return _dense_start(shape, self._generator(fqn, 0))
+        values = torch.empty(shape)
+        deviation = math.sqrt(2.0 / sum(shape)) if len(shape) == 2 else math.sqrt(1.0 / shape[0])
+        return values.normal_(0.0, deviation, generator=self._generator(fqn, 0))
 
     def _generator(self, fqn: str, index: int) -> torch.Generator:
         return generator_of(self.seed, fqn, index)
@@ -279,9 +281,3 @@ def _linear(
 ) -> nn.Linear:
     layer = nn.Linear(fan_in, fan_out, bias, device="meta")
     return layer.to_empty(device=device or "cpu")
-
-
-def _dense_start(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    values = torch.empty(shape)
-    deviation = math.sqrt(2.0 / sum(shape)) if len(shape) == 2 else math.sqrt(1.0 / shape[0])
-    return values.normal_(0.0, deviation, generator=generator)

@@ -57,17 +57,12 @@ def error(found: Found, watch: Watch) -> NoPlanError:
     # Proposers look at some plans only. Something fits that they did not come to, so that more
     # memory would be the wrong advice.
     if least.fits:
-        return _not_looked_at(found)
+        why = "; ".join(found.skipped) or "none of them fits"
+        return NoPlanError(
+            f"no plan found among {found.proposals:,} proposals, though some that fit exist: "
+            f"{why}. Use planner.search 'bounded', or other planner.proposers."
+        )
     return _refusal(found, least, whole, proven=proven)
-
-
-def _not_looked_at(found: Found) -> NoPlanError:
-    """The refusal of a search that ended before it came to a plan that fits."""
-    why = "; ".join(found.skipped) or "none of them fits"
-    return NoPlanError(
-        f"no plan found among {found.proposals:,} proposals, though some that fit exist: {why}. "
-        "Use planner.search 'bounded', or other planner.proposers."
-    )
 
 
 def _no_ranks(problem: Problem) -> NoPlanError:

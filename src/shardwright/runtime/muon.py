@@ -70,7 +70,12 @@ class Muon(torch.optim.Muon):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                update = self._momentum(parameter, group)
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+                gradient, held = local_of(parameter.grad), local_of(state["momentum_buffer"])
+                held.lerp_(gradient, 1 - group["momentum"])
+                update = gradient.lerp(held, group["momentum"]) if group["nesterov"] else held
                 local = local_of(parameter)
                 # Before the update is added, as torch does: decay is of the weight that the step
                 # began with.
@@ -88,15 +93,6 @@ class Muon(torch.optim.Muon):
             for number, bucket in enumerate(_buckets(matrices)):
                 self._exchange((*key, number), bucket).update(bucket)
         return loss
-
-    def _momentum(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-        """What is made orthogonal, this rank's part; element by element."""
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        gradient, held = local_of(parameter.grad), local_of(state["momentum_buffer"])
-        held.lerp_(gradient, 1 - group["momentum"])
-        return gradient.lerp(held, group["momentum"]) if group["nesterov"] else held
 
     def _exchange(self, key: tuple[Any, ...], matrices: Sequence[_Matrix]) -> _MatrixExchange:
         """The exchange of these very matrices, worked out once for a mesh and dtype."""

@@ -181,7 +181,11 @@ def propose(
     """
     watch = watch or Watch()
     known: dict[Key, Candidate] = {}
-    tables = _candidates(choices, known)
+    by_name = {ways[0].table.name: ways for ways in choices}
+    order = walk_order(ways[0].table for ways in choices)
+    tables = tuple(
+        tuple(candidate_of(choice, known) for choice in by_name[table.name]) for table in order
+    )
     loop = _Loop(cluster, capacities, section.partitioner, watch)
     proposers = section.proposers or DEFAULT
     attempts = []
@@ -190,16 +194,6 @@ def propose(
         offer = Offer(tables, capacities, known, price, share)
         attempts.append(loop.run(proposer, offer))
     return Proposed(loop.best, loop.best_ms / MS_PER_SECOND, tuple(attempts))
-
-
-def _candidates(
-    choices: Sequence[Sequence[Choice]], known: dict[Key, Candidate]
-) -> tuple[tuple[Candidate, ...], ...]:
-    by_name = {ways[0].table.name: ways for ways in choices}
-    order = walk_order(ways[0].table for ways in choices)
-    return tuple(
-        tuple(candidate_of(choice, known) for choice in by_name[table.name]) for table in order
-    )
 
 
 @dataclass

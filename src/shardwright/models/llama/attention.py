@@ -73,13 +73,6 @@ CONTEXT = "context"
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def ring_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, degree: int
-) -> torch.Tensor:
-    """[B, H, T, head_dim] each, T being this rank's tokens -> the shape of values."""
-    return _RingAttention.apply(query, key, value, degree)
-
-
 class _RingAttention(torch.autograd.Function):
     """Keeps queries, keys, values, the result and its log-sums for backward, like one kernel."""
 
@@ -162,7 +155,7 @@ class CoreAttention(nn.Module):
         if self.cap:
             return capped_attention(query, key, value, self.cap)
         if self.context > 1:
-            return ring_attention(query, key, value, self.context)
+            return _RingAttention.apply(query, key, value, self.context)
         return scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
 
 

@@ -94,16 +94,6 @@ def one_each(ids: torch.Tensor) -> Bags:
     return Bags(ids, (batch,) * features, (batch,) * features, nothing, nothing, nothing)
 
 
-def _check_ids(ids: torch.Tensor, feature: TableFeature) -> None:
-    """InputError, naming the first, for ids [N] that are no rows of the feature's table."""
-    rows = feature.table.rows
-    wrong = (ids < 0) | (ids >= rows)
-    if bool(wrong.any()):
-        place = int(wrong.nonzero()[0])
-        spot = f"{feature.spot}, position {place}"
-        raise InputError(bad_id(spot, rows, int(ids[place])))
-
-
 def check_dtype(ids: torch.Tensor, spot: str) -> None:
     """InputError for ids that are no integers."""
     if ids.dtype not in INTEGERS:
@@ -276,7 +266,12 @@ def _check_range(
         if bool(fits.all()):
             return
     for ids, feature in zip(values.view(-1).split(sizes), features, strict=True):
-        _check_ids(ids, feature)
+        rows = feature.table.rows
+        wrong = (ids < 0) | (ids >= rows)
+        if bool(wrong.any()):
+            place = int(wrong.nonzero()[0])
+            spot = f"{feature.spot}, position {place}"
+            raise InputError(bad_id(spot, rows, int(ids[place])))
 
 
 def _lengths(keyed: Keyed, features: Sequence[TableFeature]) -> list[torch.Tensor | None]:

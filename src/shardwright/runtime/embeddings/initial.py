@@ -325,7 +325,7 @@ class Fills:
         (row, column), (rows, columns) = offsets, sizes
         found = torch.empty(rows, columns, dtype=self.dtype)
         generator = torch.Generator()
-        start = _start_of(seed, self.fqn)
+        start = int.from_bytes(hashlib.sha256(f"{seed}/{self.fqn}".encode()).digest()[:4], "big")
         across = -(-self.width // TILE[1])
         for i in range(row // TILE[0], -(-(row + rows) // TILE[0])):
             for j in range(column // TILE[1], -(-(column + columns) // TILE[1])):
@@ -418,7 +418,3 @@ def _rows_of(weight: torch.Tensor) -> tuple[int, int]:
     """A tensor as a matrix of its rows."""
     rows = weight.shape[0] if weight.dim() else 1
     return rows, max(weight.numel() // max(rows, 1), 1)
-
-
-def _start_of(seed: int, fqn: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{fqn}".encode()).digest()[:4], "big")

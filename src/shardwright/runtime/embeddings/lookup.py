@@ -115,7 +115,12 @@ class LookUp(torch.autograd.Function):
         # as free, and a second backward of the graph is told from the first.
         lookup, ctx.lookup = ctx.lookup, None
         if lookup is None:
-            refuse_second_backward()
+            raise UnsupportedError(
+                "backward of tables",
+                "one per lookup, for rows are updated in it",
+                "a second one",
+                "Look up again.",
+            )
         ctx.tables.retrace(gradients[0] if ctx.whole else gradients, lookup)
         return None, None, None
 
@@ -155,13 +160,3 @@ def refuse_scaling(path: str, kind: str) -> None:
                 "float16",
                 "Keep these embeddings dense, or use bfloat16.",
             )
-
-
-def refuse_second_backward() -> None:
-    """A graph whose rows were updated."""
-    raise UnsupportedError(
-        "backward of tables",
-        "one per lookup, for rows are updated in it",
-        "a second one",
-        "Look up again.",
-    )

@@ -115,7 +115,12 @@ def shard_embeddings(
     MismatchError where plan and module do not fit, UnsupportedError for an embedding that no table
     can be.
     """
-    _check_given(module, plan, mesh)
+    check_type(plan, Plan, "plan", "read_plan reads a file.")
+    check_type(module, nn.Module, "module")
+    check_mesh(mesh)
+    check_kernels(plan.tables, mesh)
+    if mesh.size() != plan.world_size:
+        raise MismatchError("mesh", f"{plan.world_size} ranks, as the plan", str(mesh.size()))
     # Rows go to any rank, so replicas of a mesh of two dimensions are ranks like the others.
     mesh = flat(mesh)
     comm = Comm(mesh)
@@ -162,16 +167,6 @@ def shard_embeddings(
     if overlap:
         look_ahead(module)
     return module
-
-
-def _check_given(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Before the first collective, and alike on every rank that has this plan."""
-    check_type(plan, Plan, "plan", "read_plan reads a file.")
-    check_type(module, nn.Module, "module")
-    check_mesh(mesh)
-    check_kernels(plan.tables, mesh)
-    if mesh.size() != plan.world_size:
-        raise MismatchError("mesh", f"{plan.world_size} ranks, as the plan", str(mesh.size()))
 
 
 def _parts_of(module: nn.Module, plan: Plan) -> dict[str, list[tuple[_Found, TablePlan]]]:

@@ -163,11 +163,6 @@ class Flow(UnitFlow):
         """Whether the forward of ``unit`` is that of the whole model."""
         return self._leader is not None and self._leader() is unit
 
-    @property
-    def has_units(self) -> bool:
-        """Whether there are any."""
-        return bool(self._units)
-
     def units(self) -> Iterator[Unit]:
         """Every unit that still lives, in order."""
         for reference in self._units.values():
@@ -198,7 +193,7 @@ class Flow(UnitFlow):
     def copied(self, unit: Unit, memo: dict[int, Any]) -> Unit:
         """``unit`` of modules that are being copied, in one flow with the others of them."""
         made, flow = copied(unit, memo), copy.deepcopy(self, memo)
-        if self.is_led_by(unit) or not flow.has_units:
+        if self.is_led_by(unit) or not flow._units:
             flow.lead(made)
         flow.add(made)
         return made
