@@ -121,11 +121,8 @@ def decode(runs: Iterable[BlockRun]) -> Iterator[Block]:
         # Here and not by a type: a file may say anything, and zip would fail without naming the
         # tensor.
         if run.count > 1 and len(run.step) != len(run.offsets):
-            raise InputError(
-                f"blocks of {run.tensor}",
-                f"a step of {len(run.offsets)} offsets",
-                f"{len(run.step)}",
-            )
+            where = f"blocks of {run.tensor}"
+            raise InputError(where, f"a step of {len(run.offsets)} offsets", f"{len(run.step)}")
         for k in range(run.count):
             offsets = run.offsets if k == 0 else _moved(run, k)
             yield Block(run.tensor, run.role, offsets, run.sizes, run.rank + k)
@@ -175,12 +172,9 @@ def _check_tensor(tensor: TensorSpec, blocks: list[Block]) -> None:
             raise InputError(where, f"blocks inside {shape}", f"offsets {offsets}, sizes {sizes}")
     covered = sum(math.prod(sizes) for _, sizes in boxes)
     if covered != tensor.numel or _overlap(boxes):
-        raise InputError(
-            where,
-            f"every one of {tensor.numel} elements exactly once",
-            f"blocks of {covered} elements in all" if covered != tensor.numel else "an overlap",
-            "Make the plan again with `shardwright plan`.",
-        )
+        wanted = f"every one of {tensor.numel} elements exactly once"
+        found = f"blocks of {covered} elements in all" if covered != tensor.numel else "an overlap"
+        raise InputError(where, wanted, found, "Make the plan again with `shardwright plan`.")
 
 
 def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:

@@ -151,12 +151,9 @@ class LlamaShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def check_shape(shape: LlamaShape, where: str = "model") -> None:
     """Refuse sizes that contradict each other; InputError names ``where`` and the key."""
     if shape.heads % shape.kv_heads:
-        raise InputError(
-            f"{where}.kv_heads",
-            f"a divisor of the {shape.heads} heads",
-            str(shape.kv_heads),
-            "Every head of keys serves equally many heads of queries.",
-        )
+        wanted = f"a divisor of the {shape.heads} heads"
+        remedy = "Every head of keys serves equally many heads of queries."
+        raise InputError(f"{where}.kv_heads", wanted, str(shape.kv_heads), remedy)
     if shape.turned_dim % 2 and not shape.positions:
         key = "qk_rope_head_dim" if shape.qk_rope_head_dim else "head_dim"
         raise InputError(
@@ -444,11 +441,9 @@ def check_local(shape: LlamaShape, local: LocalShape, where: str = "parallel") -
             raise InputError(f"{where}.expert", "1 for a model without experts", str(local.expert))
         _divides(shape.experts, local.expert, f"{where}.expert", "experts")
     elif local.capacity_factor is not None or local.expert_load != 1.0:
+        remedy = "One rank's experts get exactly the rows of its tokens."
         raise InputError(
-            f"{where}.expert",
-            "more than 1 where experts have a capacity or a load",
-            "1",
-            "One rank's experts get exactly the rows of its tokens.",
+            f"{where}.expert", "more than 1 where experts have a capacity or a load", "1", remedy
         )
     if local.context > 1 and shape.attention_cap:
         wanted = "1 for a model that caps scores of attention, as no kernel over a ring does"

@@ -250,12 +250,10 @@ def check_limits(rules: Rules, table: TableSpec) -> None:
         allowed = getattr(table, field)
         whys = [(wanted, exclusion(rules, table, wanted)) for wanted in allowed or ()]
         if whys and all(why for _, why in whys):
-            raise InputError(
-                key_of(rules.job, table.name, field),
-                f"any that can be planned for '{table.name}'",
-                "; ".join(f"{wanted}: {why}" for wanted, why in whys),
-                "Name another one, or leave the key out.",
-            )
+            where = key_of(rules.job, table.name, field)
+            found = "; ".join(f"{wanted}: {why}" for wanted, why in whys)
+            remedy = "Name another one, or leave the key out."
+            raise InputError(where, f"any that can be planned for '{table.name}'", found, remedy)
 
 
 def exclusion(rules: Rules, table: TableSpec, wanted: str) -> str:

@@ -262,12 +262,8 @@ def search(job: Job, model: ModelSpec, watch: Watch, *, sure: bool = True) -> Fo
     wanted = job.planner.search
     if model.is_trained:
         if wanted != "bounded":
-            raise UnsupportedError(
-                "planner.search",
-                f"'bounded' for a {model.kind}",
-                f"'{wanted}'",
-                "Leave [model] out to plan the tables alone.",
-            )
+            where, remedy = "planner.search", "Leave [model] out to plan the tables alone."
+            raise UnsupportedError(where, f"'bounded' for a {model.kind}", f"'{wanted}'", remedy)
         return search_steps(job, model, watch, sure)
     if wanted == "proposers":
         return profiles.torchrec.search(job, model, watch)

@@ -276,18 +276,12 @@ def _check_pinned_ranks(job: Job, cluster: Cluster) -> None:
     rules = job.planner.constraints
     for name, ranks in rules.ranks.items():
         if max(ranks) >= cluster.world_size:
-            raise InputError(
-                f"planner.constraints.ranks.{name}",
-                f"ranks below {cluster.world_size}",
-                str(max(ranks)),
-            )
+            where = f"planner.constraints.ranks.{name}"
+            raise InputError(where, f"ranks below {cluster.world_size}", str(max(ranks)))
     for index, group in enumerate(rules.apart):
         if len(group) > cluster.world_size:
-            raise InputError(
-                f"planner.constraints.apart[{index}]",
-                f"at most {cluster.world_size} tables, one per rank",
-                str(len(group)),
-            )
+            wanted = f"at most {cluster.world_size} tables, one per rank"
+            raise InputError(f"planner.constraints.apart[{index}]", wanted, str(len(group)))
 
 
 def hosts_of(cluster: Cluster) -> int:

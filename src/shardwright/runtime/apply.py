@@ -98,12 +98,8 @@ def apply(
     starts = _starts(model)
     _agree(comm, model, plan, facts_of([*starts.values()], initial))
     if comm.size != plan.world_size:
-        raise MismatchError(
-            "mesh",
-            f"{plan.world_size} ranks, as the plan",
-            f"{comm.size}",
-            f"Start {plan.world_size} ranks or plan for {comm.size}.",
-        )
+        remedy = f"Start {plan.world_size} ranks or plan for {comm.size}."
+        raise MismatchError("mesh", f"{plan.world_size} ranks, as the plan", f"{comm.size}", remedy)
     blocks = plan.expanded()
     _check_model(model, plan, blocks)
     check_kernels(plan.tables, mesh)
@@ -350,12 +346,8 @@ def _check_unit_blocks(
     cut = {b for role, placement in rows for b in grid.blocks(layout, role, placement)}
     # The block list is the truth: a layout that would do anything else must not run under its name.
     if planned != cut or unit.roles.zero is None:
-        raise MismatchError(
-            f"unit '{unit.name}'",
-            "the blocks of its even cut",
-            "other ones in the plan",
-            "Make the plan again with this version.",
-        )
+        where, remedy = f"unit '{unit.name}'", "Make the plan again with this version."
+        raise MismatchError(where, "the blocks of its even cut", "other ones in the plan", remedy)
 
 
 def _shard_tables(

@@ -99,9 +99,5 @@ def _blame(units: list[Unit], total: torch.Tensor) -> RunError:
 
 
 def _not_finite(where: str, total: torch.Tensor) -> RunError:
-    return RunError(
-        where,
-        "finite numbers",
-        f"a norm of {total.item()}",
-        "Nothing was updated: lower the learning rate or look at the batch.",
-    )
+    remedy = "Nothing was updated: lower the learning rate or look at the batch."
+    return RunError(where, "finite numbers", f"a norm of {total.item()}", remedy)

@@ -128,24 +128,19 @@ class FlatTensor(Home):
         trains = [home.parameter.requires_grad for home in self.homes]
         if any(trains) and not all(trains):
             odd = self.homes[trains.index(not trains[0])]
-            raise InputError(
-                odd.where,
-                "to be frozen or unfrozen with all of its flat optimizer tensor",
-                "a change of a part of it, which weight decay and momentum would move on",
-                "Give what is frozen later a group of its own in optimizer_parameters.",
-            )
+            wanted = "to be frozen or unfrozen with all of its flat optimizer tensor"
+            found = "a change of a part of it, which weight decay and momentum would move on"
+            remedy = "Give what is frozen later a group of its own in optimizer_parameters."
+            raise InputError(odd.where, wanted, found, remedy)
         self.parameter.requires_grad_(any(trains))
         if not any(trains):
             self.set_gradient(None)
 
     def refusal(self) -> InputError:
         """Its memory is the shard's."""
-        return InputError(
-            "a flat optimizer tensor",
-            "to keep its memory, which is that of the model's parameters",
-            "other memory",
-            "Copy values (tensor.copy_(value) under no_grad).",
-        )
+        wanted = "to keep its memory, which is that of the model's parameters"
+        remedy = "Copy values (tensor.copy_(value) under no_grad)."
+        return InputError("a flat optimizer tensor", wanted, "other memory", remedy)
 
 
 class FlatPart(NamedTuple):
@@ -183,12 +178,10 @@ class FlatPart(NamedTuple):
         """Those on the flat tensor's gradient, which see all of this one."""
         flat = self.flat
         if self.length != flat.length:
-            raise InputError(
-                f"a hook on {self.homes[0].where} and others",
-                "a flat tensor of one unit (per_unit=True)",
-                "one of several, whose gradient comes in parts",
-                "Register it on the model's parameters.",
-            )
+            where = f"a hook on {self.homes[0].where} and others"
+            wanted = "a flat tensor of one unit (per_unit=True)"
+            found = "one of several, whose gradient comes in parts"
+            raise InputError(where, wanted, found, "Register it on the model's parameters.")
         gradient = part if flat.cut is None else ShardTensor(part, flat.cut)
         call_gradient_hooks(flat.parameter, gradient)
 

@@ -187,12 +187,9 @@ def _modules(given: nn.Module | Sequence[nn.Module], hooked: bool) -> list[nn.Mo
     for module in modules if hooked else ():
         # They are never called, so no hook would ever run and the unit never be there.
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            raise InputError(
-                "module",
-                "modules with a forward, which the unit's hooks follow",
-                f"a {type(module).__name__}",
-                "Pass its layers as a list, if they run one after the other, or their parent.",
-            )
+            wanted = "modules with a forward, which the unit's hooks follow"
+            remedy = "Pass its layers as a list, if they run one after the other, or their parent."
+            raise InputError("module", wanted, f"a {type(module).__name__}", remedy)
     return modules
 
 
@@ -311,12 +308,10 @@ def unit_members(
     for member in members:
         holder = next((inside[id(d)] for d, _ in member.places if id(d) in inside), None)
         if holder is not None:
-            raise InputError(
-                f"{member.fqn} of unit '{unit}'",
-                "a parameter that no other unit has",
-                f"one that is part of unit '{holder.name}'",
-                "Wrap inner modules first.",
-            )
+            where = f"{member.fqn} of unit '{unit}'"
+            wanted = "a parameter that no other unit has"
+            found = f"one that is part of unit '{holder.name}'"
+            raise InputError(where, wanted, found, "Wrap inner modules first.")
     check_members(members, modules, unit)
     return members
 
@@ -398,12 +393,8 @@ def _check_fits(member: Member, placement: Placement, size: int) -> None:
     match placement:
         case Shard(dim) | BlockShard(_, dim):
             if dims and not 0 <= dim < dims:
-                raise InputError(
-                    where,
-                    f"a dim from 0 to {dims - 1} of shape {tuple(member.shape)}",
-                    f"{placement!r}",
-                    "Use Shard(0), or Owned(rank).",
-                )
+                wanted = f"a dim from 0 to {dims - 1} of shape {tuple(member.shape)}"
+                raise InputError(where, wanted, f"{placement!r}", "Use Shard(0), or Owned(rank).")
             if isinstance(placement, BlockShard) and placement.size < 1:
                 raise InputError(where, "blocks of 1 or more", f"{placement.size}")
         case Owned(rank):

@@ -86,12 +86,8 @@ def comm_of(model: nn.Module, mesh: DeviceMesh | None = None) -> Comm | None:
     if found:
         return max(found, key=lambda comm: comm.size)  # replicas may have parts of their own
     if dist.is_initialized() and dist.get_world_size() > 1:
-        raise InputError(
-            "mesh",
-            "the ranks that have the model, which has no units to know them by",
-            "none",
-            "Pass mesh=... of all ranks, or of this one alone.",
-        )
+        where, wanted = "mesh", "the ranks that have the model, which has no units to know them by"
+        raise InputError(where, wanted, "none", "Pass mesh=... of all ranks, or of this one alone.")
     return None
 
 
@@ -204,9 +200,5 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _refuse_dtensor(fqn: str, tensor: torch.Tensor) -> None:
     if isinstance(tensor, DTensor):
-        raise UnsupportedError(
-            fqn,
-            "a plain tensor or a parameter of a unit",
-            "a DTensor of someone else's",
-            "Save it with torch.distributed.checkpoint.",
-        )
+        wanted, found = "a plain tensor or a parameter of a unit", "a DTensor of someone else's"
+        raise UnsupportedError(fqn, wanted, found, "Save it with torch.distributed.checkpoint.")

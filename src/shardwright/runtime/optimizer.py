@@ -339,12 +339,9 @@ def _matching(given: Any, named: Mapping[str, nn.Parameter]) -> tuple[list[Any],
 
 
 def _unknown(number: int, given: Any) -> InputError:
-    return InputError(
-        f"groups[{number}]",
-        "sharded parameters of the model, or their names",
-        repr(given)[:60],
-        "Optimize parameters that no unit has with an optimizer of their own.",
-    )
+    wanted = "sharded parameters of the model, or their names"
+    remedy = "Optimize parameters that no unit has with an optimizer of their own."
+    return InputError(f"groups[{number}]", wanted, repr(given)[:60], remedy)
 
 
 def _by_function(choose: GroupOf, named: Mapping[str, nn.Parameter]) -> Groups:

@@ -119,12 +119,9 @@ def elements_per_value(
         found = f"one of shape {tuple(value.shape)}"
     else:
         found = f"a {type(value).__name__}"
-    raise UnsupportedError(
-        f"state '{name}' of {fqn}",
-        "a number or a tensor of the parameter's shape",
-        found,
-        "Save optimizers of this kind with optimizer.state_dict().",
-    )
+    where = f"state '{name}' of {fqn}"
+    remedy = "Save optimizers of this kind with optimizer.state_dict()."
+    raise UnsupportedError(where, "a number or a tensor of the parameter's shape", found, remedy)
 
 
 def named_state(
@@ -241,12 +238,10 @@ class Incoming:
         for number in self.numbers:
             other = first.setdefault((id(number.parameter), number.name), number)
             if not torch.equal(other.value, number.value):
-                raise MismatchError(
-                    f"state '{number.name}' of {number.fqn}",
-                    f"{other.value.item()}, as of {other.fqn} in the same flat tensor",
-                    f"{number.value.item()}",
-                    "Make the optimizer over model.parameters().",
-                )
+                where = f"state '{number.name}' of {number.fqn}"
+                wanted = f"{other.value.item()}, as of {other.fqn} in the same flat tensor"
+                remedy = "Make the optimizer over model.parameters()."
+                raise MismatchError(where, wanted, f"{number.value.item()}", remedy)
 
     def install(self) -> None:
         """Let the optimizer have the state, which is filled by now."""
@@ -278,12 +273,9 @@ def _wanted(parts: Sequence[Use], names: Mapping[str, Collection[str]]) -> set[s
         if found is None:
             found, first = own, use.part.fqn
         elif found != own:
-            raise MismatchError(
-                f"optimizer state of {use.part.fqn}",
-                f"{_listed(found)}, as of {first} in the same flat tensor",
-                _listed(own),
-                "Make the optimizer over model.parameters().",
-            )
+            wanted = f"{_listed(found)}, as of {first} in the same flat tensor"
+            remedy = "Make the optimizer over model.parameters()."
+            raise MismatchError(f"optimizer state of {use.part.fqn}", wanted, _listed(own), remedy)
     return found or set()
 
 

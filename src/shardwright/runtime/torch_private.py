@@ -284,9 +284,6 @@ def hear_of_collectives(kind: type[torch.Tensor], dispatch: Callable[..., Any]) 
 
 
 def _refuse_backward(_: torch.Tensor) -> None:
-    raise UnsupportedError(
-        "backward through an operator on a sharded tensor",
-        "torch 2.13 or later",
-        torch.__version__,
-        "Compute with full_tensor(), or in its unit's forward.",
-    )
+    where = "backward through an operator on a sharded tensor"
+    remedy = "Compute with full_tensor(), or in its unit's forward."
+    raise UnsupportedError(where, "torch 2.13 or later", torch.__version__, remedy)

@@ -53,12 +53,8 @@ from shardwright.torchrec.scaleup import CACHED, WHOLE
 def search(job: Job, model: ModelSpec, watch: Watch) -> Found:
     """The best plan of the job's proposers; its bound is that of the same options."""
     if job.planner.constraints != ConstraintsSection():
-        raise UnsupportedError(
-            "planner.constraints",
-            "none with search 'proposers', as in TorchRec",
-            "a section",
-            "Use search 'bounded'.",
-        )
+        wanted = "none with search 'proposers', as in TorchRec"
+        raise UnsupportedError("planner.constraints", wanted, "a section", "Use search 'bounded'.")
     problem = make_problem(job, model)
 
     def priced(cases: Sequence[tuple[TableSpec, Option]]) -> Sequence[Choice]:

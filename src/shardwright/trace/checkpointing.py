@@ -143,12 +143,10 @@ def apply_checkpointing(
             continue
         for changed, run in _checkpointed(block, chosen, options):
             if "forward" in vars(changed):
-                raise InputError(
-                    type(changed).__name__,
-                    "a block that is not checkpointed yet",
-                    "one whose forward was exchanged",
-                    "Remove the other checkpointing first.",
-                )
+                wanted = "a block that is not checkpointed yet"
+                found = "one whose forward was exchanged"
+                remedy = "Remove the other checkpointing first."
+                raise InputError(type(changed).__name__, wanted, found, remedy)
             changed.forward = _Forward(changed, run)
             applied.blocks.append(changed)
     return applied
@@ -246,10 +244,7 @@ def _operator(policy_name: str, written: str) -> str:
     space, _, rest = written.replace("::", ".").partition(".")
     known = bool(rest) and hasattr(getattr(torch.ops, space), rest.partition(".")[0])
     if not known:
-        raise InputError(
-            "memory.checkpointing",
-            "operators of torch such as aten.mm after 'save:'",
-            f"'{written}' in '{policy_name}'",
-            "Name operators as torch.ops does.",
-        )
+        wanted = "operators of torch such as aten.mm after 'save:'"
+        found = f"'{written}' in '{policy_name}'"
+        raise InputError("memory.checkpointing", wanted, found, "Name operators as torch.ops does.")
     return f"{space}::{rest.partition('.')[0]}"

@@ -147,12 +147,9 @@ def no_gradient(result: object, where: str) -> InputError:
     found = "one without a gradient"
     if not isinstance(result, torch.Tensor):
         found = f"{type(result).__name__} without a tensor that has one"
-    return InputError(
-        where,
-        "a floating-point result that depends on trained parameters",
-        found,
-        "Let requires_grad be true for what is trained, and use no torch.no_grad().",
-    )
+    wanted = "a floating-point result that depends on trained parameters"
+    remedy = "Let requires_grad be true for what is trained, and use no torch.no_grad()."
+    return InputError(where, wanted, found, remedy)
 
 
 def _reason(error: Exception, called: str) -> _Reason:

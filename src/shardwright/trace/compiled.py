@@ -75,12 +75,9 @@ def apply_compile(
     structure with inputs of one shape once."""
     chosen = policy(checkpointing) if isinstance(checkpointing, str) else checkpointing
     if chosen.kind == "core_attention":
-        raise UnsupportedError(
-            "memory.checkpointing",
-            "a policy by operator or block for compiled blocks",
-            f"'{chosen.name}'",
-            "Use none, full, selective, layers:N or save:OPERATOR.",
-        )
+        wanted = "a policy by operator or block for compiled blocks"
+        remedy = "Use none, full, selective, layers:N or save:OPERATOR."
+        raise UnsupportedError("memory.checkpointing", wanted, f"'{chosen.name}'", remedy)
     result = Compiled()
     cache: dict[Any, _Graphs | None] = {}
     for place, block in enumerate(blocks, start=1):

@@ -191,12 +191,8 @@ class MemoryTracker(Follower):
                 "MemoryTracker", "a new one", "one that was entered before", "Make another."
             )
         if is_listening():
-            raise InputError(
-                "MemoryTracker",
-                "one at a time",
-                "one inside another",
-                "End the outer one first, or give it the whole model.",
-            )
+            remedy = "End the outer one first, or give it the whole model."
+            raise InputError("MemoryTracker", "one at a time", "one inside another", remedy)
         with ExitStack() as around:
             self._begin(around)
             super().__enter__()

@@ -279,12 +279,10 @@ class Storages:
 
 def _unknown_size(size: object, held: Holding) -> UnsupportedError:
     made = operation_name(held.operation)
-    return UnsupportedError(
-        f"module '{held.module}'" if held.module else "MemoryTracker",
-        "tensors of known size",
-        f"one of {size} bytes ({made if made == BEFORE else f'by {made}'})",
-        "Give the fake mode static shapes.",
-    )
+    where = f"module '{held.module}'" if held.module else "MemoryTracker"
+    wanted = "tensors of known size"
+    found = f"one of {size} bytes ({made if made == BEFORE else f'by {made}'})"
+    return UnsupportedError(where, wanted, found, "Give the fake mode static shapes.")
 
 
 def device_type_of(tensor: torch.Tensor) -> str:

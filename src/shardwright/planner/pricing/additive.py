@@ -51,11 +51,9 @@ def derive(context: PricingContext, table: TableSpec, option: Option, run_index:
 
 def _check(table: TableSpec, option: Option) -> None:
     if option.sharding_type not in SHARDING_TYPES:
-        raise UnsupportedError(
-            f"tables '{table.name}'.sharding_types",
-            f"one of {', '.join(SHARDING_TYPES)} for the additive cost",
-            option.sharding_type,
-        )
+        where = f"tables '{table.name}'.sharding_types"
+        wanted = f"one of {', '.join(SHARDING_TYPES)} for the additive cost"
+        raise UnsupportedError(where, wanted, option.sharding_type)
 
 
 def _evaluate(

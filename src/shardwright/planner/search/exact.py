@@ -74,12 +74,8 @@ def solve(space: Space, start: SearchOutcome, seconds: float) -> tuple[Assignmen
     useful = _useful(space, start)
     size = sum(len(numbers) for numbers in useful) * (space.ranks + 1)
     if size > MAX_VARIABLES:
-        raise UnsupportedError(
-            "planner.search 'exact'",
-            f"at most {MAX_VARIABLES:,} variables",
-            f"{size:,}",
-            "Use 'bounded', which proves a bound as well.",
-        )
+        where, remedy = "planner.search 'exact'", "Use 'bounded', which proves a bound as well."
+        raise UnsupportedError(where, f"at most {MAX_VARIABLES:,} variables", f"{size:,}", remedy)
     scale = start.bound.seconds or 1.0
     program, choices = _build(space, useful, scale)
     program.upper[0] = _ceiling(space, start) / scale
@@ -247,10 +243,7 @@ def _solver(program: _Program, seconds: float) -> Any:
         import highspy
     except ImportError:
         raise UnsupportedError(
-            "planner.search 'exact'",
-            "HiGHS installed",
-            "no highspy",
-            "Install shardwright[exact].",
+            "planner.search 'exact'", "HiGHS installed", "no highspy", "Install shardwright[exact]."
         ) from None
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(program.columns), len(program.rows)

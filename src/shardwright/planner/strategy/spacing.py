@@ -85,12 +85,10 @@ def space_of(
         room = cluster.world_size - crowd.get(index, 1) + 1  # ranks that the others leave
         options = tuple(option for option in options if _may_lie(option, allowed, room))
         if not options:
-            raise InputError(
-                f"planner.constraints of '{problem.model.tables[group[0]].name}'",
-                "a sharding type that leaves room for its rules",
-                "only types that use more ranks",
-                "Allow table_wise or column_wise.",
-            )
+            where = f"planner.constraints of '{problem.model.tables[group[0]].name}'"
+            wanted = "a sharding type that leaves room for its rules"
+            found = "only types that use more ranks"
+            raise InputError(where, wanted, found, "Allow table_wise or column_wise.")
         items.append(Item(group, options, allowed, tuple(sorted(apart.get(index, ()))), floor))
     constrained = bool(apart) or any(item.allowed is not None for item in items)
     return Space(tuple(items), cluster.world_size, cluster.group, capacity, constrained)

@@ -176,22 +176,15 @@ def check_size(path: Path, nbytes: int, found: int) -> None:
     """Raise MismatchError unless a file is as long as was written down."""
     if found != nbytes:
         raise MismatchError(
-            str(path),
-            f"{nbytes} bytes",
-            f"{found}",
-            f"The file is not what was saved: {AWAY}",
+            str(path), f"{nbytes} bytes", f"{found}", f"The file is not what was saved: {AWAY}"
         )
 
 
 def check_digest(path: Path, sha256: str, found: str) -> None:
     """Raise MismatchError unless a file's sha256 is what was written down."""
     if found != sha256:
-        raise MismatchError(
-            str(path),
-            f"sha256 {sha256[:12]}...",
-            f"{found[:12]}...",
-            f"The file was changed after it was saved: {AWAY}",
-        )
+        remedy = f"The file was changed after it was saved: {AWAY}"
+        raise MismatchError(str(path), f"sha256 {sha256[:12]}...", f"{found[:12]}...", remedy)
 
 
 def _decode(raw: bytes, path: Path, kind: type[T], schema: str) -> T:

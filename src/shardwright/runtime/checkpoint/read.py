@@ -158,12 +158,9 @@ def _check_cover(where: str, tensor: StoredTensor) -> None:
     if any(0 in region.sizes for region in regions):
         raise InputError(where, "parts that have elements", "one without")
     if covered != elements or not tiles(tensor.shape, regions):
-        raise MismatchError(
-            where,
-            f"every one of {elements} elements exactly once",
-            f"parts of {covered} elements in all" if covered != elements else "an overlap",
-            "All ranks have to list what they hold.",
-        )
+        wanted = f"every one of {elements} elements exactly once"
+        found = f"parts of {covered} elements in all" if covered != elements else "an overlap"
+        raise MismatchError(where, wanted, found, "All ranks have to list what they hold.")
 
 
 FEW = 3  # names that a message lists

@@ -188,14 +188,12 @@ def peer_error(
     if absence.elsewhere:
         places = [f"rank {rank} at {said}" for rank, said in sorted(absence.elsewhere.items())]
         found += f", and {'; '.join(places)}"
-    return PeerError(
-        where,
-        f"all {len(ranks)} ranks at collective {sequence}",
-        found,
+    remedy = (
         "See what that rank says; this one could go on."
         if absence.silent
-        else "SHARDWRIGHT_LOG=debug compares every collective before it starts.",
+        else "SHARDWRIGHT_LOG=debug compares every collective before it starts."
     )
+    return PeerError(where, f"all {len(ranks)} ranks at collective {sequence}", found, remedy)
 
 
 def apart(

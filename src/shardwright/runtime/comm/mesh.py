@@ -387,16 +387,11 @@ def check_mesh(mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or [f"dim {index}" for index in range(mesh.ndim)]
     dims = ", ".join(f"{name} {mesh.size(index)}" for index, name in enumerate(names))
     if mesh.ndim > 2:
-        raise UnsupportedError(
-            "mesh",
-            "a 1-D mesh, or a 2-D one of (replicate, shard)",
-            f"{mesh.ndim} dimensions ({dims})",
-            "Pass a 1-D or 2-D sub-mesh of it, such as mesh['replicate', 'shard'].",
-        )
+        wanted = "a 1-D mesh, or a 2-D one of (replicate, shard)"
+        remedy = "Pass a 1-D or 2-D sub-mesh of it, such as mesh['replicate', 'shard']."
+        raise UnsupportedError("mesh", wanted, f"{mesh.ndim} dimensions ({dims})", remedy)
     if mesh.get_coordinate() is None:
+        found = f"ranks {mesh.mesh.flatten().tolist()} ({dims}) on rank {dist.get_rank()}"
         raise InputError(
-            "mesh",
-            "a mesh that this rank is in",
-            f"ranks {mesh.mesh.flatten().tolist()} ({dims}) on rank {dist.get_rank()}",
-            "Call it on the ranks of the mesh only.",
+            "mesh", "a mesh that this rank is in", found, "Call it on the ranks of the mesh only."
         )

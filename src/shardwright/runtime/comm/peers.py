@@ -349,12 +349,8 @@ class Peers(Collectives):
         """
         if ranks < 1 or self.size % ranks:
             divisors = ", ".join(str(n) for n in range(1, self.size + 1) if self.size % n == 0)
-            raise InputError(
-                "ranks to gather from",
-                f"a divisor of {self.size}: {divisors}",
-                str(ranks),
-                "Blocks of ranks must tile the mesh.",
-            )
+            where, wanted = "ranks to gather from", f"a divisor of {self.size}: {divisors}"
+            raise InputError(where, wanted, str(ranks), "Blocks of ranks must tile the mesh.")
         if ranks == self.size:
             return self
         if ranks not in self._blocks:

@@ -90,12 +90,10 @@ class Learning:
             return
         where = f"'{self.part}'" if self.part else "the model"
         call = f"model.get_submodule('{path}').requires_grad_"
-        raise UnsupportedError(
-            f"tables '{path}'",
-            "a word on whether their rows learn",
-            f"none, while all parameters of {where} are frozen, which rows are none of",
-            f"Call {call}(False), or (True), on every rank.",
-        )
+        wanted = "a word on whether their rows learn"
+        found = f"none, while all parameters of {where} are frozen, which rows are none of"
+        remedy = f"Call {call}(False), or (True), on every rank."
+        raise UnsupportedError(f"tables '{path}'", wanted, found, remedy)
 
     def note(self, part: str, parameters: list[nn.Parameter]) -> None:
         """Those of ``part`` train, and may be frozen later."""

@@ -115,12 +115,8 @@ class LookUp(torch.autograd.Function):
         # as free, and a second backward of the graph is told from the first.
         lookup, ctx.lookup = ctx.lookup, None
         if lookup is None:
-            raise UnsupportedError(
-                "backward of tables",
-                "one per lookup, for rows are updated in it",
-                "a second one",
-                "Look up again.",
-            )
+            wanted = "one per lookup, for rows are updated in it"
+            raise UnsupportedError("backward of tables", wanted, "a second one", "Look up again.")
         ctx.tables.retrace(gradients[0] if ctx.whole else gradients, lookup)
         return None, None, None
 
@@ -141,12 +137,10 @@ def refuse_many_lookups(optimizer: str, others: int) -> None:
 def refuse_accumulation(path: str) -> None:
     """Rows have no gradient that a later backward could add to: without a guard there is one
     backward to an optimizer's step."""
-    raise UnsupportedError(
-        f"gradients of tables in '{path}'",
-        "one backward before the optimizer's step, for it updates their rows",
-        "gradients that are accumulated over several",
-        "Hand a sw.Guard to apply and settle it once, before the optimizer's step.",
-    )
+    where = f"gradients of tables in '{path}'"
+    wanted = "one backward before the optimizer's step, for it updates their rows"
+    remedy = "Hand a sw.Guard to apply and settle it once, before the optimizer's step."
+    raise UnsupportedError(where, wanted, "gradients that are accumulated over several", remedy)
 
 
 def refuse_scaling(path: str, kind: str) -> None:
@@ -154,9 +148,6 @@ def refuse_scaling(path: str, kind: str) -> None:
     if torch.is_grad_enabled() and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         if dtype == torch.float16:
-            raise UnsupportedError(
-                f"tables in '{path}' under autocast",
-                "bfloat16, whose gradients need no GradScaler",
-                "float16",
-                "Keep these embeddings dense, or use bfloat16.",
-            )
+            wanted = "bfloat16, whose gradients need no GradScaler"
+            remedy = "Keep these embeddings dense, or use bfloat16."
+            raise UnsupportedError(f"tables in '{path}' under autocast", wanted, "float16", remedy)

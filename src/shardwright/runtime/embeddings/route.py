@@ -208,12 +208,10 @@ def _column_ranges(table: Table, blocks: list[Block]) -> list[list[Block]]:
 
 def _check(table: Table, follows: bool, block: Block) -> None:
     if not follows:
-        raise InputError(
-            f"blocks of {table.fqn}",
-            "column ranges side by side, each cut into row ranges that follow each other",
-            f"{block.sizes[0]} x {block.sizes[1]} at {block.offsets} on rank {block.rank}",
-            "Cut its columns first, and each column range by rows.",
-        )
+        wanted = "column ranges side by side, each cut into row ranges that follow each other"
+        found = f"{block.sizes[0]} x {block.sizes[1]} at {block.offsets} on rank {block.rank}"
+        remedy = "Cut its columns first, and each column range by rows."
+        raise InputError(f"blocks of {table.fqn}", wanted, found, remedy)
 
 
 def _group(key: GroupKey, members: list[_Columns], world_size: int) -> TableGroup:

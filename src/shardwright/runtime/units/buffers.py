@@ -355,12 +355,8 @@ def shard_buffer(buffer: torch.Tensor, world_size: int) -> list[torch.Tensor]:
     InputError unless ``world_size`` divides it.
     """
     if buffer.dim() != 1 or world_size < 1 or buffer.numel() % world_size:
-        raise InputError(
-            "buffer",
-            f"one dimension, of a multiple of {world_size} elements",
-            str(tuple(buffer.shape)),
-            "Pad it at its end.",
-        )
+        wanted = f"one dimension, of a multiple of {world_size} elements"
+        raise InputError("buffer", wanted, str(tuple(buffer.shape)), "Pad it at its end.")
     return list(buffer.detach().split(buffer.numel() // world_size or 1))[:world_size]
 
 

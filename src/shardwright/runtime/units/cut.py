@@ -218,12 +218,10 @@ class PartShard(TorchShard):
     ) -> tuple[int, int]:
         sizes, offsets = self.cut.sizes, self.cut.offsets
         if not _is_slab(sizes, self.cut.shape, self.dim):
-            raise UnsupportedError(
-                self.cut.fqn,
-                "a part that is a slice of the whole tensor",
-                "a range of its elements, or one cut twice, which torch has no word for",
-                "Load the whole state on every rank, or shard with 'per_param'.",
-            )
+            wanted = "a part that is a slice of the whole tensor"
+            found = "a range of its elements, or one cut twice, which torch has no word for"
+            remedy = "Load the whole state on every rank, or shard with 'per_param'."
+            raise UnsupportedError(self.cut.fqn, wanted, found, remedy)
         return sizes[self.dim], offsets[self.dim]
 
 

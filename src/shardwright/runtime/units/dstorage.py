@@ -190,12 +190,10 @@ class DStorage:
             unit.gradients.drop()
 
     def __reduce__(self) -> NoReturn:
-        raise InputError(
-            f"a pickle of unit '{self.unit.name}'",
-            "a module that is not sharded",
-            "a sharded one, which needs its ranks",
-            "Pickle state_dict(), or full_state_dict() for use anywhere.",
-        )
+        where = f"a pickle of unit '{self.unit.name}'"
+        wanted = "a module that is not sharded"
+        remedy = "Pickle state_dict(), or full_state_dict() for use anywhere."
+        raise InputError(where, wanted, "a sharded one, which needs its ranks", remedy)
 
     def __repr__(self) -> str:
         return table(self.unit.flow)

@@ -145,12 +145,9 @@ class Flow(UnitFlow):
         own = self.settings._asdict()
         for name, value in other.settings._asdict().items():
             if None not in (own[name], value) and own[name] != value:
-                raise InputError(
-                    f"'{name}' of the units of a model",
-                    f"{own[name]}, as of other ones",
-                    f"{value}",
-                    "Make such settings after the whole model is sharded.",
-                )
+                where = f"'{name}' of the units of a model"
+                remedy = "Make such settings after the whole model is sharded."
+                raise InputError(where, f"{own[name]}, as of other ones", f"{value}", remedy)
         self.set(synchronise=other.settings.synchronise, divisor=other.settings.divisor)
         for unit in list(other.units()):
             self.add(unit)
@@ -482,9 +479,6 @@ _BACKWARDS_OF_ALL = (
 
 def _changed(unit: str) -> InputError:
     """What to say of a backward whose forward had other weights."""
-    return InputError(
-        f"backward of unit '{unit}'",
-        "the weights of its forward",
-        "weights that were changed in between",
-        "Step the optimizer after the backward, or run the forward again.",
-    )
+    found = "weights that were changed in between"
+    remedy = "Step the optimizer after the backward, or run the forward again."
+    return InputError(f"backward of unit '{unit}'", "the weights of its forward", found, remedy)

@@ -209,12 +209,10 @@ def _refuse_overlaps(members: Sequence[Member], unit: str) -> None:
         found.sort()
         for (_, end, first), (begin, _, second) in pairwise(found):
             if begin < end:
-                raise InputError(
-                    f"{second} of unit '{unit}'",
-                    "memory of its own, or to be the same parameter",
-                    f"memory of {first} in another parameter",
-                    f"Tie them (let both modules have one Parameter), or clone {second}.",
-                )
+                where = f"{second} of unit '{unit}'"
+                wanted = "memory of its own, or to be the same parameter"
+                remedy = f"Tie them (let both modules have one Parameter), or clone {second}."
+                raise InputError(where, wanted, f"memory of {first} in another parameter", remedy)
 
 
 def check_materials(members: Sequence[Member], unit: str) -> None:

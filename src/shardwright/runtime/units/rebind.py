@@ -73,12 +73,8 @@ def _take_over(unit: Unit, moved: list[int]) -> None:
     values = [_current(unit, index) for index in range(len(unit.members))]
     device = values[moved[0]].device
     if any(value.device != device for value in values):
-        raise InputError(
-            f"parameters of unit '{unit.name}'",
-            f"all of them on {device}",
-            "some on another device",
-            "Move the whole model at once.",
-        )
+        where, wanted = f"parameters of unit '{unit.name}'", f"all of them on {device}"
+        raise InputError(where, wanted, "some on another device", "Move the whole model at once.")
     # The optimizer's flat tensors are views of the memory that would be left behind.
     if unit.flat_parts:
         raise InputError(
@@ -116,12 +112,8 @@ def _current(unit: Unit, index: int) -> torch.Tensor:
     where = f"{member.fqn} of unit '{unit.name}'"
     shown = member.shown()
     if not isinstance(shown, nn.Parameter):
-        raise InputError(
-            where,
-            "a parameter",
-            "none: it was removed or put behind a parametrization",
-            "Change modules before sharding them.",
-        )
+        found = "none: it was removed or put behind a parametrization"
+        raise InputError(where, "a parameter", found, "Change modules before sharding them.")
     cut = unit.sharded.cuts[index]
     shape = member.shape if cut is None else cut.shape
     if shown.shape != shape:

@@ -266,12 +266,10 @@ class Writes:
         Where they compute in another dtype, elements that nobody changed keep their precision.
         """
         if self.is_changed:
-            raise InputError(
-                f"parameters of unit '{unit}'",
-                "either the sharded or the gathered ones to be written",
-                "both, since they were gathered",
-                "Write under torch.no_grad() before the forward or after the backward.",
-            )
+            where = f"parameters of unit '{unit}'"
+            wanted = "either the sharded or the gathered ones to be written"
+            remedy = "Write under torch.no_grad() before the forward or after the backward."
+            raise InputError(where, wanted, "both, since they were gathered", remedy)
         buffers = self.buffers
         rows = zip(buffers.locals, buffers.pieces, buffers.parameters, strict=True)
         # What this rank keeps of others' parts, too, or the next gather would bring the old values.

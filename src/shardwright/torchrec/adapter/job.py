@@ -324,12 +324,10 @@ def communication(
     found = {_codec_dtypes(s.qcomm_codecs_registry) for s in sharders if s.qcomm_codecs_registry}
     found -= {None}
     if len(found) > 1:
-        raise InputError(
-            "qcomm_codecs_registry",
-            "the same codecs in every sharder",
-            " and ".join(sorted(map(str, found))),
-            "Set planner.estimator.communication in job_overrides.",
-        )
+        where = "qcomm_codecs_registry"
+        wanted = "the same codecs in every sharder"
+        remedy = "Set planner.estimator.communication in job_overrides."
+        raise InputError(where, wanted, " and ".join(sorted(map(str, found))), remedy)
     return next(iter(found), None)
 
 
