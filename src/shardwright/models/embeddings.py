@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.core.errors import InputError, UnsupportedError
@@ -90,11 +90,11 @@ class Embeddings(nn.Module):
                 values = torch.empty(own.shape, dtype=own.dtype, device="cpu")
                 own.copy_(values.uniform_(-each.bound, each.bound, generator=random))
 
-    def rows_of(self, member: TableSpec) -> torch.Tensor:
+    def rows_of(self, member: TableSpec) -> Tensor:
         """The weight [rows, dim] of one of ``kinds.members``."""
         return self.weights[str(member.dim)].narrow(0, self.bases[member.name], member.rows)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         """Rows of every table; InputError for an id that is none."""
         self._check(ids)
         if self.is_plain:
@@ -108,14 +108,14 @@ class Embeddings(nn.Module):
         if self.is_widened and not torch.is_grad_enabled():
             return torch.stack([self.made(n, own) for n, own in enumerate(ids.unbind(1))], 1)
         asked = self.kinds.asked(ids)
-        if isinstance(asked, torch.Tensor):
+        if isinstance(asked, Tensor):
             found = self._looked(asked.add_(self.first), self.kinds.members[0].dim)
             rows = self.kinds(found, ids)
         else:
             rows = self.kinds(self._by_width(asked), ids)
-        return rows if isinstance(rows, torch.Tensor) else torch.stack(list(rows.values()), 1)
+        return rows if isinstance(rows, Tensor) else torch.stack(list(rows.values()), 1)
 
-    def _by_width(self, asked: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _by_width(self, asked: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rows [B, dim] of every member, one gather for each weight."""
         found = {}
         for dim in map(int, self.weights):
@@ -125,7 +125,7 @@ class Embeddings(nn.Module):
             found.update(zip((member.name for member in members), rows, strict=True))
         return found
 
-    def _looked(self, ids: torch.Tensor, dim: int) -> torch.Tensor:
+    def _looked(self, ids: Tensor, dim: int) -> Tensor:
         """Rows of the weight of a width."""
         weight = self.weights[str(dim)]
         # Where nothing is trained, bags of one id: embedding_bag fetches rows ahead on a CPU,
@@ -136,7 +136,7 @@ class Embeddings(nn.Module):
         rows = functional.embedding_bag(flat, weight, torch.arange(len(flat)), mode="sum")
         return rows.view(*ids.shape, dim)
 
-    def _check(self, ids: torch.Tensor) -> None:
+    def _check(self, ids: Tensor) -> None:
         tables = self.kinds.tables
         if ids.dim() != 2 or ids.shape[1] != len(tables):
             raise InputError("ids", f"shape [batch, {len(tables)}]", str([*ids.shape]))
@@ -166,7 +166,7 @@ class Embeddings(nn.Module):
                 own.copy_(self.made(place, ids))
         return full.eval()
 
-    def made(self, number: int, ids: torch.Tensor) -> torch.Tensor:
+    def made(self, number: int, ids: Tensor) -> Tensor:
         """Rows [N, D] of one table, by its place."""
         table = self.kinds.tables[number]
         asked = zip(members_of(table), self.kinds.rows_of(number, ids), strict=True)

@@ -64,11 +64,7 @@ def uncollected() -> Iterator[None]:
 
 @uncollected()
 def table_choices(
-    rules: Rules,
-    *,
-    slow: bool,
-    capacity: tuple[int, int, int] | None = None,
-    known: Tables = (),
+    rules: Rules, *, slow: bool, capacity: tuple[int, int, int] | None = None, known: Tables = ()
 ) -> Tables:
     """Every allowed option of every table; those of ``known`` choices are not priced again.
 

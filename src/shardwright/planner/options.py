@@ -170,12 +170,7 @@ def wide_options(
 
 
 def _widths(
-    table: TableSpec,
-    sharding_type: ShardingType,
-    cluster: Cluster,
-    *,
-    every_cut: bool,
-    uncut: bool,
+    table: TableSpec, sharding_type: ShardingType, cluster: Cluster, *, every_cut: bool, uncut: bool
 ) -> tuple[int, ...]:
     """Column widths to try, widest first. Shards by the thousand on few ranks are none, but for
     ``every_cut``."""

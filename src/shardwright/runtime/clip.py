@@ -18,11 +18,7 @@ from shardwright.runtime.units.unit import Unit
 
 @torch.no_grad()
 def clip_grad_norm_(
-    model: nn.Module,
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    error_if_nonfinite: bool = False,
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
     """Scale the gradients of ``model`` so that their norm is at most ``max_norm`` (collective).
 

@@ -275,10 +275,7 @@ class _MatrixExchange:
             self._back(matrices, deltas, matrices[0].local)
 
     def _there(
-        self,
-        matrices: Sequence[_Matrix],
-        wholes: Mapping[int, torch.Tensor],
-        like: torch.Tensor,
+        self, matrices: Sequence[_Matrix], wholes: Mapping[int, torch.Tensor], like: torch.Tensor
     ) -> None:
         """Updates to where they are made orthogonal."""
         received = self._all_to_all(
@@ -291,10 +288,7 @@ class _MatrixExchange:
             target.copy_(values.view_as(target))
 
     def _back(
-        self,
-        matrices: Sequence[_Matrix],
-        deltas: Mapping[int, torch.Tensor],
-        like: torch.Tensor,
+        self, matrices: Sequence[_Matrix], deltas: Mapping[int, torch.Tensor], like: torch.Tensor
     ) -> None:
         """What they came to, back to who has a part."""
         received = self._all_to_all(

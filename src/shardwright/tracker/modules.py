@@ -295,10 +295,7 @@ class Backwards:
         return Backward(self, path, iteration, call)
 
     def watch_inputs(
-        self,
-        backward: Backward,
-        given: Sequence[torch.Tensor],
-        final: Sequence[torch.Tensor],
+        self, backward: Backward, given: Sequence[torch.Tensor], final: Sequence[torch.Tensor]
     ) -> None:
         """``given`` by the caller by position, and ``final`` as the module's own code gets them."""
         same = len(given) == len(final) and all(map(_is, given, final))

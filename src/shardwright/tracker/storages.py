@@ -131,12 +131,7 @@ class Storages:
     ``granularity`` None: as the allocator of each device rounds."""
 
     def __init__(
-        self,
-        follower: Follower,
-        *,
-        granularity: int | None,
-        mixed: bool,
-        device_type: str | None,
+        self, follower: Follower, *, granularity: int | None, mixed: bool, device_type: str | None
     ) -> None:
         self.follower = follower
         self.mode: FakeTensorMode | None = None

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.core.llama import LlamaShape, LocalShape
 from shardwright.models.llama.layers import (
@@ -31,9 +31,7 @@ from shardwright.models.llama.layers import (
 Context = Any
 
 
-def grouped_product(
-    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, adds: bool = False
-) -> torch.Tensor:
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, adds: bool = False) -> Tensor:
     """[rows, in] times [experts, out, in] transposed -> [rows, out].
 
     Rows of expert e stop at ``ends[e]``, int64 on any device; rows beyond the last end are unset.
@@ -44,9 +42,7 @@ def grouped_product(
 
 
 @torch.library.custom_op("shardwright::grouped_product", mutates_args=("result",))
-def _multiply(
-    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, result: torch.Tensor
-) -> None:
+def _multiply(x: Tensor, weight: Tensor, ends: Tensor, result: Tensor) -> None:
     """Fill ``result``: one operator, for a policy of checkpointing that keeps the results of
     products would find each expert's written to again, in the buffer of all."""
     for expert, group in _groups(x, ends):
@@ -57,9 +53,7 @@ class _GroupedProduct(torch.autograd.Function):
     """A loop over experts that writes into one buffer; without data only the buffer is made."""
 
     @staticmethod
-    def forward(
-        ctx: Context, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, adds: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, ends: Tensor, adds: bool) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
         ctx.adds = adds and not has_data(x)
         result = x.new_empty(x.shape[0], weight.shape[1])
@@ -69,7 +63,7 @@ class _GroupedProduct(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, ends = ctx.saved_tensors
         grad_x = torch.empty_like(x)
         if ctx.adds:
@@ -81,7 +75,7 @@ class _GroupedProduct(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-def _groups(x: torch.Tensor, ends: torch.Tensor) -> list[tuple[int, slice]]:
+def _groups(x: Tensor, ends: Tensor) -> list[tuple[int, slice]]:
     """The rows of every expert; none where tensors have no data."""
     if not has_data(x):
         return []
@@ -105,7 +99,7 @@ class Experts(nn.Module):
         if not shape.ungated:
             self.w3 = nn.Parameter(torch.empty(here, wide, dim, device=device, dtype=dtype))
 
-    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """[rows, D] -> [rows, D]; ``ends[e]`` is where the rows of expert e stop."""
         inner = self.activation(grouped_product(rows, self.w1, ends))
         if self.w3 is None:
@@ -131,7 +125,7 @@ class MixtureOfExperts(nn.Module):
             if shape.shared_gate:
                 self.shared_gate = Linear(shape.dim, 1, bias=False, device=device, dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """This rank's part of the stream in and out."""
         stream = enter(x, self.local)
         tokens = stream.flatten(0, 1)
@@ -152,7 +146,7 @@ class MixtureOfExperts(nn.Module):
             total = total + shared
         return leave(total.view(stream.shape), self.local)
 
-    def _route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The share of each chosen expert in a token's result, and the experts, both [rows].
 
         Where experts are whole on tensor ranks that all have the same tokens, each takes a part.
@@ -165,7 +159,7 @@ class MixtureOfExperts(nn.Module):
         rows = self.local.routed_rows(self.shape, tokens.shape[0])
         return share.flatten()[:rows], chosen.flatten()[:rows]
 
-    def _compute(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def _compute(self, rows: Tensor, chosen: Tensor) -> Tensor:
         """What the experts make of ``rows``, which are sorted by expert."""
         counts = torch.zeros(self.shape.experts, dtype=torch.int64, device=rows.device)
         counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))
@@ -177,12 +171,8 @@ class MixtureOfExperts(nn.Module):
 
 
 def elsewhere(
-    experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    rows: torch.Tensor,
-    received: int,
-    here: int,
-    degree: int,
-) -> torch.Tensor:
+    experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, received: int, here: int, degree: int
+) -> Tensor:
     """``rows`` go to the ranks of their experts, are sorted by expert there, and come back: a rank
     has ``here`` of the experts, which are given ``received`` rows and where those of each end."""
     arrived = all_to_all(rows, received, degree)

@@ -90,11 +90,7 @@ class WhyNot:
 
 
 def why_not(
-    plan: Plan,
-    name: str,
-    wanted: str,
-    again: ModelOf | None = None,
-    watch: Watch | None = None,
+    plan: Plan, name: str, wanted: str, again: ModelOf | None = None, watch: Watch | None = None
 ) -> WhyNot:
     """What ``wanted`` would do to a table or a unit: with everything else in place, and with the
     rest free to move, searched for at most ``planner.time_limit`` or 30 seconds.

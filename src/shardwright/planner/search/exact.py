@@ -289,11 +289,7 @@ def _begin_with(
 
 
 def _assignment(
-    space: Space,
-    program: _Program,
-    choices: list[list[int]],
-    useful: list[list[int]],
-    values: Any,
+    space: Space, program: _Program, choices: list[list[int]], useful: list[list[int]], values: Any
 ) -> Assignment:
     # The solver's numbers are whole only within its tolerance: the largest of an item's choices is
     # the one that is 1, and counts are rounded.

@@ -46,10 +46,7 @@ def bounded_space(problem: Problem) -> Space:
 
 @uncollected()
 def space_of(
-    problem: Problem,
-    tables: Tables,
-    capacity: tuple[int, int, int],
-    known: Space | None = None,
+    problem: Problem, tables: Tables, capacity: tuple[int, int, int], known: Space | None = None
 ) -> Space:
     """The choices of ``tables`` (in the job's order) under the problem's rules; the options of
     ``known``, a space of the same choices and others, are taken over."""

@@ -43,11 +43,7 @@ class ReplicatedStores:
     travels with the row gradients of ``routed`` tables."""
 
     def __init__(
-        self,
-        groups: Sequence[TableGroup],
-        comm: Comm,
-        initial: InitialBlock,
-        routed: bool,
+        self, groups: Sequence[TableGroup], comm: Comm, initial: InitialBlock, routed: bool
     ) -> None:
         self.comm = comm
         self.device = torch.device(comm.mesh.device_type)

@@ -317,9 +317,7 @@ def _bytes(module: nn.Module) -> tuple[int, int]:
     return parameters, sum(b.numel() * b.element_size() for b in module.buffers())
 
 
-def communication(
-    sharders: Iterable[ModuleSharder[nn.Module]],
-) -> tuple[str, str] | None:
+def communication(sharders: Iterable[ModuleSharder[nn.Module]]) -> tuple[str, str] | None:
     """Dtypes of rows on the wire, forward and backward, where codecs are registered."""
     found = {_codec_dtypes(s.qcomm_codecs_registry) for s in sharders if s.qcomm_codecs_registry}
     found -= {None}
