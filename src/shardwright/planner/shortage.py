@@ -27,8 +27,8 @@ from shardwright.planner.search.bound import ROUNDING
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.search.widening import fits_somehow, least_memory
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.spacing import placed_tables, space_of
 from shardwright.planner.strategy.steps import smallest
+from shardwright.planner.strategy.tables import placed_tables, space_of
 from shardwright.planner.variation import changed, checkpointed, halved, shared
 
 MAX_BYTES = 2**60

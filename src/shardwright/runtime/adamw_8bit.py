@@ -23,7 +23,7 @@ from shardwright.core.optimizer_states import (
 )
 from shardwright.runtime.checkpoint.region import as_range
 from shardwright.runtime.flat_tensors import FlatTensor, flat_tensor_of
-from shardwright.runtime.optimizer_groups import RANGES
+from shardwright.runtime.optimizer_dict import RANGES
 from shardwright.runtime.torch_private import fused_adamw, local_of
 from shardwright.runtime.units.shard_tensor import ShardTensor
 

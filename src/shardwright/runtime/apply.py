@@ -37,7 +37,7 @@ from shardwright.runtime.embeddings.initial import (
     freeing,
     initial_blocks,
 )
-from shardwright.runtime.embeddings.learning import note_trained, reach_tables
+from shardwright.runtime.embeddings.lookup import note_trained, reach_tables
 from shardwright.runtime.embeddings.modules import RoutedCollection, RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table, make_route
 from shardwright.runtime.embeddings.shard import check_kernels

@@ -25,8 +25,15 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwright.runtime.fills import FILLS, Serial
-from shardwright.runtime.noted import NotedPlace, Operation, Stream, is_serial, places_in
+from shardwright.runtime.noted import (
+    FILLS,
+    NotedPlace,
+    Operation,
+    Serial,
+    Stream,
+    is_serial,
+    places_in,
+)
 from shardwright.tracker.private import (
     key_of,
     operator_name,

@@ -17,8 +17,8 @@ from shardwright.core.optimizers import MADE, Implementation, OptimizerName, opt
 from shardwright.runtime.flat_tensors import FlatHome, FlatPart, FlatTensor
 from shardwright.runtime.model_parts import tables_in
 from shardwright.runtime.torch_private import storage_of
+from shardwright.runtime.units.buffers import shard_room
 from shardwright.runtime.units.dstorage import units_in
-from shardwright.runtime.units.host_memory import shard_room
 from shardwright.runtime.units.parameter import plain_name
 from shardwright.runtime.units.rebind import absorb, rebase
 from shardwright.runtime.units.unit import Unit

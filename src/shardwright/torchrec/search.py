@@ -46,8 +46,7 @@ from shardwright.torchrec.candidate import (
     walk_order,
 )
 from shardwright.torchrec.partitioners import NoRoomError, OutOfTimeError, place, rank_ms
-from shardwright.torchrec.proposers import DEFAULT, proposals
-from shardwright.torchrec.scaleup import CACHED, WHOLE
+from shardwright.torchrec.proposers import CACHED, DEFAULT, WHOLE, proposals
 
 
 def search(job: Job, model: ModelSpec, watch: Watch) -> Found:

@@ -37,10 +37,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.work import Work
 from shardwright.trace.checkpointing import Policy, policy
-from shardwright.trace.fused import Fused, Held
 from shardwright.trace.lowering.kernels import Kernels
 from shardwright.trace.lowering.lowered import Lowering, alone
-from shardwright.trace.work import tell
+from shardwright.trace.work import Fused, Held, tell
 
 
 @dataclass(slots=True)

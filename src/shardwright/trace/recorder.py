@@ -35,9 +35,16 @@ from shardwright.core.recording import Piece, Point, Touch
 from shardwright.core.timeline import Kind
 from shardwright.trace.tables import RoutedRows
 from shardwright.trace.work import NO_OPERATORS, NOTHING, work_of
-from shardwright.tracker.log import DECLARED, GUESSED, Holding
 from shardwright.tracker.private import DEVICE, answered_device, key_of, operator_name
-from shardwright.tracker.storages import BEFORE, Follower, given_tensors, is_constant
+from shardwright.tracker.storages import (
+    BEFORE,
+    DECLARED,
+    GUESSED,
+    Follower,
+    Holding,
+    given_tensors,
+    is_constant,
+)
 from shardwright.tracker.tensors import map_tensors, tensors_in
 
 HOOKED = "_shardwright_hooked"  # results whose gradient names the module that made them

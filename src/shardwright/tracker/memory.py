@@ -22,7 +22,6 @@ from shardwright.core.footprint import (
 )
 from shardwright.core.timeline import Kind, Phase
 from shardwright.tracker.announce import is_listening, listening
-from shardwright.tracker.log import DECLARED, GUESSED, MOVED, Holding, Log
 from shardwright.tracker.owners import Owners
 from shardwright.tracker.private import (
     fake_mode_of,
@@ -32,7 +31,16 @@ from shardwright.tracker.private import (
     quiet_propagation,
 )
 from shardwright.tracker.reading import Reading, as_text
-from shardwright.tracker.storages import Follower, device_type_of, is_constant
+from shardwright.tracker.storages import (
+    DECLARED,
+    GUESSED,
+    MOVED,
+    Follower,
+    Holding,
+    Log,
+    device_type_of,
+    is_constant,
+)
 
 _DEFAULT: dict[str, Kind] = {
     "exchange_ids": "communication",

@@ -21,8 +21,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_iter
 
 from shardwright.core.footprint import State
-from shardwright.tracker.log import Log
 from shardwright.tracker.private import counting_nodes, in_backward, node_number, when_complete
+from shardwright.tracker.storages import Log
 
 _UNNUMBERED = 2**63  # nodes that add up gradients run as soon as they can and have no place
 

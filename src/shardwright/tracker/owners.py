@@ -25,7 +25,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.timeline import Kind, Phase
-from shardwright.tracker.log import DECLARED, INFERRED, MOVED
 from shardwright.tracker.modules import Modules
 from shardwright.tracker.private import (
     after_backward,
@@ -35,7 +34,7 @@ from shardwright.tracker.private import (
     own_parameters,
     wrapping_groups,
 )
-from shardwright.tracker.storages import given_tensors, is_constant
+from shardwright.tracker.storages import DECLARED, INFERRED, MOVED, given_tensors, is_constant
 
 if TYPE_CHECKING:
     from shardwright.tracker.memory import MemoryTracker

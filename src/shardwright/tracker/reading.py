@@ -22,9 +22,9 @@ from shardwright.core.footprint import (
 )
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import Kind, Phase, category, in_order
-from shardwright.tracker.log import Holding, Log
 from shardwright.tracker.modules import Modules
 from shardwright.tracker.private import plain_parts
+from shardwright.tracker.storages import Holding, Log
 
 Peak = tuple[int, int]  # bytes, and the first moment that has them
 

@@ -31,7 +31,7 @@ from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.proof import is_proven
 from shardwright.planner.statistics.tables import as_planned, ranks_of
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.spacing import bounded_space
+from shardwright.planner.strategy.tables import bounded_space
 from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.units import UnitSpace, cut_evenly
 from shardwright.planner.variation import ModelOf, changed

@@ -48,7 +48,7 @@ from shardwright.planner.search.space import Item, Space, shard_ranks
 from shardwright.planner.search.state import SearchState
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.spacing import space_of
+from shardwright.planner.strategy.tables import space_of
 from shardwright.planner.unit_choice import UnitChoice, unit_choices
 from shardwright.planner.variation import ModelOf
 

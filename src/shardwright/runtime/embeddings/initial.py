@@ -27,7 +27,7 @@ from shardwright.core.errors import InputError, RunError, ShardwrightError
 from shardwright.runtime.checkpoint.agreement import reason, together, together_numbered
 from shardwright.runtime.checkpoint.files import open_shard
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.fills import ELEMENTWISE, FILLS, Fill
+from shardwright.runtime.noted import ELEMENTWISE, FILLS, Fill
 from shardwright.runtime.torch_private import set_version
 from shardwright.tracker.private import key_of, operator_name, written_by
 

@@ -32,7 +32,7 @@ from shardwright.runtime.embeddings.initial import (
     freeing,
     initial_blocks,
 )
-from shardwright.runtime.embeddings.learning import note_trained
+from shardwright.runtime.embeddings.lookup import note_trained
 from shardwright.runtime.embeddings.modules import RoutedCollection, RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table, cache_of, is_by_rows, make_route
 from shardwright.runtime.embeddings.tables import ShardedTables

@@ -37,8 +37,8 @@ from shardwright.runtime.embeddings.bags import (
 from shardwright.runtime.embeddings.disk import make_store
 from shardwright.runtime.embeddings.exchange import Counts, IdExchange, Travelling, agree_on_ids
 from shardwright.runtime.embeddings.initial import InitialBlock
-from shardwright.runtime.embeddings.learning import Learning
 from shardwright.runtime.embeddings.lookup import (
+    Learning,
     LookUp,
     TableLookup,
     refuse_accumulation,

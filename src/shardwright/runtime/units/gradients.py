@@ -29,8 +29,7 @@ from shardwright.core.layout import CHECK_BITS
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import C_GRAD, no_subclass_functions, of_bits, unrecorded
-from shardwright.runtime.units.buffers import Buffers, Cached, Elastic, SegmentViews
-from shardwright.runtime.units.host_memory import copy_stream
+from shardwright.runtime.units.buffers import Buffers, Cached, Elastic, SegmentViews, copy_stream
 from shardwright.runtime.units.regroup import Apart
 
 Accept = Callable[[int, torch.Tensor, Sequence[bool]], None]
