@@ -20,9 +20,9 @@ from shardwright.core.layout import UnitLayout
 from shardwright.core.placement import Owned, Placement
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.torch_private import address_of, is_plain, local_of, storage_of
+from shardwright.runtime.units.cut import Parallel
 from shardwright.runtime.units.linked import LinkedParameter
 from shardwright.runtime.units.shard_tensor import ShardTensor
-from shardwright.runtime.units.tensor_parallel import Parallel
 from shardwright.tracker.private import has_still, own_buffers, own_children, own_parameters
 from shardwright.tracker.tensors import DTYPES, NAMES
 

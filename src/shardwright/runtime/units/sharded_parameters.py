@@ -15,7 +15,7 @@ from shardwright.core.errors import InputError
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import no_subclass_functions, set_local, set_version
 from shardwright.runtime.units.buffers import Buffers
-from shardwright.runtime.units.cut import Cut, part_of
+from shardwright.runtime.units.cut import Cut, Joint, part_of
 from shardwright.runtime.units.linked import (
     OfStrays,
     Replica,
@@ -24,7 +24,6 @@ from shardwright.runtime.units.linked import (
 )
 from shardwright.runtime.units.parameter import Member
 from shardwright.runtime.units.shard_tensor import ShardTensor, as_parameter
-from shardwright.runtime.units.tensor_parallel import Joint
 from shardwright.tracker.private import any_accumulated_hooks, any_gradient_hooks
 
 _trains = operator.attrgetter("requires_grad")

@@ -41,7 +41,7 @@ from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import local_of, storage_of
 from shardwright.runtime.units import replicas
 from shardwright.runtime.units.buffers import Awaited, Buffers
-from shardwright.runtime.units.cut import part_of
+from shardwright.runtime.units.cut import joints, part_of
 from shardwright.runtime.units.cutting import Cutting, UnitNames
 from shardwright.runtime.units.gradients import Gradients
 from shardwright.runtime.units.linked import (
@@ -55,7 +55,6 @@ from shardwright.runtime.units.linked import (
 )
 from shardwright.runtime.units.parameter import DTYPES, Member, Structure, infos_of
 from shardwright.runtime.units.sharded_parameters import ShardedParameters, Showing, Writes
-from shardwright.runtime.units.tensor_parallel import joints
 from shardwright.tracker.private import accumulated_hooks, gradient_hooks
 
 Ahead = dict[str, "list[weakref.ref[Unit]] | None"]  # what a user wants gathered meanwhile

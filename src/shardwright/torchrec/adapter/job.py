@@ -47,7 +47,7 @@ from shardwright.torchrec.adapter.tables import (
     read_tables,
     sharded_modules,
 )
-from shardwright.torchrec.constants import BACKWARD, BANDWIDTHS
+from shardwright.torchrec.profile import BACKWARD, BANDWIDTHS
 from shardwright.tracker.tensors import NAMES
 
 PROFILE = "torchrec-1.9"
