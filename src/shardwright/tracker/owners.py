@@ -25,15 +25,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.timeline import Kind, Phase
+from shardwright.tracker import private
 from shardwright.tracker.modules import Modules
-from shardwright.tracker.private import (
-    after_backward,
-    fsdp_groups,
-    in_backward,
-    is_compiled,
-    own_parameters,
-    wrapping_groups,
-)
 from shardwright.tracker.storages import DECLARED, INFERRED, MOVED, given_tensors, is_constant
 
 if TYPE_CHECKING:
@@ -92,7 +85,7 @@ class Owners:
 
     def _refuse(self) -> None:
         for path, module in self.model.named_modules():
-            if is_compiled(module):
+            if private.is_compiled(module):
                 raise UnsupportedError(
                     f"module '{path or type(module).__name__}'",
                     "a module that runs operation by operation",
@@ -167,7 +160,7 @@ class Owners:
     def meet(self, path: str, module: nn.Module) -> None:
         """A module has its parameters as it computes with them: those that were not there at first
         are gathered ones."""
-        for name, parameter in own_parameters(module).items():
+        for name, parameter in private.own_parameters(module).items():
             if parameter is None:
                 continue
             fqn = self._names.setdefault(parameter, f"{path}.{name}" if path else name)
@@ -191,12 +184,12 @@ class Owners:
     def heed(self, function: Any, arguments: tuple[Any, ...]) -> None:
         """An operation ran: count what it was given if nobody made it, and what a collective
         moved."""
-        backward = in_backward()
+        backward = private.in_backward()
         # autograd has no hook for the end of a backward. A callback that is queued while one runs
         # is called when it ends, and must be queued anew in each.
         if backward and not self._awaiting_end:
             self._awaiting_end = True
-            after_backward(self._expect_end)
+            private.after_backward(self._expect_end)
         # Gradients are enabled in a backward only while a checkpointed forward runs again (or a
         # second derivative is taken).
         computing = torch.is_grad_enabled() if backward else self.phase == "forward"
@@ -220,7 +213,7 @@ class Owners:
         """The pass is over, but for what others do then: come after them."""
         # FSDP2 and DDP queue callbacks of their own, in which the last units reduce. One that is
         # queued by a callback comes after all that are there.
-        after_backward(self._end_backward)
+        private.after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self._ended = self.tracker.log.now
@@ -249,7 +242,7 @@ class Owners:
             around.callback(handle.remove)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not in_backward():
+        if not private.in_backward():
             self._settle()
         self._steps += 1
         self.tracker.begin("step")
@@ -260,7 +253,7 @@ class Owners:
             self._steps -= 1
             self.tracker.end()
         self._stepped = True
-        if not in_backward():
+        if not private.in_backward():
             self.phase = "setup"
             self.tracker.log.turn(self.tracker.phase)
 
@@ -325,7 +318,7 @@ _FSDP2 = "torch.distributed.fsdp"  # without it there are no units of FSDP2
 @contextmanager
 def following_fsdp2(tracker: MemoryTracker, model: nn.Module) -> Iterator[None]:
     """Mark the kinds of what FSDP2 holds for ``model``, and of what it makes."""
-    groups = fsdp_groups(model) if _FSDP2 in sys.modules else []
+    groups = private.fsdp_groups(model) if _FSDP2 in sys.modules else []
     if not groups:
         yield
         return
@@ -338,7 +331,7 @@ def following_fsdp2(tracker: MemoryTracker, model: nn.Module) -> Iterator[None]:
         "reshard": watch.reshard,
         "post_backward": watch.reduce,
     }
-    with wrapping_groups(methods):
+    with private.wrapping_groups(methods):
         yield
 
 

@@ -26,17 +26,7 @@ from torch.utils._pytree import tree_iter
 
 from shardwright.core.errors import UnsupportedError
 from shardwright.core.timeline import Kind, Phase
-from shardwright.tracker.private import (
-    FakeTensor,
-    FakeTensorMode,
-    OpOverload,
-    following_resizes,
-    key_of,
-    operator_name,
-    plain_parts,
-    schema_of,
-    unwraps_itself,
-)
+from shardwright.tracker import private
 
 GUESSED = 0  # by the phase that a storage was made in
 MOVED = 1  # by the collective that moved it
@@ -73,7 +63,7 @@ def operation_name(operation: object) -> str:
     """``aten.mm`` for an operator, ``resize_`` for a text."""
     if isinstance(operation, str):
         return operation
-    schema = schema_of(operation)
+    schema = private.schema_of(operation)
     name = schema.name if schema is not None else getattr(operation, "__name__", str(operation))
     return str(name).replace("::", ".")
 
@@ -230,7 +220,7 @@ class Follower(TorchDispatchMode):
         # A resize of a storage passes by no dispatch mode, so it is heard apart: FSDP2 frees
         # gathered parameters by resizing their storages to nothing, and would otherwise seem to
         # keep all of them.
-        self._following.enter_context(following_resizes(self._resized))
+        self._following.enter_context(private.following_resizes(self._resized))
         super().__enter__()
         return self
 
@@ -245,7 +235,7 @@ class Follower(TorchDispatchMode):
         self.storages.resized(storage, take_up=False)
 
 
-_unwraps = cache(unwraps_itself)
+_unwraps = cache(private.unwraps_itself)
 
 
 class Storages:
@@ -257,7 +247,7 @@ class Storages:
         self, follower: Follower, *, granularity: int | None, mixed: bool, device_type: str | None
     ) -> None:
         self.follower = follower
-        self.mode: FakeTensorMode | None = None
+        self.mode: private.FakeTensorMode | None = None
         self.mixed = mixed
         self.device_type = device_type
         self._granularity = granularity
@@ -280,7 +270,10 @@ class Storages:
 
     def held(self, tensor: torch.Tensor) -> Holding | None:
         """What a tensor is known for now; None for one that is not followed."""
-        found = (self._known.get(key_of(p.untyped_storage())) for p in plain_parts(tensor))
+        found = (
+            self._known.get(private.key_of(p.untyped_storage()))
+            for p in private.plain_parts(tensor)
+        )
         return next((held for held in found if held is not None), None)
 
     def release(self) -> None:
@@ -305,7 +298,7 @@ class Storages:
             elif certainty > held.certainty:
                 held.kind, held.certainty = kind, certainty
             elif certainty == held.certainty >= INFERRED and kind != held.kind:
-                held = self._change(key_of(storage), held, kind)
+                held = self._change(private.key_of(storage), held, kind)
             if name and name != held.name and not held.name.endswith(_OTHERS):
                 held.name = f"{held.name}{_OTHERS}" if held.name else name
 
@@ -331,7 +324,7 @@ class Storages:
 
     def resized(self, storage: torch.UntypedStorage, *, take_up: bool) -> None:
         """A storage was resized; ``take_up`` one that was not followed."""
-        held = self._known.get(key_of(storage))
+        held = self._known.get(private.key_of(storage))
         if held is not None:
             self._measure(held, storage)
         elif take_up:
@@ -343,15 +336,15 @@ class Storages:
         self, tensor: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.UntypedStorage, Holding | None]]:
         """The parts of a tensor that count, their storages, and what these are known for."""
-        for part in plain_parts(tensor):
+        for part in private.plain_parts(tensor):
             if self._counts(part):
                 storage = part.untyped_storage()
-                yield part, storage, self._known.get(key_of(storage))
+                yield part, storage, self._known.get(private.key_of(storage))
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor, as it is or as it would be, is what is asked for."""
         if not self.mixed:
-            mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+            mode = tensor.fake_mode if isinstance(tensor, private.FakeTensor) else None
             if mode is not self.mode:
                 return False
         if self.device_type is None:
@@ -362,7 +355,7 @@ class Storages:
     def _add(
         self, storage: torch.UntypedStorage, tensor: torch.Tensor | None, held: Holding
     ) -> Holding:
-        key = key_of(storage)
+        key = private.key_of(storage)
         device = (self.device_type or "") if tensor is None else device_type_of(tensor)
         held.grain = self._granularity or granularity_of(device)
         self._known[key] = held
@@ -405,17 +398,17 @@ def _unknown_size(size: object, held: Holding) -> UnsupportedError:
 
 def device_type_of(tensor: torch.Tensor) -> str:
     """Where a tensor is, or as a fake one says it would be."""
-    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    device = tensor.fake_device if isinstance(tensor, private.FakeTensor) else tensor.device
     return str(device.type)
 
 
 def _is_of(storage: torch.UntypedStorage, given: tuple[Any, ...]) -> bool:
     """Whether an operation was given ``storage``, rather than having made it."""
-    key = key_of(storage)
+    key = private.key_of(storage)
     return any(
-        key_of(part.untyped_storage()) == key
+        private.key_of(part.untyped_storage()) == key
         for tensor in given_tensors(given)
-        for part in plain_parts(tensor)
+        for part in private.plain_parts(tensor)
     )
 
 
@@ -445,10 +438,10 @@ LINE, ALIASED = 16, 256  # floats in a cache line; rows of a multiple of these g
 STATES, CELLS, GATES = 3, 2, 4  # buffers of an LSTM: over both widths, over its own; its gates
 
 
-def complete(function: OpOverload, arguments: Sequence[Any], result: Any) -> None:
+def complete(function: private.OpOverload, arguments: Sequence[Any], result: Any) -> None:
     """Give the results of a fake kernel the memory that the real one's have."""
-    known = _WORKSPACES.get(operator_name(function))
-    if known is None or not isinstance(result[known[0]], FakeTensor):
+    known = _WORKSPACES.get(private.operator_name(function))
+    if known is None or not isinstance(result[known[0]], private.FakeTensor):
         return
     storage = result[known[0]].untyped_storage()
     # A fake kernel returns a workspace without bytes where the real one's size is known only to its

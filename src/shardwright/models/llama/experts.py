@@ -17,16 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.core.llama import LlamaShape, LocalShape
-from shardwright.models.llama.layers import (
-    ACTIVATIONS,
-    MLP,
-    Device,
-    Linear,
-    all_to_all,
-    enter,
-    has_data,
-    leave,
-)
+from shardwright.models.llama import layers
 
 Context = Any
 
@@ -55,10 +46,10 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, ends: Tensor, adds: bool) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
-        ctx.adds = adds and not has_data(x)
+        ctx.adds = adds and not layers.has_data(x)
         result = x.new_empty(x.shape[0], weight.shape[1])
         # Under a trace `ends` has no values, so no loop could be cut by them.
-        if has_data(x):
+        if layers.has_data(x):
             _multiply(x, weight, ends, result)
         return result
 
@@ -77,7 +68,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 def _groups(x: Tensor, ends: Tensor) -> list[tuple[int, slice]]:
     """The rows of every expert; none where tensors have no data."""
-    if not has_data(x):
+    if not layers.has_data(x):
         return []
     stops = ends.tolist()
     return [(e, slice(a, b)) for e, (a, b) in enumerate(zip([0, *stops], stops, strict=False))]
@@ -87,10 +78,10 @@ class Experts(nn.Module):
     """The experts of this rank: two or three weights [experts, ...], rows sorted by expert."""
 
     def __init__(
-        self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
+        self, shape: LlamaShape, local: LocalShape, device: layers.Device, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[shape.activation]
+        self.activation = layers.ACTIVATIONS[shape.activation]
         here, dim = local.experts(shape), shape.dim
         wide = shape.expert_ffn_dim // local.expert_width_degree
         self.w1 = nn.Parameter(torch.empty(here, wide, dim, device=device, dtype=dtype))
@@ -112,22 +103,26 @@ class MixtureOfExperts(nn.Module):
     normalised, their results added in that proportion; and a shared expert where there is one."""
 
     def __init__(
-        self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
+        self, shape: LlamaShape, local: LocalShape, device: layers.Device, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.shape, self.local = shape, local
-        self.router = Linear(shape.dim, shape.experts, bias=False, device=device, dtype=dtype)
+        self.router = layers.Linear(
+            shape.dim, shape.experts, bias=False, device=device, dtype=dtype
+        )
         self.experts = Experts(shape, local, device, dtype)
         self.shared_experts = self.shared_gate = None
         if shape.shared_ffn_dim:
             wide = shape.shared_ffn_dim // local.tensor
-            self.shared_experts = MLP(shape, wide, device, dtype)
+            self.shared_experts = layers.MLP(shape, wide, device, dtype)
             if shape.shared_gate:
-                self.shared_gate = Linear(shape.dim, 1, bias=False, device=device, dtype=dtype)
+                self.shared_gate = layers.Linear(
+                    shape.dim, 1, bias=False, device=device, dtype=dtype
+                )
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's part of the stream in and out."""
-        stream = enter(x, self.local)
+        stream = layers.enter(x, self.local)
         tokens = stream.flatten(0, 1)
         share, chosen = self._route(tokens)
         # Stable, so that the rows of an expert stay in the order of tokens and sums are the same
@@ -144,7 +139,7 @@ class MixtureOfExperts(nn.Module):
             if self.shared_gate is not None:
                 shared = torch.sigmoid(self.shared_gate(tokens)) * shared
             total = total + shared
-        return leave(total.view(stream.shape), self.local)
+        return layers.leave(total.view(stream.shape), self.local)
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The share of each chosen expert in a token's result, and the experts, both [rows].
@@ -175,10 +170,10 @@ def elsewhere(
 ) -> Tensor:
     """``rows`` go to the ranks of their experts, are sorted by expert there, and come back: a rank
     has ``here`` of the experts, which are given ``received`` rows and where those of each end."""
-    arrived = all_to_all(rows, received, degree)
+    arrived = layers.all_to_all(rows, received, degree)
     order = torch.arange(received, device=rows.device)
     # Even groups: which rows go to which expert changes no byte.
     ends = (torch.arange(here, device=rows.device) + 1) * (received // here)
     found = experts(arrived[order], ends)
     sorted_back = torch.empty_like(found).index_copy_(0, order, found)
-    return all_to_all(sorted_back, rows.shape[0], degree)
+    return layers.all_to_all(sorted_back, rows.shape[0], degree)

@@ -18,26 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardwright.core.errors import InputError, MismatchError, RunError, ShardwrightError
+from shardwright.runtime.checkpoint import files
 from shardwright.runtime.checkpoint.agreement import (
     global_rank,
     rank_and_size,
     reason,
     together,
     total,
-)
-from shardwright.runtime.checkpoint.files import (
-    MANIFEST,
-    MAX_STEP,
-    Manifest,
-    RankList,
-    StoredPart,
-    check_shard,
-    check_size,
-    list_name,
-    open_shard,
-    read_list,
-    read_manifest,
-    shard_name,
 )
 from shardwright.runtime.checkpoint.folders import newest_step, step_folder
 from shardwright.runtime.checkpoint.region import (
@@ -63,7 +50,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: list[tuple[int, StoredPart]] = field(default_factory=list)
+    pieces: list[tuple[int, files.StoredPart]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +58,18 @@ class Stored:
     """The manifest, every rank's list, and the tensors by name."""
 
     folder: Path
-    manifest: Manifest
-    lists: tuple[RankList, ...]
+    manifest: files.Manifest
+    lists: tuple[files.RankList, ...]
     tensors: dict[str, StoredTensor]
 
     def shard(self, rank: int) -> Path:
         """A rank's tensor file."""
-        return self.folder / shard_name(rank)
+        return self.folder / files.shard_name(rank)
 
     def check_shards(self, ranks: Iterable[int]) -> None:
         """Raise unless the tensor files of ``ranks`` are what was saved, byte by byte."""
         for rank in ranks:
-            check_shard(self.shard(rank), self.lists[rank].file, self.lists[rank].pieces)
+            files.check_shard(self.shard(rank), self.lists[rank].file, self.lists[rank].pieces)
 
 
 def open_stored(folder: Path, step: int) -> Stored:
@@ -92,11 +79,11 @@ def open_stored(folder: Path, step: int) -> Stored:
     files that belong there, each of its size, and the parts hold every element exactly once.
     """
     sizes = dict(_files(folder))
-    if MANIFEST not in sizes:
-        raise InputError(str(folder), f"a {MANIFEST}", "none", "It is not complete.")
-    manifest = read_manifest(folder / MANIFEST, step)
+    if files.MANIFEST not in sizes:
+        raise InputError(str(folder), f"a {files.MANIFEST}", "none", "It is not complete.")
+    manifest = files.read_manifest(folder / files.MANIFEST, step)
     ranks = range(manifest.world_size)
-    wanted = {MANIFEST, *map(list_name, ranks), *map(shard_name, ranks)}
+    wanted = {files.MANIFEST, *map(files.list_name, ranks), *map(files.shard_name, ranks)}
     if missing := wanted - sizes.keys():
         raise MismatchError(str(folder), f"the file {min(missing)}", "none")
     if extra := sizes.keys() - wanted:
@@ -104,12 +91,15 @@ def open_stored(folder: Path, step: int) -> Stored:
             str(folder), f"the files of {len(ranks)} ranks", f"{min(extra)!r} as well"
         )
     lists = tuple(
-        read_list(folder / list_name(rank), manifest.lists[rank], manifest, rank) for rank in ranks
+        files.read_list(folder / files.list_name(rank), manifest.lists[rank], manifest, rank)
+        for rank in ranks
     )
     # Sizes cost nothing, digests minutes: a file that was cut short is refused before any is
     # hashed.
     for rank, found in enumerate(lists):
-        check_size(folder / shard_name(rank), found.file.nbytes, sizes[shard_name(rank)])
+        files.check_size(
+            folder / files.shard_name(rank), found.file.nbytes, sizes[files.shard_name(rank)]
+        )
     return Stored(folder, manifest, lists, _tensors(folder, lists))
 
 
@@ -129,11 +119,11 @@ def _files(folder: Path) -> Iterator[tuple[str, int]]:
         raise InputError(str(folder), "a readable folder", f"'{error.strerror}'") from None
 
 
-def _tensors(folder: Path, lists: Iterable[RankList]) -> dict[str, StoredTensor]:
+def _tensors(folder: Path, lists: Iterable[files.RankList]) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for found in lists:
         for piece in found.pieces:
-            where = f"{folder / list_name(found.rank)}: {piece.tensor}"
+            where = f"{folder / files.list_name(found.rank)}: {piece.tensor}"
             dtype_of(piece.dtype, where)
             check_region(where, piece.shape, piece.offsets, piece.sizes)
             tensor = tensors.setdefault(piece.tensor, StoredTensor(piece.dtype, piece.shape))
@@ -172,7 +162,7 @@ Wanted = Sequence[TensorPart] | Callable[[Stored], Sequence[TensorPart]]
 class Copy(NamedTuple):
     """A rectangle that is read from a stored part into a part that is held."""
 
-    piece: StoredPart
+    piece: files.StoredPart
     held: TensorPart
     area: Shared
 
@@ -275,8 +265,8 @@ def _chosen(folder: Path, step: int | None, rank: int) -> int:
     """The step to read; only rank 0 looks for the newest."""
     if step is None:
         return newest_step(folder) if rank == 0 else 0
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise InputError("step", f"an integer from 0 to {MAX_STEP}", f"{step!r}")
+    if type(step) is not int or not 0 <= step <= files.MAX_STEP:
+        raise InputError("step", f"an integer from 0 to {files.MAX_STEP}", f"{step!r}")
     return step
 
 
@@ -344,7 +334,7 @@ def _fill_all(stored: Stored, copies: dict[int, list[Copy]], rank: int) -> None:
 def fill(stored: Stored, copies: dict[int, list[Copy]]) -> None:
     """Copy from verified files, touching of them what is copied alone."""
     for rank in sorted(copies):
-        with open_shard(stored.shard(rank)) as shard:
+        with files.open_shard(stored.shard(rank)) as shard:
             for piece, held, (box, source, target) in copies[rank]:
                 saved = window(shard.get_tensor(piece.key), source, box)
                 window(held.tensor, target, box).copy_(saved)
