@@ -32,13 +32,12 @@ if TYPE_CHECKING:
     from shardwright.planner.explain import explain_tensor as explain
     from shardwright.runtime.adamw_8bit import AdamW8bit
     from shardwright.runtime.apply import apply
-    from shardwright.runtime.average import average_weights
     from shardwright.runtime.buckets import Buckets
     from shardwright.runtime.clip import clip_grad_norm_
-    from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
-    from shardwright.runtime.embeddings.shard import shard_embeddings
+    from shardwright.runtime.embeddings.shard import shard_embeddings, start_sparse_data_dist
     from shardwright.runtime.fully_shard import fully_shard_flat
     from shardwright.runtime.guard import Guard
+    from shardwright.runtime.model_parts import average_weights
     from shardwright.runtime.muon import Muon
     from shardwright.runtime.optimizer import optimizer_parameters
     from shardwright.runtime.optimizer_dict import (

@@ -26,7 +26,6 @@ from shardwright.job.model_of_job import rows_dtype, step_dtypes
 from shardwright.job.plan import Plan, TablePlan, UnitPlan
 from shardwright.job.planner import trained_communication
 from shardwright.runtime.comm import Comm, check_mesh, fingerprint_of, flat
-from shardwright.runtime.embeddings.ahead import look_ahead
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.initial import (
     Initial,
@@ -40,7 +39,7 @@ from shardwright.runtime.embeddings.initial import (
 from shardwright.runtime.embeddings.lookup import note_trained, reach_tables
 from shardwright.runtime.embeddings.modules import RoutedCollection, RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table, make_route
-from shardwright.runtime.embeddings.shard import check_kernels
+from shardwright.runtime.embeddings.shard import check_kernels, look_ahead
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.fully_shard import attach, check_members, check_offload, make_unit
 from shardwright.runtime.guard import Guard

@@ -291,12 +291,12 @@ def outliving_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = data_worker._worker_loop
+    usual = data_worker._worker_loop
     data_worker._worker_loop = _deaf_worker
     try:
         yield
     finally:
-        data_worker._worker_loop = before
+        data_worker._worker_loop = usual
 
 
 def _deaf_worker(*arguments: Any, **keywords: Any) -> None:

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import (
 
 from shardwright.core.errors import InputError
 from shardwright.job.memory import COSTLY, PRODUCTS
-from shardwright.trace.lowering.operators import aten_name
+from shardwright.trace.lowering.kernels import aten_name
 from shardwright.tracker.private import operator_name
 
 Kind = Literal["none", "full", "operators", "core_attention"]

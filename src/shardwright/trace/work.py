@@ -13,8 +13,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from shardwright.core.document import decode_json
 from shardwright.core.work import AttentionCalls, OperatorShapes, Product, Sent, Work
+from shardwright.trace.lowering.kernels import workspace
 from shardwright.trace.lowering.lowered import take
-from shardwright.trace.lowering.operators import workspace
 from shardwright.tracker.private import OpOverload, key_of, schema_of
 from shardwright.tracker.tensors import NAMES
 

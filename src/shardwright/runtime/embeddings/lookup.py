@@ -24,8 +24,7 @@ from shardwright.runtime.embeddings.exchange import Counts, SentIds, Travelling
 from shardwright.runtime.embeddings.modules import LookupModule
 from shardwright.runtime.embeddings.route import Table
 from shardwright.runtime.embeddings.routing import RowRequest, Rows
-from shardwright.runtime.embeddings.store import Store
-from shardwright.runtime.embeddings.sums import Learnt
+from shardwright.runtime.embeddings.store import Learnt, Store
 from shardwright.runtime.embeddings.update import Looked
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.sharded_module import mix_in

@@ -48,8 +48,7 @@ from shardwright.runtime.embeddings.lookup import (
 from shardwright.runtime.embeddings.modules import LookupModule
 from shardwright.runtime.embeddings.route import HeldBlock, Route, Table
 from shardwright.runtime.embeddings.routing import GroupRouting, Rows, each_of
-from shardwright.runtime.embeddings.store import Store
-from shardwright.runtime.embeddings.sums import ColumnSums, Learnt, ReplicatedStores
+from shardwright.runtime.embeddings.store import ColumnSums, Learnt, ReplicatedStores, Store
 from shardwright.runtime.embeddings.update import Touched, check_rule
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import outside_graphs

@@ -26,8 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.trace.lowering import functions
-from shardwright.trace.lowering.kernels import Kernels, kernels
-from shardwright.trace.lowering.operators import workspace
+from shardwright.trace.lowering.kernels import Kernels, kernels, workspace
 from shardwright.tracker.private import DEVICE, operator_name, without_modes
 
 _ORIGINALS = {
