@@ -215,7 +215,6 @@ class DLRM(Started):
         return list(found.values()) if isinstance(found, dict) else found
 
     def initial_block(self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """Starting values of the rectangle ``sizes`` at ``offsets`` of parameter ``fqn``."""
         if not fqn.startswith("tables."):
             return super().initial_block(fqn, offsets, sizes)
         shape = self.shapes[fqn]

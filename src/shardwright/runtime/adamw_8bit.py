@@ -74,8 +74,7 @@ class AdamW8bit(torch.optim.Optimizer):
     @property
     def block(self) -> int:
         """Elements that are quantized together."""
-        size: int = self.defaults["block_size"]
-        return size
+        return self.defaults["block_size"]
 
     @property
     def blocks(self) -> dict[str, int]:

@@ -142,9 +142,11 @@ def _shard_units(
     # No unit has the whole model, so no unit's forward is the step's: somebody has to tell the flow
     # that a step begins.
     if not any(_leads(unit) for unit in plan.units):
-        model.register_forward_pre_hook(_Begin(flow), prepend=True)
+        model.register_forward_pre_hook(flow.begin_forward, prepend=True)
 
-    shared = _on_grid(comm, plan.grid)
+    grid, shared = plan.grid, comm
+    if grid.replicas > 1:
+        shared = Comm(comm.as_replicas(grid.replicas), comm.probe, twice=grid.twice)
 
     def initial(fqn: str) -> torch.Tensor:
         shape = tuple(members[fqn].shape)
@@ -198,13 +200,6 @@ def _together(plan: Plan) -> list[tuple[UnitPlan, ...]]:
     return [tuple(units[name] for name in dict.fromkeys((*done, *units)))]
 
 
-def _on_grid(comm: Comm, grid: ReplicaGrid) -> Comm:
-    """The same ranks as replicas x shards, where a plan has more than one replica (collective)."""
-    if grid.replicas == 1:
-        return comm
-    return Comm(comm.as_replicas(grid.replicas), comm.probe, twice=grid.twice)
-
-
 def _replicated(unit: UnitPlan) -> bool:
     return isinstance(unit.optimizer_state, Replicate)
 
@@ -226,16 +221,6 @@ def _inner_first(units: Sequence[tuple[UnitPlan, ...]]) -> list[tuple[UnitPlan, 
         return max((1 + depth(inner) for inner in units if around(unit, inner)), default=0)
 
     return sorted(units, key=depth)
-
-
-class _Begin:
-    """A forward of the whole model begins."""
-
-    def __init__(self, flow: Flow) -> None:
-        self.flow = flow
-
-    def __call__(self, *_: Any) -> None:
-        self.flow.begin_forward()
 
 
 def _agree_on_replicas(comm: Comm, model: nn.Module) -> None:

@@ -93,7 +93,6 @@ class FlatTensor(Home):
         return None if found is None else local_of(found)
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
-        """Let all of it have ``gradient``, or nothing."""
         # Whoever sets all of it speaks for all of its parameters.
         self.cleared = set() if gradient is not None else set(self.homes)
         C_GRAD.__set__(self.parameter, gradient)
@@ -253,7 +252,6 @@ class FlatHome(Home):
             self.flat.cleared.discard(self)
 
     def refusal(self) -> InputError:
-        """Its memory is the flat tensor's."""
         return InputError(
             self.where,
             "to keep its memory, which a flat optimizer tensor has",
@@ -289,8 +287,7 @@ def _taken(kind: type[Any]) -> type[Any]:
 def _refuse_gradient(parameter: Any) -> torch.Tensor | None:
     taken = vars(parameter).get(TAKEN)
     if taken is None:  # a copy
-        found: torch.Tensor | None = C_GRAD.__get__(parameter)
-        return found
+        return C_GRAD.__get__(parameter)
     raise InputError(
         f"an optimizer's {taken[0]} of unit '{taken[1]}'",
         "the sharded parameter",

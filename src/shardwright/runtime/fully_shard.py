@@ -118,7 +118,12 @@ def fully_shard_flat(
         make_unit(part, comm, cutting, UnitNames(unit, called, bucket), reshard_after_forward)
         for bucket, part in parts
     ]
-    left_out = (n for m in modules for n, p in m.named_parameters() if _among(p, ignored_params))
+    left_out = (
+        name
+        for each in modules
+        for name, parameter in each.named_parameters()
+        if any(parameter is other for other in ignored_params)
+    )
     units[0].structure.left_out = tuple(left_out)
     # A flow of its own for each call: the one of an outer module takes those of inner ones over, so
     # that a model has one.
@@ -206,10 +211,6 @@ def _name_inner(module: nn.Module, prefix: str) -> None:
             found.setdefault(unit, []).append(path)
     for unit, paths in found.items():
         unit.rename(paths)
-
-
-def _among(parameter: nn.Parameter, others: Collection[nn.Parameter]) -> bool:
-    return any(parameter is other for other in others)
 
 
 def check_offload(comm: Comm, cpu_offload: Any) -> None:

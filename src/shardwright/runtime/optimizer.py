@@ -210,8 +210,7 @@ def _flat(runs: list[GroupRun]) -> nn.Parameter:
         (flat,) = flats.values() if len(flats) == 1 else (None,)
         # The same call again: a second flat tensor over this memory would take each gradient twice.
         if flat is not None and flat.homes == homes:
-            found: nn.Parameter = flat.parameter
-            return found
+            return flat.parameter
         taken = next(m for m, home in zip(members, homes, strict=True) if home is not None)
         raise InputError(
             f"{taken.fqn} of unit '{runs[0].unit.name}'",

@@ -99,8 +99,7 @@ def uses_of(parts: Sequence[ModelPart], optimizer: Optimizer) -> Uses:
 
 def per_block(optimizer: Optimizer) -> Mapping[str, int]:
     """States that have one number for so many elements."""
-    found: Mapping[str, int] = getattr(optimizer, "blocks", {})
-    return found
+    return getattr(optimizer, "blocks", {})
 
 
 def elements_per_value(

@@ -325,5 +325,4 @@ def compiled_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     stand-in takes and keeps as much and computes nothing. ``logits`` [B, T, V] in any dtype,
     ``targets`` [B, T].
     """
-    result: torch.Tensor = _CompiledLoss.apply(logits, targets)
-    return result
+    return _CompiledLoss.apply(logits, targets)

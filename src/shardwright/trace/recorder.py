@@ -207,7 +207,6 @@ class Recorder(storages.Follower):
             self.touches.insert(place, Touch("take", slot, size, held.kind, name, self.module))
 
     def free(self, held: storages.Holding) -> None:
-        """A storage is gone."""
         if held.size and held.operation is not storages.BEFORE:
             self._free(held, held.size)
 

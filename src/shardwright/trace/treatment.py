@@ -108,7 +108,7 @@ def _multiply(
     """left @ right; the hardware wants the first by rows and the second by columns."""
     first, first_scale = _cast(left, left_dtype, 1 if rowwise else None)
     second, second_scale = _cast(right, right_dtype, 0 if rowwise else None)
-    result: Tensor = torch._scaled_mm(
+    return torch._scaled_mm(
         first.contiguous(),
         second.t().contiguous().t(),
         first_scale,
@@ -116,7 +116,6 @@ def _multiply(
         out_dtype=left.dtype,
         use_fast_accum=right_dtype == left_dtype,
     )
-    return result
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, axis: int | None) -> tuple[Tensor, Tensor]:

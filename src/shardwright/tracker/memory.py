@@ -150,17 +150,14 @@ class MemoryTracker(storages.Follower):
         return storages.Holding(kind, storages.GUESSED, operation, self.module)
 
     def resize(self, held: storages.Holding, size: int) -> None:
-        """A storage has ``size`` bytes from now on."""
         self.log.turn(self.phase)
         self.log.resize(held, size, self.module)
 
     def change(self, held: storages.Holding, new: storages.Holding, size: int) -> None:
-        """A storage is used for something else from now on, whatever module is at work."""
         self.log.resize(held, 0, None)
         self.log.resize(new, size, None)
 
     def free(self, held: storages.Holding) -> None:
-        """A storage is gone; any thread may say so."""
         self.log.go(held)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:

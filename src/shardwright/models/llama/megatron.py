@@ -64,14 +64,12 @@ def columns(
     """This rank's part of the stream times matrices that are one, cut in columns: a result each.
     ``narrow`` products are in 8 bits where the rank's are."""
     factors = (factor for part in parts for factor in (part.weight, part.bias))
-    found: tuple[Tensor, ...] = _Columns.apply(x, local, narrow, *factors)
-    return found
+    return _Columns.apply(x, local, narrow, *factors)
 
 
 def rows(x: Tensor, part: nn.Linear, local: LocalShape) -> Tensor:
     """A matrix cut in rows, and the sum over tensor ranks: of this rank's tokens, or of all."""
-    found: Tensor = _Rows.apply(x, part.weight, part.bias, local)
-    return found
+    return _Rows.apply(x, part.weight, part.bias, local)
 
 
 class _Columns(torch.autograd.Function):
@@ -226,7 +224,6 @@ class MegatronAttention(Attention):
     core = MegatronCore
 
     def forward(self, x: Tensor, cos: Rotation, sin: Rotation) -> Tensor:
-        """``x`` is this rank's part of the stream; so is what comes back."""
         query, key, value = (
             found.unflatten(-1, (-1, self.head_dim))
             for found in columns(x, (self.wq, self.wk, self.wv), self.local)
@@ -243,7 +240,6 @@ class MegatronLatent(LatentAttention):
     core = MegatronCore
 
     def forward(self, x: Tensor, cos: Rotation, sin: Rotation) -> Tensor:
-        """``x`` is this rank's part of the stream; so is what comes back."""
         shape, local = self.shape, self.local
         if shape.q_lora_rank:
             (query,) = columns(self.q_norm(self.wq_a(x)), (self.wq_b,), local)
@@ -301,8 +297,7 @@ def _softmax(scores: Tensor, scale: float, fused: bool) -> Tensor:
     """Shares [heads, queries, keys] of scores of which later ones are masked: by one kernel, whose
     backward writes over the gradient that it is given, or in fp32, operator by operator."""
     if fused and scores.dtype != FP32 and not has_data(scores):
-        found: Tensor = _Softmax.apply(scores)
-        return found
+        return _Softmax.apply(scores)
     queries, keys = scores.shape[-2:]
     later = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(1)
     wide = (scores.float() * scale).masked_fill_(later, -math.inf)
@@ -330,7 +325,6 @@ class MegatronMLP(FeedForward):
     """The MLP of a block, on this rank's part of the stream."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
         return _mlp(self, x, self.local)
 
 
@@ -349,8 +343,7 @@ def _activated(
         found = activation(parts[0])
         found = found * parts[1] if len(parts) > 1 else found
         return found if shares is None else found * shares[:, None].to(found.dtype)
-    result: Tensor = _Activated.apply(shares, *parts)
-    return result
+    return _Activated.apply(shares, *parts)
 
 
 class _Activated(torch.autograd.Function):
@@ -374,7 +367,6 @@ class MegatronExperts(MixtureOfExperts):
     may share the width of each, and a share of a row is taken where its activation is."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's part of the stream in and out."""
         if has_data(x):
             return super().forward(x)
         local, fused = self.local, settings_of(self.local)

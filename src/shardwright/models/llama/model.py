@@ -106,8 +106,7 @@ class FurtherBlock(LlamaBlock):
         wide = layers.gather_alike(wide, -1, self.local.tensor)
         # A part of what was gathered, which stays as long as it does.
         wide = wide.narrow(layers.TOKENS, 0, x.shape[layers.TOKENS])
-        found: Tensor = self.norm(super().forward(wide, cos, sin))
-        return found
+        return self.norm(super().forward(wide, cos, sin))
 
 
 class Llama(Started):

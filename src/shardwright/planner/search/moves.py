@@ -94,11 +94,6 @@ def best_moves(
         yield min(found, key=lambda move: move.change, default=None)
 
 
-def swap_partners(costs: Floats) -> Ints:
-    """The ranks of lowest cost, in order of their numbers."""
-    return least_first(costs, min(SWAP_PARTNERS, len(costs)))
-
-
 def relocation(state: SearchState, rank: int, costs: Floats, others: Ints) -> Move | None:
     """The best place for one of the rank's single blocks among ``others``."""
     return relocations(state, [rank], costs, others)[0]

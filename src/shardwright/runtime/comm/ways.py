@@ -204,8 +204,7 @@ def _most(numbers: Sequence[float], operations: Operations) -> list[float]:
     """The largest of each number over the group's ranks."""
     most = torch.tensor(numbers, dtype=torch.float64)
     _finish([operations.all_reduce(most, True, True)])
-    values: list[float] = most.tolist()
-    return values
+    return most.tolist()
 
 
 def _changes(steps: Sequence[tuple[int, str]]) -> Steps:
@@ -240,8 +239,7 @@ def _offset(operations: Operations, device: str) -> tuple[float, float]:
     def receive(count: int, source: int, tag: int) -> list[float]:
         values = torch.empty(count, dtype=torch.float64, device=device)
         operations.receive(values, source, tag).wait()
-        found: list[float] = values.tolist()
-        return found
+        return values.tolist()
 
     if operations.rank:
         while True:

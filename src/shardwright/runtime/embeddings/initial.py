@@ -64,8 +64,7 @@ class InitialWeight(NamedTuple):
     @property
     def weight(self) -> torch.Tensor:
         """The whole parameter, on the meta device once it was let go."""
-        weight: torch.Tensor = getattr(self.owner, self.name)
-        return weight
+        return getattr(self.owner, self.name)
 
     @property
     def own(self) -> list[Callable[[], Any]]:

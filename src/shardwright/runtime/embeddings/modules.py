@@ -208,7 +208,6 @@ class StandIn(LookupModule):
         self.rows.learning_rate = rate  # type: ignore[assignment]
 
     def rows_of(self) -> Any:
-        """The module of its tables."""
         return self.rows
 
 
@@ -253,8 +252,7 @@ class RoutedEmbedding(StandIn):
         no integers."""
         rows = self._looked_up(self.rows, self.given(input, offsets, per_sample_weights))
         if self.bags and self.mode:
-            pooled: torch.Tensor = rows[self.bags]
-            return pooled
+            return rows[self.bags]
         found: torch.Tensor = rows.squeeze(1)
         if self.padding_idx is not None and not self.mode and found.requires_grad:
             # The row is looked up like others, and only its gradient is taken away, as torch does.

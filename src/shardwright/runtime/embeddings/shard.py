@@ -299,8 +299,7 @@ def _renamed(plan: Plan, names: Mapping[str, str]) -> Iterator[Block]:
 
 def _replaced(module: nn.Module, path: str, part: Any) -> nn.Module:
     if not path:
-        replaced: nn.Module = part
-        return replaced
+        return part
     parent, _, name = path.rpartition(".")
     setattr(module.get_submodule(parent), name, part)
     return module

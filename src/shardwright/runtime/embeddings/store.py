@@ -8,8 +8,6 @@ import mmap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -236,12 +234,7 @@ def use_large_pages(tensor: torch.Tensor) -> None:
     # Only pages that are all of this tensor's, as the advice is for whole ones.
     size = (start + tensor.nbytes - first) // _LARGE_PAGE * _LARGE_PAGE
     if size > 0:
-        _system().madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _ADVICE)
-
-
-@cache
-def _system() -> Any:
-    return ctypes.CDLL(None)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _ADVICE)
 
 
 # What ranks add up beside the exchange of rows. Tables that every rank keeps whole have a dense

@@ -152,16 +152,6 @@ class UpdateRule:
         return self.elements + self.rows
 
 
-def _sgd(
-    states: list[torch.Tensor],
-    gradient: torch.Tensor,
-    squares: torch.Tensor | None,
-    rate: float,
-    number: int,
-) -> torch.Tensor:
-    return gradient.mul_(-rate)
-
-
 def _adagrad(
     states: list[torch.Tensor],
     gradient: torch.Tensor,
@@ -199,7 +189,7 @@ def _adam(
 
 
 RULES = {
-    "sgd": UpdateRule((), (), _sgd),
+    "sgd": UpdateRule((), (), lambda _, gradient, squares, rate, number: gradient.mul_(-rate)),
     "adagrad": UpdateRule(("sum",), (), _adagrad),
     "rowwise_adagrad": UpdateRule((), ("sum",), _adagrad),
     "adam": UpdateRule(("exp_avg", "exp_avg_sq"), (), _adam, moves=True),

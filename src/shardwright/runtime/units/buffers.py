@@ -55,8 +55,7 @@ class CopyStream:
     def event(self) -> torch.Event | None:
         """What happens when all that was queued so far is done: computing (``wait``) or the host
         (``synchronize``) waits for it. None where nothing is to wait for."""
-        event: torch.Event = self.stream.record_event()
-        return event
+        return self.stream.record_event()
 
     def uses(self, tensor: torch.Tensor) -> None:
         """The memory of ``tensor`` is not given to others before what was queued so far is done."""

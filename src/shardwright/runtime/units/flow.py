@@ -205,7 +205,6 @@ class Flow(UnitFlow):
         return True
 
     def is_gathered(self, unit: str) -> bool:
-        """Whether nothing has to travel: it is there, or on its way, or whole on every rank."""
         found = self._units[unit]()
         return found is None or found.is_present or (found.keeps_whole and found.is_current)
 
@@ -264,7 +263,7 @@ class Flow(UnitFlow):
 
     # ---- a forward ------------------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, *_: Any) -> None:
         """A forward of the whole model begins: nothing of an earlier one may be in the way."""
         # A checkpoint runs the whole model again inside its backward. To recover would drop the
         # gradients of that backward.

@@ -141,8 +141,7 @@ class UnitHooks:
         """``tensor``, with a hook by which a backward reaches this unit."""
         # The anchor is a leaf that every output leads to and that gets no gradient. Whether the
         # engine will run its node is how a mark learns what kind of backward this is.
-        marked: torch.Tensor = _BeforeBackward.apply(tensor, self.anchor, self)
-        return marked
+        return _BeforeBackward.apply(tensor, self.anchor, self)
 
     def entering(self, gradient: Any) -> Any:
         """A gradient of an input, by which a backward of this backward reaches the unit."""
@@ -153,8 +152,7 @@ class UnitHooks:
     def leaving(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """Gradients of outputs, by which a backward of this backward leaves the unit."""
         if torch.is_grad_enabled() and all(g is not None and trains(g) for g in gradients):
-            found: Sequence[Any] = _AfterBackward.apply(self, *gradients)
-            return found
+            return _AfterBackward.apply(self, *gradients)
         return gradients
 
     def mark_stashed(self, module: nn.Module, *, looks: bool) -> None:

@@ -43,6 +43,11 @@ class Home(Protocol):
         torch's stagers do, would copy optimizer and model through this."""
 
 
+def without_gradient(parameter: Any) -> None:
+    """``del parameter.grad``."""
+    parameter.grad = None
+
+
 class LinkedParameter(nn.Parameter):
     """A plain parameter with a ``home``: what modules compute with while a unit is UNSHARDED.
 
@@ -78,9 +83,7 @@ class LinkedParameter(nn.Parameter):
         C_GRAD.__set__(self, None)
         self.home.set_gradient(value)
 
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
+    grad = grad.deleter(without_gradient)
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -177,15 +180,12 @@ class Replica(LinkedParameter):
         self.mean = value
         C_GRAD.__set__(self, None)
 
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
+    grad = grad.deleter(without_gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replica:
         if id(self) not in memo:
             memo[id(self)] = Replica.over(self.detach().clone(), self.requires_grad)
-        found: Replica = memo[id(self)]
-        return found
+        return memo[id(self)]
 
 
 def _take_stray(parameter: Any) -> None:
@@ -218,9 +218,7 @@ class FlatReplica(LinkedParameter):
         else:
             self.home.set_gradient(value)
 
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
+    grad = grad.deleter(without_gradient)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
