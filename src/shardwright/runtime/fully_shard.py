@@ -118,12 +118,8 @@ def fully_shard_flat(
         make_unit(part, comm, cutting, UnitNames(unit, called, bucket), reshard_after_forward)
         for bucket, part in parts
     ]
-    left_out = (
-        name
-        for each in modules
-        for name, parameter in each.named_parameters()
-        if any(parameter is other for other in ignored_params)
-    )
+    ignored = set(map(id, ignored_params))
+    left_out = (n for m in modules for n, p in m.named_parameters() if id(p) in ignored)
     units[0].structure.left_out = tuple(left_out)
     # A flow of its own for each call: the one of an outer module takes those of inner ones over, so
     # that a model has one.
