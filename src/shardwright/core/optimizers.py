@@ -129,11 +129,9 @@ class Optimizer:
             return self
         other = OPTIMIZERS[self.elsewhere]
         text = f"{self.name} is {other.name}: ours updates units of our own runtime"
+        assumption = "; ".join(filter(None, (text, other.assumption)))
         return replace(
-            other,
-            implementation=self.implementation,
-            offload=self.offload,
-            assumption="; ".join(filter(None, (text, other.assumption))),
+            other, implementation=self.implementation, offload=self.offload, assumption=assumption
         )
 
     def assumptions(self) -> tuple[str, ...]:

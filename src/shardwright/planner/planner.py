@@ -159,11 +159,9 @@ def _row(found: Found, *, shared: bool) -> Tried:
     if not shared:
         return row
     replicas = parallel_of(job).data_replicate
+    zero, bucket_size = memory_of(job).zero, job.planner.dense.bucket_size
     return msgspec.structs.replace(
-        row,
-        zero=memory_of(job).zero,
-        replicas=replicas if replicas > 1 else UNSET,
-        bucket_size=job.planner.dense.bucket_size,
+        row, zero=zero, replicas=replicas if replicas > 1 else UNSET, bucket_size=bucket_size
     )
 
 

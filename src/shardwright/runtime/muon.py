@@ -278,11 +278,9 @@ class _MatrixExchange:
         self, matrices: Sequence[_Matrix], wholes: Mapping[int, torch.Tensor], like: torch.Tensor
     ) -> None:
         """Updates to where they are made orthogonal."""
-        received = self._all_to_all(
-            [(self.homes[p], matrices[p].update[self.own[p].local]) for p in self.away],
-            [(source, self.parts[place][source].numel) for source, place in self.visitors],
-            like,
-        )
+        sent = [(self.homes[p], matrices[p].update[self.own[p].local]) for p in self.away]
+        wanted = [(source, self.parts[place][source].numel) for source, place in self.visitors]
+        received = self._all_to_all(sent, wanted, like)
         for (source, place), values in zip(self.visitors, received, strict=True):
             target = self.parts[place][source].of(wholes[place])
             target.copy_(values.view_as(target))

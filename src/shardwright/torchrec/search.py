@@ -59,13 +59,9 @@ def search(job: Job, model: ModelSpec, watch: Watch) -> Found:
     def priced(cases: Sequence[tuple[TableSpec, Option]]) -> Sequence[Choice]:
         return price(problem.job, problem.context, cases)
 
+    capacities = [problem.capacity] * problem.cluster.world_size
     found = propose(
-        problem.tables,
-        problem.cluster,
-        [problem.capacity] * problem.cluster.world_size,
-        job.planner,
-        price=priced,
-        watch=watch,
+        problem.tables, problem.cluster, capacities, job.planner, price=priced, watch=watch
     )
     return Found(
         problem,

@@ -155,11 +155,9 @@ def no_gradient(result: object, where: str) -> InputError:
 def _reason(error: Exception, called: str) -> _Reason:
     text = str(error)
     if isinstance(error, DynamicOutputShapeException):
-        return _Reason(
-            "shapes that do not depend on values",
-            f"{error.func}, whose result is as large as its values say",
-            "Write it with fixed shapes: a capacity, torch.where, or a product with the mask.",
-        )
+        wanted = "shapes that do not depend on values"
+        remedy = "Write it with fixed shapes: a capacity, torch.where, or a product with the mask."
+        return _Reason(wanted, f"{error.func}, whose result is as large as its values say", remedy)
     if isinstance(error, DataDependentOutputException):
         return _Reason(
             "a forward that does not read values of tensors",

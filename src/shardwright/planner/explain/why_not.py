@@ -129,13 +129,9 @@ def _of_table(plan: Plan, name: str, wanted: str, again: ModelOf | None, watch: 
         return replace(answer, reason=f"{wanted} is not possible: {reason}.")
     trials, reason = _moved(draft, problem, index, choices)
     watch.over()
+    forced = forced_table(plan, index, _field(wanted), wanted)
     anew = replanned(
-        plan,
-        forced_table(plan, index, _field(wanted), wanted),
-        lambda found: _option(found.tables[index].choice),
-        wanted,
-        again,
-        watch,
+        plan, forced, lambda found: _option(found.tables[index].choice), wanted, again, watch
     )
     if not trials:
         text = f"{wanted} is not possible with {IN_PLACE}: {reason}."
@@ -216,13 +212,9 @@ def _judged(answer: WhyNot, draft: Draft, option: str, trial: Draft) -> WhyNot:
     elif abs(after - before) <= SAME_SECONDS * before:
         verdict = "as good"
         text = f"{fits} and is as good: {format_seconds(before)} per step either way."
+    missing = max(fullest.over, 0)
     return replace(
-        answer,
-        verdict=verdict,
-        reason=text,
-        option=option,
-        seconds=after,
-        missing=max(fullest.over, 0),
+        answer, verdict=verdict, reason=text, option=option, seconds=after, missing=missing
     )
 
 

@@ -337,13 +337,8 @@ def _chi(away: Sequence[RankGroup], ranks: Any) -> Any:
     if count == 1:
         return noted(0.0, "chi", "", "one rank is always even", like=ranks)
     furthest = each_rank([1 - 1 / count] + [1 / count] * (count - 1))
-    most = noted(
-        _chi_square(furthest, count),
-        "chi_of_one_rank_with_all",
-        "",
-        "ranks - 1, rounding apart",
-        like=ranks,
-    )
+    value = _chi_square(furthest, count)
+    most = noted(value, "chi_of_one_rank_with_all", "", "ranks - 1, rounding apart", like=ranks)
     return named("chi", _chi_square(away, ranks) / most)
 
 

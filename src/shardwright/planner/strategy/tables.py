@@ -312,11 +312,8 @@ def _widened(done: _Searched, problem: Problem, watch: Watch) -> _Searched:
         return _Searched(problem, whole, outcome)
     best = done.outcome.best
     known = done.outcome.bound.seconds if space.has_many or not done.quick else math.inf
-    earlier = Earlier(
-        Assignment(_again(done.space, space, best.options), best.slots),
-        known,
-        _again(done.space, space, next(starts(done.whole)).tolist()),
-    )
+    first = Assignment(_again(done.space, space, best.options), best.slots)
+    earlier = Earlier(first, known, _again(done.space, space, next(starts(done.whole)).tolist()))
     return _Searched(problem, whole, search(whole, watch, earlier))
 
 

@@ -303,13 +303,11 @@ class Flow(UnitFlow):
             return
         (unit, first), more = found[0], len(found) - 1
         where = f"buffer {first}" + (f" and {more} more" if more else "")
-        text = expected(
-            where,
-            "values",
-            "what to_empty left in memory",
+        remedy = (
             "Give buffers their values after to_empty, as __init__ did, or build them on a real "
-            "device: no state_dict has one that is not persistent.",
+            "device: no state_dict has one that is not persistent."
         )
+        text = expected(where, "values", "what to_empty left in memory", remedy)
         unit.comm.tell(f"{where} without values", text)
 
     def enter_forward(self) -> None:

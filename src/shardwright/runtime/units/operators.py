@@ -409,11 +409,8 @@ def refused(cut: Cut, what: str, remedy: str = "") -> UnsupportedError:
 def _refuse_collective(func: Any, args: Any, kwargs: Any) -> Any:
     shard = next(leaf for leaf in tree_flatten((args, kwargs))[0] if hasattr(leaf, "cut"))
     name = operator_name(func).partition("::")[2].rstrip("_")
-    raise refused(
-        shard.cut,
-        f"{name}, for ranks have different parts",
-        "Gradients are means over ranks already; broadcast or compare full_tensor().",
-    )
+    remedy = "Gradients are means over ranks already; broadcast or compare full_tensor()."
+    raise refused(shard.cut, f"{name}, for ranks have different parts", remedy)
 
 
 def _refuse_memory(func: Any, args: Any, kwargs: Any) -> Any:

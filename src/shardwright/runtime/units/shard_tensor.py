@@ -308,11 +308,8 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, tensor: ShardTensor) -> torch.Tensor:
         ctx.cut = tensor.cut
         if tensor.view_of_base is not None:
-            raise refused(
-                tensor.cut,
-                "full_tensor() of a view to train through",
-                "Take it of the whole tensor.",
-            )
+            what = "full_tensor() of a view to train through"
+            raise refused(tensor.cut, what, "Take it of the whole tensor.")
         return tensor.gathered()
 
     @staticmethod

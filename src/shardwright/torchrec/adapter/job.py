@@ -113,12 +113,8 @@ def document(
     topology = request.topology
     cluster = cluster_section(topology, rates=request.profile == PROFILE)
     tables = read_tables(module, sharders, request.constraints, topology.compute_device)
-    ranks = Hardware(
-        topology.compute_device,
-        topology.world_size,
-        min(topology.intra_group_size, topology.world_size),
-        least_storage(topology).ssd,
-    )
+    device, group = topology.compute_device, min(topology.intra_group_size, topology.world_size)
+    ranks = Hardware(device, topology.world_size, group, least_storage(topology).ssd)
     # Limits are worked out here and written into the job: what TorchRec runs is known only where it
     # is installed.
     entries = [entry_of(limited(table, ranks, lean=request.lean)) for table in tables]

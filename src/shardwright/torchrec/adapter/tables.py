@@ -378,10 +378,8 @@ def _nothing_left(table: TorchRecTable, hardware: Hardware) -> str:
     remedy = "Widen the table's constraint, or give its module's sharder more types."
     if spec.dim % COLUMNS:
         remedy = f"All types but data_parallel need a dim that is a multiple of {COLUMNS}."
-    return expected(
-        f"table '{spec.name}'",
+    wanted = (
         f"a sharding type and a kernel that TorchRec runs on {hardware.device} for a {kind} table "
-        f"of {spec.rows} x {spec.dim} on {hardware.world} ranks",
-        ", ".join(named),
-        remedy,
+        f"of {spec.rows} x {spec.dim} on {hardware.world} ranks"
     )
+    return expected(f"table '{spec.name}'", wanted, ", ".join(named), remedy)
