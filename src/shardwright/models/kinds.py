@@ -104,10 +104,8 @@ class HashNetwork(nn.Module):
 
     def encoded(self, ids: Tensor) -> Tensor:
         """The hashes [N, K] of ids [N]."""
-        low, found = (
-            ids.int(),
-            self.factors.new_empty(len(ids), len(self.factors), dtype=torch.float32),
-        )
+        low = ids.int()
+        found = self.factors.new_empty(len(ids), len(self.factors), dtype=torch.float32)
         for part, out in zip(low.split(_CHUNK), found.split(_CHUNK), strict=True):
             # int32 on purpose: it wraps around, on every device alike, which is the modulo of the
             # hash.

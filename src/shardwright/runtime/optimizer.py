@@ -265,11 +265,9 @@ def _homes(run: GroupRun, flat: FlatTensor, offset: int) -> Iterator[FlatHome]:
     unit = run.unit
     segment = unit.buffers.segments[run.segment].segment
     for place in run.places:
-        member, piece, cut = (
-            unit.members[place],
-            unit.buffers.pieces[place],
-            unit.sharded.cuts[place],
-        )
+        member = unit.members[place]
+        piece = unit.buffers.pieces[place]
+        cut = unit.sharded.cuts[place]
         begin = segment.begin(piece) - run.begin + offset if piece.numel else offset
         where = f"{member.fqn} of unit '{unit.name}'"
         home = FlatHome(flat, member.parameter, where, begin, piece.sizes, cut)

@@ -253,19 +253,15 @@ exchanged = operator("all_to_all", _empty_exchanged)
 
 def all_gather(x: Tensor, dim: int, degree: int) -> Tensor:
     """``x`` of all ranks side by side in ``dim``; its gradient is reduced and scattered."""
-    there, back = (
-        partial(_gather, dim=dim, degree=degree),
-        partial(_scatter, dim=dim, degree=degree),
-    )
+    there = partial(_gather, dim=dim, degree=degree)
+    back = partial(_scatter, dim=dim, degree=degree)
     return x if degree == 1 else _Exchange.apply(x, there, back)
 
 
 def reduce_scatter(x: Tensor, dim: int, degree: int) -> Tensor:
     """This rank's part of the sum of ``x``, cut in ``dim``; its gradient is gathered."""
-    there, back = (
-        partial(_scatter, dim=dim, degree=degree),
-        partial(_gather, dim=dim, degree=degree),
-    )
+    there = partial(_scatter, dim=dim, degree=degree)
+    back = partial(_gather, dim=dim, degree=degree)
     return x if degree == 1 else _Exchange.apply(x, there, back)
 
 

@@ -230,10 +230,8 @@ def _way(roles: Roles, reshard: bool, offloaded: bool) -> str:
 def _check(plan: Plan, draft: Draft) -> None:
     """Everything that is stored must come out again."""
     if plan.cluster != draft.problem.cluster:
-        wanted, remedy = (
-            "the constants of its job's preset",
-            "It changed since; make the plan again.",
-        )
+        wanted = "the constants of its job's preset"
+        remedy = "The preset changed since; make the plan again."
         raise MismatchError("plan: cluster", wanted, "other ones", remedy)
     _check_search(plan, draft.problem)
     again = assemble(draft, bound_of(draft.problem), plan.search)
