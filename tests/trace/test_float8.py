@@ -76,7 +76,7 @@ def test_the_head_and_odd_sizes_stay_as_they_are() -> None:
         }
     )
     with apply_float8(model) as converted:
-        assert converted.names == ("wide", "inner.deep")
+        assert converted.blocks == [model["wide"], model["inner"]["deep"]]
     assert not any("forward" in vars(layer) for layer in model.modules())
 
 

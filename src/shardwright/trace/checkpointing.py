@@ -14,10 +14,10 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -98,23 +98,25 @@ def treated(places: Iterable[int], every: int) -> list[int]:
     return [index for index, place in enumerate(places) if (place + 1) % every == 0]
 
 
+@dataclass
 class Applied:
-    """Checkpointed blocks; ``remove`` undoes it. Their parameters and hooks are where they were."""
+    """Modules whose ``forward`` was exchanged; leaving it undoes that. Their parameters and hooks
+    are where they were."""
 
-    def __init__(self) -> None:
-        self.blocks: list[nn.Module] = []
+    blocks: list[nn.Module] = field(default_factory=list)
 
-    def remove(self) -> None:
-        """The blocks run as they did before."""
-        for block in self.blocks:
-            del block.forward
-        self.blocks.clear()
+    def exchange(self, block: nn.Module, forward: Callable[..., Any]) -> None:
+        """Let a module run ``forward``."""
+        block.forward = forward
+        self.blocks.append(block)
 
-    def __enter__(self) -> Applied:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.remove()
+        for block in self.blocks:
+            del block.forward
+        self.blocks.clear()
 
 
 def apply_checkpointing(
@@ -147,8 +149,7 @@ def apply_checkpointing(
                 found = "one whose forward was exchanged"
                 remedy = "Remove the other checkpointing first."
                 raise InputError(type(changed).__name__, wanted, found, remedy)
-            changed.forward = _Forward(changed, run)
-            applied.blocks.append(changed)
+            applied.exchange(changed, _Forward(changed, run))
     return applied
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwright.core.errors import InputError
 from shardwright.job.memory import Float8
-from shardwright.trace.checkpointing import apply_checkpointing, policy
+from shardwright.trace.checkpointing import Applied, apply_checkpointing, policy
 from shardwright.trace.lowering import lowering
 from shardwright.trace.lowering.kernels import kernels
 
@@ -33,47 +33,20 @@ _FORWARD, _BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2  # pytorch/ao float
 _SMALLEST = 1e-12  # EPS, pytorch/ao float8/float8_utils.py
 
 
-class Converted:
-    """Linear layers that run in fp8; ``remove`` undoes it."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
-        self.layers: list[nn.Linear] = []
-
-    def remove(self) -> None:
-        """The layers run as they did before."""
-        for layer in self.layers:
-            del layer.forward
-        self.layers.clear()
-
-    def __enter__(self) -> Converted:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.remove()
-
-
-def apply_float8(model: nn.Module, recipe: str = "tensorwise") -> Converted:
+def apply_float8(model: nn.Module, recipe: str = "tensorwise") -> Applied:
     """Run the linear layers of ``model`` in fp8, in place, but those whose sizes do not allow it
     and a head. Call it before compiling or checkpointing blocks."""
     if recipe not in RECIPES:
         raise InputError(
             "memory.float8", " or ".join(RECIPES), f"'{recipe}'", "Choose one of them."
         )
-    found = dict(_convertible(model))
-    converted = Converted(tuple(found))
-    for layer in found.values():
-        layer.forward = partial(_linear, layer, recipe == "rowwise")  # type: ignore[method-assign]
-        converted.layers.append(layer)
-    return converted
-
-
-def _convertible(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    converted = Applied()
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or set(name.split(".")) & SKIPPED:
             continue
         if module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0:
-            yield name, module
+            converted.exchange(module, partial(_linear, module, recipe == "rowwise"))
+    return converted
 
 
 def _linear(layer: nn.Linear, rowwise: bool, x: Tensor) -> Tensor:
