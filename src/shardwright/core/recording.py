@@ -462,8 +462,5 @@ class Unfolded:
         return homes
 
 
-_AROUND = {
-    "forward": ("enter", "leave"),
-    "backward": ("enter_backward", "leave_backward"),
-}
+_AROUND = {"forward": ("enter", "leave"), "backward": ("enter_backward", "leave_backward")}
 OF_UNITS = {point for points in _AROUND.values() for point in points}

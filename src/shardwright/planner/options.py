@@ -23,10 +23,7 @@ SLOW_KERNELS: tuple[ComputeKernel, ...] = ("fused_uvm", "fused_uvm_caching")
 
 # Of quantised tables, pooled or not: they serve inference, and have to be asked for by a kernel.
 QUANTIZED_TYPES: tuple[ShardingType, ...] = ("table_wise", "row_wise", "column_wise")
-QUANTIZED_KERNELS: dict[Device, tuple[ComputeKernel, ...]] = {
-    "cpu": ("quant",),
-    "cuda": QUANTIZED,
-}
+QUANTIZED_KERNELS: dict[Device, tuple[ComputeKernel, ...]] = {"cpu": ("quant",), "cuda": QUANTIZED}
 
 MOST_PIECES = 256  # of a table's columns, on few ranks
 

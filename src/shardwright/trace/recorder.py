@@ -369,8 +369,7 @@ class _Boundary:
         if given and torch.is_grad_enabled():
             left = iter(_Leave.apply(self.left, *given))
             arguments, keywords = map_tensors(
-                lambda tensor: next(left) if tensor.requires_grad else tensor,
-                (arguments, keywords),
+                lambda tensor: next(left) if tensor.requires_grad else tensor, (arguments, keywords)
             )
         return arguments, keywords
 

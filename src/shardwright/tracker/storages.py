@@ -474,5 +474,5 @@ def _padded(width: int) -> int:
 
 # By operator, which of its results, and their bytes by its arguments.
 _WORKSPACES: dict[str, tuple[int, Callable[[Sequence[Any]], int]]] = {
-    "aten::mkldnn_rnn_layer": (3, lstm_workspace),
+    "aten::mkldnn_rnn_layer": (3, lstm_workspace)
 }

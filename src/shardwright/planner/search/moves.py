@@ -125,8 +125,7 @@ def _relocations(
     left = state.cost(state.load[own.ranks] - own.seconds, state.memory[own.ranks] - own.storage)
     left -= costs[own.ranks]
     joined = state.cost(
-        state.load[others] + own.seconds[:, None],
-        state.memory[others] + own.storage[:, None, :],
+        state.load[others] + own.seconds[:, None], state.memory[others] + own.storage[:, None, :]
     )
     change = left[:, None] + joined - costs[others]
     change[own.ranks[:, None] == others] = np.inf
