@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +104,9 @@ class Owners:
         for optimizer in self.optimizers:
             # An optimizer may have parameters that are none of the model's, such as the flat ones
             # of a runtime: they are weights all the same.
-            for number, parameter in enumerate(_parameters_of(optimizer)):
+            for number, parameter in enumerate(
+                chain.from_iterable(g["params"] for g in optimizer.param_groups)
+            ):
                 if parameter not in self._names:
                     self._own.append(parameter)
                     self._names[parameter] = f"parameter {number} of the optimizer"
@@ -189,7 +191,9 @@ class Owners:
         # is called when it ends, and must be queued anew in each.
         if backward and not self._awaiting_end:
             self._awaiting_end = True
-            private.after_backward(self._expect_end)
+            # FSDP2 and DDP queue callbacks of their own, in which the last units reduce. One that
+            # is queued by a callback comes after all that are there.
+            private.after_backward(partial(private.after_backward, self._end_backward))
         # Gradients are enabled in a backward only while a checkpointed forward runs again (or a
         # second derivative is taken).
         computing = torch.is_grad_enabled() if backward else self.phase == "forward"
@@ -208,12 +212,6 @@ class Owners:
             self.storages.meet(tensor)
 
     # ---- the end of a backward, and steps --------------------------------------------------------
-
-    def _expect_end(self) -> None:
-        """The pass is over, but for what others do then: come after them."""
-        # FSDP2 and DDP queue callbacks of their own, in which the last units reduce. One that is
-        # queued by a callback comes after all that are there.
-        private.after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self._ended = self.tracker.log.now
@@ -265,11 +263,6 @@ class Owners:
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_iter(values) if isinstance(leaf, torch.Tensor))
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 _GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_")

@@ -186,7 +186,7 @@ class Reading:
             if mark.state == "before pre-backward":
                 level = (self.totals[mark.moment], mark.moment)
                 _raise(backward, (mark.module, mark.iteration), level)
-        numbers = _Steps(self.log.iterations)
+        begins = [begin for begin, _ in self.log.iterations]
         for phase, span in self._phase_spans():
             if phase not in ("backward", "reduce"):
                 continue
@@ -196,7 +196,7 @@ class Reading:
                 # it.
                 if change > 0 and module is not None:
                     peak = (self.totals[index + 1], index + 1)
-                    iteration = numbers.at(index)
+                    iteration = self.log.iterations[max(0, bisect_right(begins, index) - 1)][1]
                     for path in _with_parents(module):
                         _raise(backward, (path, iteration), peak)
         return forward, backward
@@ -221,17 +221,6 @@ class Reading:
                 left = level - before[key]
                 found[mark.module] = max(left, found.get(mark.module, 0))
         return found
-
-
-class _Steps:
-    """Which iteration a moment belongs to, asked in order or not."""
-
-    def __init__(self, marks: Sequence[tuple[int, int]]) -> None:
-        self.begins = [begin for begin, _ in marks]
-        self.numbers = [number for _, number in marks]
-
-    def at(self, moment: int) -> int:
-        return self.numbers[max(0, bisect_right(self.begins, moment) - 1)]
 
 
 def _raise(peaks: dict[tuple[str, int], Peak], key: tuple[str, int], peak: Peak) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,14 +61,7 @@ def norm(shape: LlamaShape, width: int, device: Device, dtype: torch.dtype) -> n
     return kind(width, shape.norm_eps, device=device, dtype=dtype)
 
 
-class Drops(Protocol):
-    """A module that drops a share of its results while it trains."""
-
-    dropout: float
-    training: bool
-
-
-def dropped(of: Drops, x: Tensor) -> Tensor:
+def dropped(of: nn.Module, x: Tensor) -> Tensor:
     """``x`` with the share of it 0 that a module drops; as it is where that is none."""
     # No nn.Dropout: modules are listed by estimates, and one that does nothing is none.
     return dropout(x, of.dropout, of.training) if of.dropout else x

@@ -14,26 +14,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from shardwright.core.measurement import Meeting
-from shardwright.runtime.probe import Probe
 
-
-class _InIt(Protocol):
-    """Those who are in a collective: ``Peers``, of which this file knows no more."""
-
-    name: str
-    probe: Probe
-
-    def settle(self) -> None:
-        """One of their collectives is over."""
-
-    def explain(self, error: RuntimeError, label: str, sequence: int) -> None:
-        """Raise a PeerError if one of them caused ``error``."""
+if TYPE_CHECKING:
+    from shardwright.runtime.comm.peers import Peers
 
 
 class Pending:
@@ -51,7 +40,7 @@ class Pending:
     )
 
     def __init__(
-        self, peers: _InIt, label: str, sequence: int, kind: str = "", nbytes: int = 0
+        self, peers: Peers, label: str, sequence: int, kind: str = "", nbytes: int = 0
     ) -> None:
         self._peers = peers
         self._label = label

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -42,15 +42,6 @@ REMEDY = (
     "Give the model initial_block(fqn, offsets, sizes), or pass initial={name: a tensor, an array, "
     "a .npy or .safetensors file}."
 )
-
-
-@runtime_checkable
-class Initialised(Protocol):
-    """What a model on the meta device may offer, so that no rank ever builds a whole table."""
-
-    def initial_block(self, fqn: str, offsets: Ints, sizes: Ints) -> torch.Tensor:
-        """The starting values of a rectangle of a parameter; the same whatever the rectangle."""
-        ...
 
 
 class InitialWeight(NamedTuple):
@@ -193,7 +184,7 @@ def _sources(
             found[fqn] = _checked(start, given[fqn])
         elif not start.weight.is_meta:
             found[fqn] = start.block
-        elif isinstance(model, Initialised):
+        elif hasattr(model, "initial_block"):
             found[fqn] = _checked(start, model.initial_block)
         else:
             found[fqn] = Fills.of(start)
