@@ -35,20 +35,14 @@ class Untraceable(Exception):  # noqa: N818 - what a module is, named by its use
         self.path, self.cause = path, cause
 
 
-class _Reason(NamedTuple):
-    wanted: str
-    found: str
-    remedy: str
-
-
 def explained(error: Untraceable, module: nn.Module, where: str, called: str) -> UnsupportedError:
     """The error as a person reads it; ``called`` says with what the module was called."""
-    reason = _reason(error.cause, called)
+    wanted, found, remedy = _reason(error.cause, called)
     if isinstance(error.cause, DataDependentOutputException):
         kind = named(module, error.path).rpartition("(")[2].rstrip(")")
-        reason = reason._replace(remedy=_REMEDIES.get(kind, reason.remedy))
+        remedy = _REMEDIES.get(kind, remedy)
     place = f"{where}: {named(module, error.path)}{place_of(error.cause) or ''}"
-    return UnsupportedError(place, reason.wanted, reason.found, reason.remedy)
+    return UnsupportedError(place, wanted, found, remedy)
 
 
 def named(module: nn.Module, path: str) -> str:
@@ -152,32 +146,33 @@ def no_gradient(result: object, where: str) -> InputError:
     return InputError(where, wanted, found, remedy)
 
 
-def _reason(error: Exception, called: str) -> _Reason:
+def _reason(error: Exception, called: str) -> tuple[str, str, str]:
+    """What was wanted, what was found, and the remedy."""
     text = str(error)
     if isinstance(error, DynamicOutputShapeException):
         wanted = "shapes that do not depend on values"
         remedy = "Write it with fixed shapes: a capacity, torch.where, or a product with the mask."
-        return _Reason(wanted, f"{error.func}, whose result is as large as its values say", remedy)
+        return (wanted, f"{error.func}, whose result is as large as its values say", remedy)
     if isinstance(error, DataDependentOutputException):
-        return _Reason(
+        return (
             "a forward that does not read values of tensors",
             f"{error.func}, as of .item(), .tolist() or an if on a tensor",
             "Put a number there for the estimate, or compute with the tensor.",
         )
     if _without_fake(error):
         found = error.func if isinstance(error, UnsupportedOperatorException) else first_line(error)
-        return _Reason(
+        return (
             "operators that have a fake implementation",
             str(found),
             "Register one with torch.library.register_fake, or use an operator of torch.",
         )
     if _touches_memory(text):
-        return _Reason(
+        return (
             "a forward of torch's operators alone",
             f"an access to a tensor's memory ({first_line(error)})",
             "Replace numpy and pointers by operators, or give the kernel a fake implementation.",
         )
-    return _Reason(
+    return (
         f"a module that runs on fake tensors with {called}",
         first_line(error),
         "Return (module, inputs) or (module, inputs, loss) from the function if it takes others.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -70,7 +70,7 @@ class MemoryTracker(storages.Follower):
         self._regions: list[Kind] = []
         self._state = "new"
         self._around = ExitStack()
-        self._device_meter: DeviceMeter | None = None
+        self._read_device: Callable[[], footprint.AllocatorMemory] | None = None
         self._device: footprint.AllocatorMemory | None = None
 
     # ---- naming it -------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class MemoryTracker(storages.Follower):
         self.log.turn(self.phase)
         around.enter_context(self.owners.heard())
         device = None if first is None else first.device
-        self._device_meter = meter_for(device, fake=self.is_fake)
+        self._read_device = meter_for(device, fake=self.is_fake)
 
     def _hear(self, tensor: torch.Tensor, kind: Kind) -> None:
         """A runtime says what its memory is for; without a model only its meter is believed."""
@@ -210,8 +210,8 @@ class MemoryTracker(storages.Follower):
             self.storages.assign(tensor, kind, storages.DECLARED)
 
     def __exit__(self, *exception: Any) -> None:
-        if self._device_meter is not None:
-            self._device = self._device_meter.read()
+        if self._read_device is not None:
+            self._device = self._read_device()
         self._around.close()
 
     def close(self) -> None:
@@ -287,34 +287,34 @@ class MemoryTracker(storages.Follower):
         return Reading(self.log, None if self.owners is None else self.owners.modules)
 
 
-class DeviceMeter:
-    """Peaks of ``torch.cuda`` from its making on; making one resets them."""
+def device_meter(device: torch.device) -> Callable[[], footprint.AllocatorMemory]:
+    """Reads peaks of ``torch.cuda`` from now on, which are reset."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        torch.cuda.reset_peak_memory_stats(device)
-        self.first = self._now()
+    def now() -> dict[str, Any]:
+        torch.cuda.synchronize(device)
+        return dict(torch.cuda.memory_stats(device))
 
-    def read(self) -> footprint.AllocatorMemory:
-        """The figures until now."""
-        now, first = self._now(), self.first
+    def read() -> footprint.AllocatorMemory:
+        last = now()
         return footprint.AllocatorMemory(
-            device=torch.cuda.get_device_name(self.device),
+            device=torch.cuda.get_device_name(device),
             before=first["active_bytes.all.current"],
-            active_peak=now["active_bytes.all.peak"],
-            allocated_peak=now["allocated_bytes.all.peak"],
-            reserved_peak=now["reserved_bytes.all.peak"],
-            retries=now["num_alloc_retries"] - first["num_alloc_retries"],
-            out_of_memory=now["num_ooms"] - first["num_ooms"],
+            active_peak=last["active_bytes.all.peak"],
+            allocated_peak=last["allocated_bytes.all.peak"],
+            reserved_peak=last["reserved_bytes.all.peak"],
+            retries=last["num_alloc_retries"] - first["num_alloc_retries"],
+            out_of_memory=last["num_ooms"] - first["num_ooms"],
         )
 
-    def _now(self) -> dict[str, Any]:
-        torch.cuda.synchronize(self.device)
-        return dict(torch.cuda.memory_stats(self.device))
+    torch.cuda.reset_peak_memory_stats(device)
+    first = now()
+    return read
 
 
-def meter_for(device: torch.device | None, *, fake: bool) -> DeviceMeter | None:
+def meter_for(
+    device: torch.device | None, *, fake: bool
+) -> Callable[[], footprint.AllocatorMemory] | None:
     """A meter where real tensors live on a GPU."""
     if fake or device is None or device.type != "cuda" or not torch.cuda.is_available():
         return None
-    return DeviceMeter(device)
+    return device_meter(device)

@@ -279,11 +279,6 @@ def efficient_backward(arguments: Sequence[Any]) -> int:
     return int((sums if query.element_size() < FLOAT else 0) + batch * heads * rows * FLOAT)
 
 
-def softmax_backward(arguments: Sequence[Any]) -> int:
-    """The product of gradient and result, aten/src/ATen/native/cuda/SoftMax.cu."""
-    return int(arguments[0].nbytes)
-
-
 def embedding_backward(arguments: Sequence[Any]) -> int:
     """Sorted indices with where they came from, then a partial sum in fp32 for every ten rows and
     every distinct row; how many are distinct is not known before, so the kernel takes the most."""
@@ -318,11 +313,6 @@ def norm_backward(arguments: Sequence[Any]) -> int:
     return int(blocks * width * x.element_size())
 
 
-def layer_norm_backward(arguments: Sequence[Any]) -> int:
-    """As :func:`norm_backward`, for weight and bias."""
-    return 2 * norm_backward(arguments)
-
-
 def index_put(arguments: Sequence[Any]) -> int:
     """Adding into indexed places sorts them: linear places, sorted, where from, and the sort's own.
     Backward of indexing is such an addition."""
@@ -337,9 +327,11 @@ RULES: dict[str, Rule] = {
     "aten::_scaled_dot_product_flash_attention_backward": flash_backward,
     "aten::_scaled_dot_product_cudnn_attention_backward": flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": efficient_backward,
-    "aten::_softmax_backward_data": softmax_backward,
+    # the product of gradient and result, aten/src/ATen/native/cuda/SoftMax.cu
+    "aten::_softmax_backward_data": lambda arguments: int(arguments[0].nbytes),
     "aten::embedding_dense_backward": embedding_backward,
-    "aten::native_layer_norm_backward": layer_norm_backward,
+    # of weight and bias
+    "aten::native_layer_norm_backward": lambda arguments: 2 * norm_backward(arguments),
     "shardwright::_fused_rms_norm_backward": norm_backward,
     "aten::index_put": index_put,
     "aten::index_put_": index_put,
