@@ -13,24 +13,21 @@ and the next part begins at the first step's end at which no rank's thread is bu
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data._utils import signal_handling as data_signals
-from torch.utils.data._utils import worker as data_worker
 
 from shardwright.core.errors import RunError, StoppedError
 from shardwright.core.measurement import Saved
 from shardwright.job.train import CheckpointSection, every
+from shardwright.runtime import data_workers
 from shardwright.runtime.checkpoint.agreement import rank_and_size
 from shardwright.runtime.checkpoint.files import shard_name
 from shardwright.runtime.checkpoint.folders import complete_steps, step_folder
@@ -108,7 +105,7 @@ class Saves:
         for number in before:
             signal.signal(number, note)
         try:
-            with outliving_signals(), reported(self._lose_worker):
+            with data_workers.outliving_signals(), data_workers.reported(self._lose_worker):
                 yield
         finally:
             for number, handler in before.items():
@@ -122,7 +119,7 @@ class Saves:
     def is_of_lost_worker(self, error: BaseException) -> bool:
         """Whether an error of batches comes of such an end. Who asks a process whether it lives
         takes its end away from the signal that tells of it, and may be first: the loader does."""
-        if says_lost(error):
+        if data_workers.says_lost(error):
             self._lose_worker()
         return self.has_lost_worker
 
@@ -273,77 +270,3 @@ class Saves:
                 f"a step and a save take {needed:.0f} s, more than the {grace:.0f} s that are left "
                 "after a signal (checkpoint.grace): a run would go on from the checkpoint before"
             )
-
-
-# What ends a rank ends the workers of its DataLoader, too: torchrun and schedulers signal all of
-# its processes, and a worker that is killed makes torch raise in the middle of whatever the rank
-# computes. Half a step is nothing that can be saved, so until the step is over workers go on and
-# torch keeps quiet. It offers nothing for that; its private interfaces are changed here, for as
-# long as a run lasts.
-
-
-@contextmanager
-def outliving_signals() -> Iterator[None]:
-    """Workers that a DataLoader starts inside do not hear SIGTERM and SIGINT, which schedulers,
-    torchrun and terminals send to all processes of a rank: a rank that is to save first needs
-    batches until its step is over. They end when their rank ends them or is gone. Nothing changes
-    off the main thread, which alone hears signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    usual = data_worker._worker_loop
-    data_worker._worker_loop = _deaf_worker
-    try:
-        yield
-    finally:
-        data_worker._worker_loop = usual
-
-
-def _deaf_worker(*arguments: Any, **keywords: Any) -> None:
-    """A worker's life, in a process of its own. torch has a handler of its own for SIGTERM there,
-    which ends it: so the signal is blocked, and a thread takes it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _WORKER_LOOP(*arguments, **keywords)
-
-
-def _end_with_parent() -> None:
-    while True:
-        heard = signal.sigwaitinfo({signal.SIGTERM})
-        if heard.si_pid == os.getppid():
-            os._exit(0)
-
-
-_WORKER_LOOP = data_worker._worker_loop
-
-
-@contextmanager
-def reported(report: Callable[[], None]) -> Iterator[None]:
-    """``report`` that a DataLoader's worker was killed, where torch would raise in the middle of
-    whatever runs (main thread only). Half a step cannot be saved, so torch's own handler must not
-    be called: it is replaced where it is there, and torch is told that it is where it is not."""
-
-    def look(number: int, frame: FrameType | None) -> None:
-        try:
-            data_signals._error_if_any_worker_fails()
-        except RuntimeError:
-            report()
-        if callable(before) and not was_set:
-            before(number, frame)
-
-    was_set, data_signals._SIGCHLD_handler_set = data_signals._SIGCHLD_handler_set, True
-    before = signal.signal(signal.SIGCHLD, look)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-        data_signals._SIGCHLD_handler_set = was_set
-
-
-def says_lost(error: BaseException | None) -> bool:
-    """Whether it comes of a DataLoader that found a worker gone, for which torch has no type."""
-    while error is not None:
-        if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid"):
-            return True
-        error = error.__cause__
-    return False

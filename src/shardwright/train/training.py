@@ -49,7 +49,7 @@ from shardwright.launcher.folder import (
     scores_file,
 )
 from shardwright.launcher.heartbeat import Heartbeat
-from shardwright.runtime import comm
+from shardwright.runtime import comm, data_workers
 from shardwright.runtime.apply import apply
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.folders import complete_steps
@@ -57,7 +57,6 @@ from shardwright.runtime.comm import Comm
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
-from shardwright.runtime.saves import outliving_signals
 from shardwright.runtime.saving import load_checkpoint, random_states, set_random_states
 from shardwright.tracker.announce import thread_rank
 from shardwright.train.hosts import Hosts
@@ -103,7 +102,7 @@ class Training:
             step = saved[-1] if saved else 0
             log = self.job.train.log or ()
             self.progress = Progress(writers(self.folder, log, step=step, shown=self.shown))
-        with closing(self.progress), outliving_signals():
+        with closing(self.progress), data_workers.outliving_signals():
             self._run()
 
     def _run(self) -> None:

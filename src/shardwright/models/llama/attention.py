@@ -23,7 +23,20 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from shardwright.core.llama import LlamaShape, LocalShape
-from shardwright.models.llama import layers
+from shardwright.models.llama.layers import (
+    TOKENS,
+    Device,
+    Linear,
+    capped,
+    copy_to_ranks,
+    enter,
+    exchanged,
+    gather_alike,
+    gathered,
+    leave,
+    norm,
+    operator,
+)
 
 
 def rotations(
@@ -67,7 +80,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Context, query: Tensor, key: Tensor, value: Tensor, degree: int) -> Tensor:
         # Keys and values in one collective, as torch gathers them, so both are there until the last
         # step.
-        everyone = layers.gathered(_joined(key.contiguous(), value.contiguous()), degree, CONTEXT)
+        everyone = gathered(_joined(key.contiguous(), value.contiguous()), degree, CONTEXT)
         # Half of all pairs are masked, and ranks share them evenly: what all steps of the ring
         # compute is said at once, for of many steps few are made.
         keys = key.shape[-2] * degree // 2
@@ -93,9 +106,7 @@ class _RingAttention(torch.autograd.Function):
         # Gradients are added up over the steps of the ring in fp32, each as large as twice its
         # tensor in bf16.
         sums = [torch.zeros_like(part, dtype=torch.float32) for part in (query, key, value)]
-        everyone = layers.gathered(
-            _joined(key.contiguous(), value.contiguous()), ctx.degree, CONTEXT
-        )
+        everyone = gathered(_joined(key.contiguous(), value.contiguous()), ctx.degree, CONTEXT)
         # Queries by keys again, and a gradient of each of the four that two products have.
         attends(query, value, key.shape[-2] * ctx.degree // 2, 2.5)
         for _ in range(min(ctx.degree, DISTINCT_STEPS)):
@@ -103,7 +114,7 @@ class _RingAttention(torch.autograd.Function):
             for total, part in zip(sums, parts, strict=True):
                 total += part
             sent = _joined(sums[1], sums[2])
-            arrived = layers.exchanged(sent, sent.shape[0], CONTEXT)
+            arrived = exchanged(sent, sent.shape[0], CONTEXT)
             sums[1] = arrived[: key.numel()].view(key.shape)
             sums[2] = arrived[key.numel() :].view(value.shape)
         del everyone
@@ -120,7 +131,7 @@ def _nothing(query: Tensor, value: Tensor, keys: int, times: float) -> None:
     """Says what kernels compute, ``times`` a forward whose queries attend to ``keys`` each."""
 
 
-attends = layers.operator("attention", _nothing)
+attends = operator("attention", _nothing)
 
 
 def _joined(key: Tensor, value: Tensor) -> Tensor:
@@ -156,7 +167,7 @@ class Attention(nn.Module):
     core: type[nn.Module] = CoreAttention
 
     def __init__(
-        self, shape: LlamaShape, local: LocalShape, device: layers.Device, dtype: torch.dtype
+        self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.local = local
@@ -164,19 +175,19 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         queries, keys = self.heads * shape.head_dim, self.kv_heads * shape.head_dim
         bias = shape.attention_bias
-        self.wq = layers.Linear(shape.dim, queries, bias, device=device, dtype=dtype)
-        self.wk = layers.Linear(shape.dim, keys, bias, device=device, dtype=dtype)
-        self.wv = layers.Linear(shape.dim, keys, bias, device=device, dtype=dtype)
-        self.wo = layers.Linear(queries, shape.dim, shape.output_bias, device=device, dtype=dtype)
+        self.wq = Linear(shape.dim, queries, bias, device=device, dtype=dtype)
+        self.wk = Linear(shape.dim, keys, bias, device=device, dtype=dtype)
+        self.wv = Linear(shape.dim, keys, bias, device=device, dtype=dtype)
+        self.wo = Linear(queries, shape.dim, shape.output_bias, device=device, dtype=dtype)
         self.inner_attention = self.core(shape, local)
         self.q_norm = self.k_norm = None
         if shape.qk_norm:
-            self.q_norm = layers.norm(shape, shape.head_dim, device, dtype)
-            self.k_norm = layers.norm(shape, shape.head_dim, device, dtype)
+            self.q_norm = norm(shape, shape.head_dim, device, dtype)
+            self.k_norm = norm(shape, shape.head_dim, device, dtype)
 
     def forward(self, x: Tensor, cos: Rotation, sin: Rotation) -> Tensor:
         """``x`` is this rank's part of the stream; so is what comes back."""
-        x = layers.enter(x, self.local)
+        x = enter(x, self.local)
         size, length, _ = x.shape
         query = self.wq(x).view(size, length, self.heads, self.head_dim)
         key = self.wk(x).view(size, length, self.kv_heads, self.head_dim)
@@ -188,7 +199,7 @@ class Attention(nn.Module):
         key, value = repeat_heads(key, repeats), repeat_heads(value, repeats)
         found = self.inner_attention(*(part.transpose(1, 2) for part in (query, key, value)))
         joined = found.transpose(1, 2).reshape(size, length, -1)
-        return layers.leave(self.wo(joined), self.local)
+        return leave(self.wo(joined), self.local)
 
 
 class LatentAttention(nn.Module):
@@ -199,21 +210,21 @@ class LatentAttention(nn.Module):
     core: type[nn.Module] = CoreAttention
 
     def __init__(
-        self, shape: LlamaShape, local: LocalShape, device: layers.Device, dtype: torch.dtype
+        self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.shape, self.local, self.heads = shape, local, local.heads(shape)
         self.unturned = shape.head_dim - shape.qk_rope_head_dim
         dim, shared, queries = shape.dim, shape.kv_lora_rank, self.heads * shape.head_dim
-        linear = partial(layers.Linear, bias=False, device=device, dtype=dtype)
+        linear = partial(Linear, bias=False, device=device, dtype=dtype)
         if shape.q_lora_rank:
             self.wq_a = linear(dim, shape.q_lora_rank)
-            self.q_norm = layers.norm(shape, shape.q_lora_rank, device, dtype)
+            self.q_norm = norm(shape, shape.q_lora_rank, device, dtype)
             self.wq_b = linear(shape.q_lora_rank, queries)
         else:
             self.wq = linear(dim, queries)
         self.wkv_a = linear(dim, shared + shape.qk_rope_head_dim)
-        self.kv_norm = layers.norm(shape, shared, device, dtype)
+        self.kv_norm = norm(shape, shared, device, dtype)
         self.wkv_b = linear(shared, self.heads * (self.unturned + shape.value_dim))
         self.wo = linear(self.heads * shape.value_dim, dim, bias=shape.output_bias)
         self.inner_attention = self.core(shape, local)
@@ -223,7 +234,7 @@ class LatentAttention(nn.Module):
         shape, degree = self.shape, self.local.tensor
         # Not `enter`: what makes the few numbers is whole on every rank, so their gradients are
         # alike and must not be summed.
-        x = layers.gather_alike(x, layers.TOKENS, self.local.stream_degree)
+        x = gather_alike(x, TOKENS, self.local.stream_degree)
         size, length, _ = x.shape
         query = self._query(x).view(size, length, self.heads, shape.head_dim)
         fixed, turned = query.split((self.unturned, shape.qk_rope_head_dim), dim=-1)
@@ -231,22 +242,22 @@ class LatentAttention(nn.Module):
         few, turned = self.wkv_a(x).split((shape.kv_lora_rank, shape.qk_rope_head_dim), dim=-1)
         # One head of turned numbers for all heads: each rank uses it for its own, so gradients are
         # summed.
-        turned = rotate(layers.copy_to_ranks(turned, degree)[:, :, None], cos, sin)
-        pair = self.wkv_b(layers.copy_to_ranks(self.kv_norm(few), degree))
+        turned = rotate(copy_to_ranks(turned, degree)[:, :, None], cos, sin)
+        pair = self.wkv_b(copy_to_ranks(self.kv_norm(few), degree))
         fixed, value = pair.view(size, length, self.heads, -1).split(
             (self.unturned, shape.value_dim), dim=-1
         )
         key = torch.cat((fixed, turned.expand(-1, -1, self.heads, -1)), dim=-1)
         found = self.inner_attention(*(part.transpose(1, 2) for part in (query, key, value)))
         joined = found.transpose(1, 2).reshape(size, length, -1)
-        return layers.leave(self.wo(joined), self.local)
+        return leave(self.wo(joined), self.local)
 
     def _query(self, x: Tensor) -> Tensor:
         """All heads of queries, side by side."""
         degree = self.local.tensor
         if not self.shape.q_lora_rank:
-            return self.wq(layers.copy_to_ranks(x, degree))
-        return self.wq_b(layers.copy_to_ranks(self.q_norm(self.wq_a(x)), degree))
+            return self.wq(copy_to_ranks(x, degree))
+        return self.wq_b(copy_to_ranks(self.q_norm(self.wq_a(x)), degree))
 
 
 def capped_attention(query: Tensor, key: Tensor, value: Tensor, cap: float) -> Tensor:
@@ -255,7 +266,7 @@ def capped_attention(query: Tensor, key: Tensor, value: Tensor, cap: float) -> T
     5.24). Of its scores [B, heads, T, T] a backward has the tanh, the softmax in fp32, and that in
     the dtype of values."""
     scores = torch.matmul(query, key.transpose(2, 3)) * query.shape[-1] ** -0.5
-    scores = layers.capped(scores, cap)
+    scores = capped(scores, cap)
     length = scores.shape[-1]
     later = torch.full((length, length), -math.inf, dtype=scores.dtype, device=scores.device)
     shares = torch.softmax(scores + later.triu(1), dim=-1, dtype=torch.float32)

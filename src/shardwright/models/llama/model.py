@@ -16,9 +16,23 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from shardwright.core.llama import LlamaShape, LocalShape, check_local, check_shape
-from shardwright.models.llama import layers
 from shardwright.models.llama.attention import Attention, LatentAttention, Rotation, rotations
 from shardwright.models.llama.experts import MixtureOfExperts
+from shardwright.models.llama.layers import (
+    TOKENS,
+    Context,
+    Device,
+    Embedding,
+    FeedForward,
+    Linear,
+    all_reduce,
+    capped,
+    dropped,
+    enter,
+    gather_alike,
+    has_data,
+    norm,
+)
 from shardwright.models.llama.megatron import (
     MegatronAttention,
     MegatronExperts,
@@ -44,7 +58,7 @@ class LlamaBlock(nn.Module):
         shape: LlamaShape,
         local: LocalShape,
         layer: int,
-        device: layers.Device = None,
+        device: Device = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
@@ -56,11 +70,11 @@ class LlamaBlock(nn.Module):
             experts = MegatronExperts if local.megatron else MixtureOfExperts
             self.moe = experts(shape, local, device, dtype)
         else:
-            feed_forward = MegatronMLP if local.megatron else layers.FeedForward
+            feed_forward = MegatronMLP if local.megatron else FeedForward
             self.feed_forward = feed_forward(shape, local, device, dtype)
         for name in ("attention_norm", "ffn_norm", "post_attention_norm", "post_ffn_norm"):
             has = shape.post_norms or not name.startswith("post")
-            setattr(self, name, layers.norm(shape, shape.dim, device, dtype) if has else None)
+            setattr(self, name, norm(shape, shape.dim, device, dtype) if has else None)
         self.dropout = shape.dropout or 0.0
         self.is_moe = shape.is_moe(layer)
 
@@ -69,11 +83,11 @@ class LlamaBlock(nn.Module):
         found = self.attention(self.attention_norm(x), cos, sin)
         if self.post_attention_norm is not None:
             found = self.post_attention_norm(found)
-        x = x + layers.dropped(self, found)
+        x = x + dropped(self, found)
         found = (self.moe if self.is_moe else self.feed_forward)(self.ffn_norm(x))
         if self.post_ffn_norm is not None:
             found = self.post_ffn_norm(found)
-        return x + layers.dropped(self, found)
+        return x + dropped(self, found)
 
 
 class FurtherBlock(LlamaBlock):
@@ -85,16 +99,16 @@ class FurtherBlock(LlamaBlock):
         shape: LlamaShape,
         local: LocalShape,
         layer: int,
-        device: layers.Device = None,
+        device: Device = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(shape, local, layer, device, dtype)
         self.local = local
         self.enorm, self.hnorm, self.norm = (
-            layers.norm(shape, shape.dim, device, dtype) for _ in range(3)
+            norm(shape, shape.dim, device, dtype) for _ in range(3)
         )
         wide = shape.dim // local.tensor
-        self.eh_proj = layers.Linear(2 * shape.dim, wide, bias=False, device=device, dtype=dtype)
+        self.eh_proj = Linear(2 * shape.dim, wide, bias=False, device=device, dtype=dtype)
 
     def forward(
         self, x: Tensor, cos: Rotation, sin: Rotation, following: Tensor | None = None
@@ -103,9 +117,9 @@ class FurtherBlock(LlamaBlock):
         assert following is not None, "it is called with what follows"
         both = torch.cat((self.enorm(following), self.hnorm(x)), -1)
         (wide,) = columns(both, (self.eh_proj,), self.local)
-        wide = layers.gather_alike(wide, -1, self.local.tensor)
+        wide = gather_alike(wide, -1, self.local.tensor)
         # A part of what was gathered, which stays as long as it does.
-        wide = wide.narrow(layers.TOKENS, 0, x.shape[layers.TOKENS])
+        wide = wide.narrow(TOKENS, 0, x.shape[TOKENS])
         return self.norm(super().forward(wide, cos, sin))
 
 
@@ -128,7 +142,7 @@ class Llama(Started):
         local: LocalShape = WHOLE,
         *,
         sequence: int = 2048,
-        device: layers.Device = None,
+        device: Device = None,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
@@ -138,7 +152,7 @@ class Llama(Started):
         self.shape, self.local, self.seed = shape, local, seed
         self.embeds = local.first or bool(local.last and shape.further)
         if self.embeds:
-            self.tok_embeddings = layers.Embedding(shape, local, device, dtype)
+            self.tok_embeddings = Embedding(shape, local, device, dtype)
         # By number and not as a list: a stage's first layer keeps the name that it has in the whole
         # model.
         self.layers = nn.ModuleDict(
@@ -148,13 +162,13 @@ class Llama(Started):
             }
         )
         if local.last:
-            self.norm = layers.norm(shape, shape.dim, device, dtype)
+            self.norm = norm(shape, shape.dim, device, dtype)
             behind = range(shape.layers, shape.layers + shape.further)
             if behind:
                 assert local.megatron, "other runtimes refuse them"
                 blocks = (FurtherBlock(shape, local, layer, device, dtype) for layer in behind)
                 self.mtp = nn.ModuleList(blocks)
-            self.output = layers.Linear(
+            self.output = Linear(
                 shape.dim, local.vocab(shape), bias=False, device=device, dtype=dtype
             )
         self._tie()
@@ -162,7 +176,7 @@ class Llama(Started):
         self.set_positions(device)
         # Not on the meta device and not under fake tensors, where a trace must not see anything
         # drawn.
-        if all(layers.has_data(parameter) for parameter in self.parameters()):
+        if all(has_data(parameter) for parameter in self.parameters()):
             self.reset_parameters()
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -176,7 +190,7 @@ class Llama(Started):
             return self.head(x) if self.local.last else x
         streams = [self.norm(x)]
         for number, block in enumerate(self.mtp):
-            following = self.tok_embeddings(targets.roll(-number, layers.TOKENS))
+            following = self.tok_embeddings(targets.roll(-number, TOKENS))
             streams.append(block(streams[-1], self.cos, self.sin, following))
         return torch.cat(streams)
 
@@ -186,12 +200,12 @@ class Llama(Started):
         local = self.local
         if local.megatron and local.loss != "chunked":
             return self._logits(self.norm(x))
-        x = layers.enter(self.norm(x), local)
+        x = enter(self.norm(x), local)
         if local.loss == "chunked":
             return x
-        logits = layers.capped(self.output(x), self.shape.logit_cap)
+        logits = capped(self.output(x), self.shape.logit_cap)
         if not local.own_words:
-            logits = layers.gather_alike(logits, -1, local.tensor)
+            logits = gather_alike(logits, -1, local.tensor)
         return logits.float() if local.fp32_logits else logits
 
     def loss(self, found: Tensor, targets: Tensor) -> Tensor:
@@ -218,7 +232,7 @@ class Llama(Started):
         streams, blocks = found.chunk(1 + self.shape.further), self.shape.further
         losses = []
         for ahead in (*range(1, 1 + blocks), 0):
-            logits, following = self._logits(streams[ahead]), targets.roll(-ahead, layers.TOKENS)
+            logits, following = self._logits(streams[ahead]), targets.roll(-ahead, TOKENS)
             if self.local.own_words:
                 losses.append(vocab_loss(logits, following, self.local, ahead))
             else:
@@ -229,9 +243,7 @@ class Llama(Started):
 
     def _logits(self, x: Tensor) -> Tensor:
         logits = columns(x, (self.output,), self.local, narrow=False)[0]
-        return (
-            logits if self.local.own_words else layers.gather_alike(logits, -1, self.local.tensor)
-        )
+        return logits if self.local.own_words else gather_alike(logits, -1, self.local.tensor)
 
     def reset_parameters(self) -> None:
         """Starting values of parameters and positions, such as after ``to_empty``, which unties."""
@@ -241,7 +253,7 @@ class Llama(Started):
         if self.cos is not None:
             self.set_positions(self.cos.device)
 
-    def set_positions(self, device: layers.Device) -> None:
+    def set_positions(self, device: Device) -> None:
         """Have the positions, which are buffers, on ``device``; parameters stay where they are."""
         cos = sin = None
         if not self.shape.positions:
@@ -299,8 +311,8 @@ def chunked_loss(
 
 def _log_probabilities(logits: Tensor, degree: int) -> Tensor:
     """Of fp32 logits [tokens, words]: what exceeds the log of the sum over all ranks' words."""
-    shifted = logits - layers.all_reduce(logits.amax(-1, keepdim=True), degree)
-    total = layers.all_reduce(shifted.exp().sum(-1, keepdim=True), degree)
+    shifted = logits - all_reduce(logits.amax(-1, keepdim=True), degree)
+    total = all_reduce(shifted.exp().sum(-1, keepdim=True), degree)
     return shifted - total.log()
 
 
@@ -313,14 +325,14 @@ class _ParallelLoss(torch.autograd.Function):
     """Keeps the log-probabilities of this rank's words in fp32."""
 
     @staticmethod
-    def forward(ctx: layers.Context, logits: Tensor, targets: Tensor, degree: int) -> Tensor:
+    def forward(ctx: Context, logits: Tensor, targets: Tensor, degree: int) -> Tensor:
         found = _log_probabilities(logits, degree)
         ctx.save_for_backward(found, targets)
-        picked = layers.all_reduce(found.gather(-1, _here(targets, found.shape[1])), degree)
+        picked = all_reduce(found.gather(-1, _here(targets, found.shape[1])), degree)
         return -picked.mean()
 
     @staticmethod
-    def backward(ctx: layers.Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         found, targets = ctx.saved_tensors
         # A second tensor of the size of the logits, since torch's loss_parallel makes one.
         at_target = torch.zeros_like(found)
@@ -333,7 +345,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: layers.Context,
+        ctx: Context,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -346,13 +358,13 @@ class _ChunkedLoss(torch.autograd.Function):
         size = -(-tokens // CHUNKS)
         for start in range(0, tokens, size):
             part = slice(start, start + size)
-            logits = layers.capped((hidden[part] @ weight.T).float(), cap)
+            logits = capped((hidden[part] @ weight.T).float(), cap)
             steepness = 1 - (logits / cap).square_() if cap else None
             found = _log_probabilities(logits, degree)
             # Gone before the slope is made, which takes the place of the log-probabilities.
             del logits
             columns = _here(targets[part], found.shape[1])
-            total -= layers.all_reduce(found.gather(-1, columns), degree).sum()
+            total -= all_reduce(found.gather(-1, columns), degree).sum()
             # In place, for nothing is kept of a chunk: the gradient of its logits is softmax minus
             # one at the target.
             slope = found.exp_()
@@ -366,6 +378,6 @@ class _ChunkedLoss(torch.autograd.Function):
         return total / tokens
 
     @staticmethod
-    def backward(ctx: layers.Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden.mul_(grad), grad_weight.mul_(grad), None, None, None
