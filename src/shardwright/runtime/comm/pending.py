@@ -14,15 +14,26 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardwright.core.measurement import Meeting
+from shardwright.runtime.probe import Probe
 
-if TYPE_CHECKING:
-    from shardwright.runtime.comm.peers import Peers
+
+class _InIt(Protocol):
+    """Those who are in a collective: ``Peers``, of which this file knows no more."""
+
+    name: str
+    probe: Probe
+
+    def settle(self) -> None:
+        """One of their collectives is over."""
+
+    def explain(self, error: RuntimeError, label: str, sequence: int) -> None:
+        """Raise a PeerError if one of them caused ``error``."""
 
 
 class Pending:
@@ -40,7 +51,7 @@ class Pending:
     )
 
     def __init__(
-        self, peers: Peers, label: str, sequence: int, kind: str = "", nbytes: int = 0
+        self, peers: _InIt, label: str, sequence: int, kind: str = "", nbytes: int = 0
     ) -> None:
         self._peers = peers
         self._label = label

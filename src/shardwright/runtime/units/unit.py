@@ -28,7 +28,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -37,6 +37,7 @@ from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.timeline import Kind
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.flat_tensors import FlatPart
+from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import local_of, storage_of
 from shardwright.runtime.units import replicas
 from shardwright.runtime.units.buffers import Awaited, Buffers
@@ -56,9 +57,6 @@ from shardwright.runtime.units.parameter import DTYPES, Member, Structure, infos
 from shardwright.runtime.units.sharded_parameters import ShardedParameters, Showing, Writes
 from shardwright.tracker.private import accumulated_hooks, gradient_hooks
 
-if TYPE_CHECKING:
-    from shardwright.runtime.units.flow import Flow
-
 Ahead = dict[str, "list[weakref.ref[Unit]] | None"]  # what a user wants gathered meanwhile
 Initial = Callable[[str], torch.Tensor]
 
@@ -73,11 +71,32 @@ class State(enum.Enum):
 SHARDED, UNSHARDED = State.SHARDED, State.UNSHARDED
 
 
+class Driver(Protocol):
+    """Who gathers, frees and reduces the units of a model: their flow, as they need it."""
+
+    @property
+    def guard(self) -> Guard | None:
+        """Looks at every gradient before it is summed."""
+        ...
+
+    def arrive(self, unit: Unit) -> None:
+        """A gradient comes to ``unit`` that none of its outputs announced."""
+        ...
+
+    def tell_of_buffers(self) -> None:
+        """A forward begins: say which buffers have no values."""
+        ...
+
+    def copied(self, unit: Unit, memo: dict[int, Any]) -> Unit:
+        """``unit`` of modules that are being copied."""
+        ...
+
+
 class Unit:
     """One unit's buffers on this rank; ``DStorage`` is what users see of it. A flow drives it,
     which knows it by ``key``."""
 
-    flow: Flow
+    flow: Driver
     key: str
 
     def __init__(
@@ -148,7 +167,7 @@ class Unit:
 
     # ---- what is set -----------------------------------------------------------------------------
 
-    def follow(self, flow: Flow, key: str) -> None:
+    def follow(self, flow: Driver, key: str) -> None:
         """Be driven by ``flow`` from now on, which knows the unit by ``key``."""
         self.flow, self.key = flow, key
 
