@@ -6,10 +6,6 @@ cause; the last may be of what cleans up after it. Libraries of torch end the pr
 for them is looked after before torch is imported.
 """
 
-# Torch's libraries end the process when a thread or a mapping cannot be had, and what is printed
-# last is about something else. So room is looked after before torch is imported, and of a log the
-# first line about memory is the cause, not the last.
-
 from __future__ import annotations
 
 import errno
