@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from shardwright.core.llama import LlamaShape, LocalShape
@@ -41,7 +41,7 @@ from shardwright.models.llama.layers import (
 
 def rotations(
     length: int, head_dim: int, theta: float, device: torch.device | str | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines, each [length, head_dim / 2] fp32: the bytes of one complex table."""
     steps = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     angles = torch.outer(
@@ -50,7 +50,7 @@ def rotations(
     return torch.cos(angles), torch.sin(angles)
 
 
-def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
     """``x`` [B, T, heads, head_dim] turned, in the dtype of ``x``; as it is without rotations.
 
     The first half of a head is paired with the second, as Hugging Face lays weights out. It is
@@ -67,17 +67,26 @@ def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
 
 
 Context = Any
-Rotation = Tensor | None
+Rotation = torch.Tensor | None
 DISTINCT_STEPS = 3
 CONTEXT = "context"
-Parts = tuple[Tensor, Tensor, Tensor]
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def ring_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, degree: int
+) -> torch.Tensor:
+    """[B, H, T, head_dim] each, T being this rank's tokens -> the shape of values."""
+    return _RingAttention.apply(query, key, value, degree)
 
 
 class _RingAttention(torch.autograd.Function):
     """Keeps queries, keys, values, the result and its log-sums for backward, like one kernel."""
 
     @staticmethod
-    def forward(ctx: Context, query: Tensor, key: Tensor, value: Tensor, degree: int) -> Tensor:
+    def forward(
+        ctx: Context, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, degree: int
+    ) -> torch.Tensor:
         # Keys and values in one collective, as torch gathers them, so both are there until the last
         # step.
         everyone = gathered(_joined(key.contiguous(), value.contiguous()), degree, CONTEXT)
@@ -101,7 +110,7 @@ class _RingAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, _, _ = ctx.saved_tensors
         # Gradients are added up over the steps of the ring in fp32, each as large as twice its
         # tensor in bf16.
@@ -122,19 +131,19 @@ class _RingAttention(torch.autograd.Function):
         return results[0], results[1], results[2], None
 
 
-def _kernel(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _kernel(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What one call of the attention kernel returns: its result and a log-sum per query."""
     return torch.empty_like(value), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-def _nothing(query: Tensor, value: Tensor, keys: int, times: float) -> None:
+def _nothing(query: torch.Tensor, value: torch.Tensor, keys: int, times: float) -> None:
     """Says what kernels compute, ``times`` a forward whose queries attend to ``keys`` each."""
 
 
 attends = operator("attention", _nothing)
 
 
-def _joined(key: Tensor, value: Tensor) -> Tensor:
+def _joined(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.cat((key.flatten(), value.flatten()))
 
 
@@ -147,13 +156,13 @@ class CoreAttention(nn.Module):
         self.context, self.cap = local.context, shape.attention_cap or 0.0
         self.dropout = shape.attention_dropout or 0.0
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Causal attention; the kernel forms no [T, T] matrix, but caps no scores either."""
         dropout = self.dropout if self.training else 0.0
         if self.cap:
             return capped_attention(query, key, value, self.cap)
         if self.context > 1:
-            return _RingAttention.apply(query, key, value, self.context)
+            return ring_attention(query, key, value, self.context)
         return scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
 
 
@@ -185,7 +194,7 @@ class Attention(nn.Module):
             self.q_norm = norm(shape, shape.head_dim, device, dtype)
             self.k_norm = norm(shape, shape.head_dim, device, dtype)
 
-    def forward(self, x: Tensor, cos: Rotation, sin: Rotation) -> Tensor:
+    def forward(self, x: torch.Tensor, cos: Rotation, sin: Rotation) -> torch.Tensor:
         """``x`` is this rank's part of the stream; so is what comes back."""
         x = enter(x, self.local)
         size, length, _ = x.shape
@@ -229,7 +238,7 @@ class LatentAttention(nn.Module):
         self.wo = linear(self.heads * shape.value_dim, dim, bias=shape.output_bias)
         self.inner_attention = self.core(shape, local)
 
-    def forward(self, x: Tensor, cos: Rotation, sin: Rotation) -> Tensor:
+    def forward(self, x: torch.Tensor, cos: Rotation, sin: Rotation) -> torch.Tensor:
         """``x`` is this rank's part of the stream; so is what comes back."""
         shape, degree = self.shape, self.local.tensor
         # Not `enter`: what makes the few numbers is whole on every rank, so their gradients are
@@ -252,7 +261,7 @@ class LatentAttention(nn.Module):
         joined = found.transpose(1, 2).reshape(size, length, -1)
         return leave(self.wo(joined), self.local)
 
-    def _query(self, x: Tensor) -> Tensor:
+    def _query(self, x: torch.Tensor) -> torch.Tensor:
         """All heads of queries, side by side."""
         degree = self.local.tensor
         if not self.shape.q_lora_rank:
@@ -260,7 +269,9 @@ class LatentAttention(nn.Module):
         return self.wq_b(copy_to_ranks(self.q_norm(self.wq_a(x)), degree))
 
 
-def capped_attention(query: Tensor, key: Tensor, value: Tensor, cap: float) -> Tensor:
+def capped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cap: float
+) -> torch.Tensor:
     """Causal attention, [B, heads, T, head_dim] each, whose scores ``cap`` times a tanh keeps below
     it: operator by operator, as ``transformers`` has it (``eager_attention_forward`` of Gemma 2,
     5.24). Of its scores [B, heads, T, T] a backward has the tanh, the softmax in fp32, and that in
@@ -273,7 +284,7 @@ def capped_attention(query: Tensor, key: Tensor, value: Tensor, cap: float) -> T
     return torch.matmul(shares.to(value.dtype), value)
 
 
-def repeat_heads(x: Tensor, repeats: int) -> Tensor:
+def repeat_heads(x: torch.Tensor, repeats: int) -> torch.Tensor:
     """[B, T, heads, head_dim] -> [B, T, heads x repeats, head_dim], a copy unless it is once."""
     if repeats == 1:
         return x

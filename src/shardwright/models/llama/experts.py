@@ -14,15 +14,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwright.core.llama import LlamaShape, LocalShape
-from shardwright.models.llama import layers
+from shardwright.models.llama.layers import (
+    ACTIVATIONS,
+    MLP,
+    Device,
+    Linear,
+    all_to_all,
+    enter,
+    has_data,
+    leave,
+)
 
 Context = Any
 
 
-def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, adds: bool = False) -> Tensor:
+def grouped_product(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, adds: bool = False
+) -> torch.Tensor:
     """[rows, in] times [experts, out, in] transposed -> [rows, out].
 
     Rows of expert e stop at ``ends[e]``, int64 on any device; rows beyond the last end are unset.
@@ -33,7 +44,9 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, adds: bool = False)
 
 
 @torch.library.custom_op("shardwright::grouped_product", mutates_args=("result",))
-def _multiply(x: Tensor, weight: Tensor, ends: Tensor, result: Tensor) -> None:
+def _multiply(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, result: torch.Tensor
+) -> None:
     """Fill ``result``: one operator, for a policy of checkpointing that keeps the results of
     products would find each expert's written to again, in the buffer of all."""
     for expert, group in _groups(x, ends):
@@ -44,17 +57,19 @@ class _GroupedProduct(torch.autograd.Function):
     """A loop over experts that writes into one buffer; without data only the buffer is made."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, ends: Tensor, adds: bool) -> Tensor:
+    def forward(
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, adds: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight, ends)
-        ctx.adds = adds and not layers.has_data(x)
+        ctx.adds = adds and not has_data(x)
         result = x.new_empty(x.shape[0], weight.shape[1])
         # Under a trace `ends` has no values, so no loop could be cut by them.
-        if layers.has_data(x):
+        if has_data(x):
             _multiply(x, weight, ends, result)
         return result
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, ends = ctx.saved_tensors
         grad_x = torch.empty_like(x)
         if ctx.adds:
@@ -66,9 +81,9 @@ class _GroupedProduct(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-def _groups(x: Tensor, ends: Tensor) -> list[tuple[int, slice]]:
+def _groups(x: torch.Tensor, ends: torch.Tensor) -> list[tuple[int, slice]]:
     """The rows of every expert; none where tensors have no data."""
-    if not layers.has_data(x):
+    if not has_data(x):
         return []
     stops = ends.tolist()
     return [(e, slice(a, b)) for e, (a, b) in enumerate(zip([0, *stops], stops, strict=False))]
@@ -78,10 +93,10 @@ class Experts(nn.Module):
     """The experts of this rank: two or three weights [experts, ...], rows sorted by expert."""
 
     def __init__(
-        self, shape: LlamaShape, local: LocalShape, device: layers.Device, dtype: torch.dtype
+        self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.activation = layers.ACTIVATIONS[shape.activation]
+        self.activation = ACTIVATIONS[shape.activation]
         here, dim = local.experts(shape), shape.dim
         wide = shape.expert_ffn_dim // local.expert_width_degree
         self.w1 = nn.Parameter(torch.empty(here, wide, dim, device=device, dtype=dtype))
@@ -90,7 +105,7 @@ class Experts(nn.Module):
         if not shape.ungated:
             self.w3 = nn.Parameter(torch.empty(here, wide, dim, device=device, dtype=dtype))
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """[rows, D] -> [rows, D]; ``ends[e]`` is where the rows of expert e stop."""
         inner = self.activation(grouped_product(rows, self.w1, ends))
         if self.w3 is None:
@@ -103,26 +118,22 @@ class MixtureOfExperts(nn.Module):
     normalised, their results added in that proportion; and a shared expert where there is one."""
 
     def __init__(
-        self, shape: LlamaShape, local: LocalShape, device: layers.Device, dtype: torch.dtype
+        self, shape: LlamaShape, local: LocalShape, device: Device, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.shape, self.local = shape, local
-        self.router = layers.Linear(
-            shape.dim, shape.experts, bias=False, device=device, dtype=dtype
-        )
+        self.router = Linear(shape.dim, shape.experts, bias=False, device=device, dtype=dtype)
         self.experts = Experts(shape, local, device, dtype)
         self.shared_experts = self.shared_gate = None
         if shape.shared_ffn_dim:
             wide = shape.shared_ffn_dim // local.tensor
-            self.shared_experts = layers.MLP(shape, wide, device, dtype)
+            self.shared_experts = MLP(shape, wide, device, dtype)
             if shape.shared_gate:
-                self.shared_gate = layers.Linear(
-                    shape.dim, 1, bias=False, device=device, dtype=dtype
-                )
+                self.shared_gate = Linear(shape.dim, 1, bias=False, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the stream in and out."""
-        stream = layers.enter(x, self.local)
+        stream = enter(x, self.local)
         tokens = stream.flatten(0, 1)
         share, chosen = self._route(tokens)
         # Stable, so that the rows of an expert stay in the order of tokens and sums are the same
@@ -139,9 +150,9 @@ class MixtureOfExperts(nn.Module):
             if self.shared_gate is not None:
                 shared = torch.sigmoid(self.shared_gate(tokens)) * shared
             total = total + shared
-        return layers.leave(total.view(stream.shape), self.local)
+        return leave(total.view(stream.shape), self.local)
 
-    def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The share of each chosen expert in a token's result, and the experts, both [rows].
 
         Where experts are whole on tensor ranks that all have the same tokens, each takes a part.
@@ -154,7 +165,7 @@ class MixtureOfExperts(nn.Module):
         rows = self.local.routed_rows(self.shape, tokens.shape[0])
         return share.flatten()[:rows], chosen.flatten()[:rows]
 
-    def _compute(self, rows: Tensor, chosen: Tensor) -> Tensor:
+    def _compute(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """What the experts make of ``rows``, which are sorted by expert."""
         counts = torch.zeros(self.shape.experts, dtype=torch.int64, device=rows.device)
         counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))
@@ -166,14 +177,18 @@ class MixtureOfExperts(nn.Module):
 
 
 def elsewhere(
-    experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, received: int, here: int, degree: int
-) -> Tensor:
+    experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    rows: torch.Tensor,
+    received: int,
+    here: int,
+    degree: int,
+) -> torch.Tensor:
     """``rows`` go to the ranks of their experts, are sorted by expert there, and come back: a rank
     has ``here`` of the experts, which are given ``received`` rows and where those of each end."""
-    arrived = layers.all_to_all(rows, received, degree)
+    arrived = all_to_all(rows, received, degree)
     order = torch.arange(received, device=rows.device)
     # Even groups: which rows go to which expert changes no byte.
     ends = (torch.arange(here, device=rows.device) + 1) * (received // here)
     found = experts(arrived[order], ends)
     sorted_back = torch.empty_like(found).index_copy_(0, order, found)
-    return layers.all_to_all(sorted_back, rows.shape[0], degree)
+    return all_to_all(sorted_back, rows.shape[0], degree)

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import dropout, linear, scaled_dot_product_attention
 
 from shardwright.core.llama import LlamaShape, LocalShape, MegatronSettings
@@ -45,7 +45,7 @@ from shardwright.models.llama.layers import (
     scattered,
 )
 
-Given = Tensor | None
+Given = torch.Tensor | None
 FP32 = torch.float32
 
 
@@ -59,17 +59,19 @@ def settings_of(local: LocalShape) -> MegatronSettings:
 
 
 def columns(
-    x: Tensor, parts: Sequence[nn.Linear], local: LocalShape, narrow: bool = True
-) -> tuple[Tensor, ...]:
+    x: torch.Tensor, parts: Sequence[nn.Linear], local: LocalShape, narrow: bool = True
+) -> tuple[torch.Tensor, ...]:
     """This rank's part of the stream times matrices that are one, cut in columns: a result each.
     ``narrow`` products are in 8 bits where the rank's are."""
     factors = (factor for part in parts for factor in (part.weight, part.bias))
-    return _Columns.apply(x, local, narrow, *factors)
+    found: tuple[torch.Tensor, ...] = _Columns.apply(x, local, narrow, *factors)
+    return found
 
 
-def rows(x: Tensor, part: nn.Linear, local: LocalShape) -> Tensor:
+def rows(x: torch.Tensor, part: nn.Linear, local: LocalShape) -> torch.Tensor:
     """A matrix cut in rows, and the sum over tensor ranks: of this rank's tokens, or of all."""
-    return _Rows.apply(x, part.weight, part.bias, local)
+    found: torch.Tensor = _Rows.apply(x, part.weight, part.bias, local)
+    return found
 
 
 class _Columns(torch.autograd.Function):
@@ -77,8 +79,8 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, local: LocalShape, narrow: bool, *factors: Given
-    ) -> tuple[Tensor, ...]:
+        ctx: Context, x: torch.Tensor, local: LocalShape, narrow: bool, *factors: Given
+    ) -> tuple[torch.Tensor, ...]:
         weights, biases = factors[::2], factors[1::2]
         ctx.save_for_backward(_narrowed(x, local) if narrow else x, *weights)
         ctx.local, ctx.biased = local, [bias is not None for bias in biases]
@@ -87,7 +89,7 @@ class _Columns(torch.autograd.Function):
         return tuple(linear(every, weight, bias) for weight, bias in pairs if weight is not None)
 
     @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Given, ...]:
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[Given, ...]:
         x, *weights = ctx.saved_tensors
         every = _widened(_gathered(x, ctx.local, gathered_beside), grads[0]).flatten(0, -2)
         flat = [grad.flatten(0, -2) for grad in grads]
@@ -110,13 +112,15 @@ class _Rows(torch.autograd.Function):
     """Keeps its input; the result that is summed is no other's, so the sum is in its place."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Given, local: LocalShape) -> Tensor:
+    def forward(
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: Given, local: LocalShape
+    ) -> torch.Tensor:
         ctx.save_for_backward(_narrowed(x, local), weight)
         ctx.local, ctx.biased = local, bias is not None
         return _summed(linear(x, weight, bias), local)
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Given, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[Given, ...]:
         x, weight = ctx.saved_tensors
         of_bias = grad.flatten(0, -2).sum(0) if ctx.biased else None
         every, x = _gathered(grad, ctx.local), _widened(x, grad)
@@ -124,18 +128,20 @@ class _Rows(torch.autograd.Function):
         return every @ weight, of_weight, of_bias, None
 
 
-def _narrowed(x: Tensor, local: LocalShape) -> Tensor:
+def _narrowed(x: torch.Tensor, local: LocalShape) -> torch.Tensor:
     """What a product keeps of its input: a copy in 8 bits where it computes in them."""
     narrow = settings_of(local).fp8_format != "none" and not has_data(x)
     return torch.empty_like(x, dtype=torch.uint8) if narrow else x
 
 
-def _widened(x: Tensor, like: Tensor) -> Tensor:
+def _widened(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A copy in 8 bits for an operator that has no kernel of them; it stands for what it was."""
     return x if x.dtype == like.dtype else like.new_empty(1).expand(x.shape)
 
 
-def _gathered(x: Tensor, local: LocalShape, by: Callable[..., Tensor] = gathered) -> Tensor:
+def _gathered(
+    x: torch.Tensor, local: LocalShape, by: Callable[..., torch.Tensor] = gathered
+) -> torch.Tensor:
     """Tokens of all tensor ranks [B, T, D]; Megatron has them first, so pieces need no order."""
     if local.stream_degree == 1:
         return x
@@ -143,7 +149,7 @@ def _gathered(x: Tensor, local: LocalShape, by: Callable[..., Tensor] = gathered
     return found.view(x.shape[0], -1, x.shape[-1])
 
 
-def _summed(x: Tensor, local: LocalShape) -> Tensor:
+def _summed(x: torch.Tensor, local: LocalShape) -> torch.Tensor:
     """The sum over tensor ranks, of this rank's tokens or in place."""
     if local.tensor == 1:
         return x
@@ -155,14 +161,16 @@ def _summed(x: Tensor, local: LocalShape) -> Tensor:
 
 
 @torch.library.custom_op("shardwright::all_reduce_", mutates_args=("x",))
-def _sum_in_place(x: Tensor, group: str = "tensor") -> None:
+def _sum_in_place(x: torch.Tensor, group: str = "tensor") -> None:
     """The sum of ``x`` over ranks, where it is."""
 
 
 _sum_in_place.register_fake(lambda x, group="tensor": None)
 
 
-def _of_weight(grad: Tensor, x: Tensor, weight: Tensor, local: LocalShape) -> Given:
+def _of_weight(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, local: LocalShape
+) -> Given:
     """The gradient of a weight; none where the product adds it to the runtime's buffer itself."""
     if settings_of(local).gradient_accumulation_fusion and not has_data(weight):
         # What is there already and has the size of the buffer's part stands for it.
@@ -182,7 +190,7 @@ class MegatronCore(nn.Module):
         self.local, self.layers = local, settings_of(local)
         self.dropout = shape.attention_dropout or 0.0
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Causal attention by the kernel that is named."""
         repeats = query.shape[2] // key.shape[2]
         if self.layers.attention_backend in ("unfused", "local"):
@@ -193,7 +201,7 @@ class MegatronCore(nn.Module):
             # cuDNN's kernel keeps its result, which the projection keeps anyway; flash attention
             # keeps it in a layout of its own, and so does either over ranks that share a sequence.
             apart = self.layers.attention_backend == "flash" or self.local.context > 1
-            found: Tensor = _Kernel.apply(query, key, value, self.local.context, apart)
+            found: torch.Tensor = _Kernel.apply(query, key, value, self.local.context, apart)
             return found
         parts = (part.transpose(1, 2) for part in (query, key, value))
         found = scaled_dot_product_attention(
@@ -201,7 +209,9 @@ class MegatronCore(nn.Module):
         )
         return found.transpose(1, 2).flatten(2)
 
-    def _by_operators(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _by_operators(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
         """Probabilities, and what dropout leaves of them, as tensors."""
         size, length, heads, width = query.shape
         parts = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
@@ -223,7 +233,8 @@ class MegatronAttention(Attention):
 
     core = MegatronCore
 
-    def forward(self, x: Tensor, cos: Rotation, sin: Rotation) -> Tensor:
+    def forward(self, x: torch.Tensor, cos: Rotation, sin: Rotation) -> torch.Tensor:
+        """``x`` is this rank's part of the stream; so is what comes back."""
         query, key, value = (
             found.unflatten(-1, (-1, self.head_dim))
             for found in columns(x, (self.wq, self.wk, self.wv), self.local)
@@ -239,7 +250,8 @@ class MegatronLatent(LatentAttention):
 
     core = MegatronCore
 
-    def forward(self, x: Tensor, cos: Rotation, sin: Rotation) -> Tensor:
+    def forward(self, x: torch.Tensor, cos: Rotation, sin: Rotation) -> torch.Tensor:
+        """``x`` is this rank's part of the stream; so is what comes back."""
         shape, local = self.shape, self.local
         if shape.q_lora_rank:
             (query,) = columns(self.q_norm(self.wq_a(x)), (self.wq_b,), local)
@@ -265,8 +277,13 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, query: Tensor, key: Tensor, value: Tensor, context: int, apart: bool
-    ) -> Tensor:
+        ctx: Context,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: int,
+        apart: bool,
+    ) -> torch.Tensor:
         size, length, heads, _ = query.shape
         ctx.context = context
         if context > 1:  # keys and values of the next rank, and a result of every rank's
@@ -279,7 +296,7 @@ class _Kernel(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Given, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[Given, ...]:
         query, key, value, _, _ = ctx.saved_tensors
         _attend(query, value, ctx.context, 2.5)
         if ctx.context > 1:
@@ -288,16 +305,17 @@ class _Kernel(torch.autograd.Function):
         return query, key, value, None, None
 
 
-def _attend(query: Tensor, value: Tensor, context: int, times: float) -> None:
+def _attend(query: torch.Tensor, value: torch.Tensor, context: int, times: float) -> None:
     """Says what kernels compute: half of all pairs are masked."""
     attends(query, value, query.shape[1] * context // 2, times)
 
 
-def _softmax(scores: Tensor, scale: float, fused: bool) -> Tensor:
+def _softmax(scores: torch.Tensor, scale: float, fused: bool) -> torch.Tensor:
     """Shares [heads, queries, keys] of scores of which later ones are masked: by one kernel, whose
     backward writes over the gradient that it is given, or in fp32, operator by operator."""
     if fused and scores.dtype != FP32 and not has_data(scores):
-        return _Softmax.apply(scores)
+        found: torch.Tensor = _Softmax.apply(scores)
+        return found
     queries, keys = scores.shape[-2:]
     later = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(1)
     wide = (scores.float() * scale).masked_fill_(later, -math.inf)
@@ -308,13 +326,13 @@ class _Softmax(torch.autograd.Function):
     """Keeps its result alone."""
 
     @staticmethod
-    def forward(ctx: Context, scores: Tensor) -> Tensor:
+    def forward(ctx: Context, scores: torch.Tensor) -> torch.Tensor:
         found = scores.sigmoid()  # what the kernel reads and writes
         ctx.save_for_backward(found)
         return found
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Tensor:
+    def backward(ctx: Context, grad: torch.Tensor) -> torch.Tensor:
         return grad.mul_(1)
 
 
@@ -324,39 +342,44 @@ class _Softmax(torch.autograd.Function):
 class MegatronMLP(FeedForward):
     """The MLP of a block, on this rank's part of the stream."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, D] -> [B, T, D]."""
         return _mlp(self, x, self.local)
 
 
-def _mlp(of: MLP, x: Tensor, local: LocalShape) -> Tensor:
+def _mlp(of: MLP, x: torch.Tensor, local: LocalShape) -> torch.Tensor:
     parts = [of.w1] if of.w3 is None else [of.w1, of.w3]
     fused = settings_of(local).bias_activation_fusion
     return rows(_activated(columns(x, parts, local), of.activation, fused), of.w2, local)
 
 
 def _activated(
-    parts: Sequence[Tensor], activation: Moves, fused: bool, shares: Tensor | None = None
-) -> Tensor:
+    parts: Sequence[torch.Tensor],
+    activation: Moves,
+    fused: bool,
+    shares: torch.Tensor | None = None,
+) -> torch.Tensor:
     """What is activated, times what that is a gate of, times a share of each row: by one kernel,
     which keeps what it is given, or one after the other."""
     if not fused or has_data(parts[0]):
         found = activation(parts[0])
         found = found * parts[1] if len(parts) > 1 else found
         return found if shares is None else found * shares[:, None].to(found.dtype)
-    return _Activated.apply(shares, *parts)
+    result: torch.Tensor = _Activated.apply(shares, *parts)
+    return result
 
 
 class _Activated(torch.autograd.Function):
     """A stand-in that keeps what it is given."""
 
     @staticmethod
-    def forward(ctx: Context, shares: Given, *parts: Tensor) -> Tensor:
+    def forward(ctx: Context, shares: Given, *parts: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(shares, *parts)
         # One operator that reads as much as the kernel does, and writes one result.
         return parts[0] * parts[1] if len(parts) > 1 else parts[0].sigmoid()
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Given, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[Given, ...]:
         shares, *parts = ctx.saved_tensors
         of_shares = None if shares is None else torch.empty_like(shares)
         return of_shares, *(grad * part for part in parts)
@@ -366,7 +389,8 @@ class MegatronExperts(MixtureOfExperts):
     """[B, T, D] -> [B, T, D]: every rank sends its own tokens to all ranks of the experts, which
     may share the width of each, and a share of a row is taken where its activation is."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the stream in and out."""
         if has_data(x):
             return super().forward(x)
         local, fused = self.local, settings_of(self.local)
@@ -403,12 +427,14 @@ class _Returned(torch.autograd.Function):
     (``core/transformer/moe/moe_utils.py``, ``unpermute``)."""
 
     @staticmethod
-    def forward(ctx: Context, found: Tensor, token_of: Tensor, tokens: int) -> Tensor:
+    def forward(
+        ctx: Context, found: torch.Tensor, token_of: torch.Tensor, tokens: int
+    ) -> torch.Tensor:
         ctx.save_for_backward(token_of)
         return found.new_zeros(tokens, found.shape[1]).index_add_(0, token_of, found)
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Given, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[Given, ...]:
         (token_of,) = ctx.saved_tensors
         return grad[token_of], None, None
 
@@ -416,11 +442,13 @@ class _Returned(torch.autograd.Function):
 # ---- loss ----------------------------------------------------------------------------------------
 
 
-def vocab_loss(logits: Tensor, targets: Tensor, local: LocalShape, unknown: int = 0) -> Tensor:
+def vocab_loss(
+    logits: torch.Tensor, targets: torch.Tensor, local: LocalShape, unknown: int = 0
+) -> torch.Tensor:
     """The mean cross entropy of logits [B, T, V / tensor ranks], but of the last tokens of a
     sequence, so many, whose targets are ``unknown``."""
     kind = settings_of(local).cross_entropy_loss_fusion
-    found: Tensor = _VocabLoss.apply(logits, targets, local.tensor, kind)
+    found: torch.Tensor = _VocabLoss.apply(logits, targets, local.tensor, kind)
     return found[:, : found.shape[TOKENS] - unknown].mean() if unknown else found.mean()
 
 
@@ -430,7 +458,9 @@ class _VocabLoss(torch.autograd.Function):
     in their own place."""
 
     @staticmethod
-    def forward(ctx: Context, logits: Tensor, targets: Tensor, degree: int, kind: str) -> Tensor:
+    def forward(
+        ctx: Context, logits: torch.Tensor, targets: torch.Tensor, degree: int, kind: str
+    ) -> torch.Tensor:
         ctx.kind = kind
         columns = targets.where(targets < logits.shape[-1], 0)[..., None]
         if kind == "te" and not has_data(logits):
@@ -446,7 +476,7 @@ class _VocabLoss(torch.autograd.Function):
         return (total.log() - picked).squeeze(-1)
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Given, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[Given, ...]:
         found, columns = ctx.saved_tensors
         if ctx.kind == "native":
             found = found.clone()
@@ -454,7 +484,7 @@ class _VocabLoss(torch.autograd.Function):
         return found.mul_(grad[..., None]), None, None, None
 
 
-def _over_ranks(x: Tensor, degree: int) -> Tensor:
+def _over_ranks(x: torch.Tensor, degree: int) -> torch.Tensor:
     """A number a token, of all tensor ranks."""
     if degree > 1:
         _sum_in_place(x)
