@@ -162,7 +162,10 @@ def _memory(plan: Plan) -> Iterator[Fact]:
         numbers.append(f"counted {section.multiplier:g} times")
     if any(kept.dense) or any(kept.inputs):
         numbers.append(f"that is {sum(kept.dense):,} B dense, {sum(kept.inputs):,} B inputs")
-    text = {"traced": "nothing by rule: the dense part is simulated to the byte", "none": "nothing"}
+    text = {
+        "traced": "nothing by rule: the dense part is simulated to the byte",
+        "none": "nothing",
+    }
     of = f"of profile '{plan.job.planner.constants}'"
     if plan.units:
         of = f"for a {plan.job.model.kind}"
