@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from shardwright.core.errors import InputError
+from shardwright.core.errors import InputError, expected
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -184,13 +184,13 @@ def _check_latent(shape: LlamaShape, where: str) -> None:
         raise InputError(f"{where}.kv_lora_rank", f"at least 1 beside {given[0]}", "none")
     if not 0 < shape.qk_rope_head_dim < shape.head_dim:
         wanted = f"a part of head_dim {shape.head_dim} beside kv_lora_rank"
-        raise InputError(f"{where}.qk_rope_head_dim", wanted, str(shape.qk_rope_head_dim))
+        raise InputError(expected(f"{where}.qk_rope_head_dim", wanted, str(shape.qk_rope_head_dim)))
     usual = {"kv_heads": shape.heads, "qk_norm": False, "attention_bias": False}
     for key, value in usual.items():
         if getattr(shape, key) != value:
             found = repr(getattr(shape, key))
             wanted = f"{value} beside kv_lora_rank"
-            raise InputError(f"{where}.{key}", wanted, found)
+            raise InputError(expected(f"{where}.{key}", wanted, found))
 
 
 def block_tensors(shape: LlamaShape, layer: int) -> list[NamedShape]:
@@ -455,7 +455,7 @@ def check_local(shape: LlamaShape, local: LocalShape, where: str = "parallel") -
 
 def _divides(size: int, degree: int, where: str, what: str) -> None:
     if size % degree:
-        raise InputError(where, f"a divisor of the {size} {what}", str(degree))
+        raise InputError(expected(where, f"a divisor of the {size} {what}", str(degree)))
 
 
 class T5Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -113,6 +113,6 @@ class Transformer(Started):
         return torch.empty(shape).normal_(0.0, deviation, generator=generator)
 
 
-def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy over all tokens, in nats: logits [B, T, V], targets [B, T] int64."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -34,7 +34,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardwright.core.errors import InputError, UnsupportedError
+from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.work import Work
 from shardwright.trace.checkpointing import Applied, Policy, policy
 from shardwright.trace.lowering.kernels import Kernels
@@ -61,9 +61,14 @@ def apply_compile(
     structure with inputs of one shape once."""
     chosen = policy(checkpointing) if isinstance(checkpointing, str) else checkpointing
     if chosen.kind == "core_attention":
-        wanted = "a policy by operator or block for compiled blocks"
-        remedy = "Use none, full, selective, layers:N or save:OPERATOR."
-        raise UnsupportedError("memory.checkpointing", wanted, f"'{chosen.name}'", remedy)
+        raise UnsupportedError(
+            expected(
+                "memory.checkpointing",
+                "a policy by operator or block for compiled blocks",
+                f"'{chosen.name}'",
+                "Use none, full, selective, layers:N or save:OPERATOR.",
+            )
+        )
     result = Compiled()
     cache: dict[Any, _Graphs | None] = {}
     for place, block in enumerate(blocks, start=1):
@@ -75,7 +80,8 @@ def apply_compile(
                 "Let apply_compile do the checkpointing.",
             )
         here = chosen if chosen.kind != "none" and place % chosen.every == 0 else None
-        result.exchange(block, _Block(block, here, kernels or Kernels(), cache, result))
+        run = _Block(block, here, kernels or Kernels(), cache, result)
+        result.exchange(block, run)
     return result
 
 
