@@ -447,7 +447,7 @@ def check_local(shape: LlamaShape, local: LocalShape, where: str = "parallel") -
         )
     if local.context > 1 and shape.attention_cap:
         wanted = "1 for a model that caps scores of attention, as no kernel over a ring does"
-        raise InputError(f"{where}.context", wanted, str(local.context))
+        raise InputError(expected(f"{where}.context", wanted, str(local.context)))
     first, stop = local.layers or (0, shape.layers)
     if not 0 <= first <= stop <= shape.layers:
         raise InputError("layers", f"a range of the {shape.layers} layers", f"{first} to {stop}")
