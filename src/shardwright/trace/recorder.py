@@ -35,14 +35,27 @@ from shardwright.core.recording import Piece, Point, Touch
 from shardwright.core.timeline import Kind
 from shardwright.trace.tables import RoutedRows
 from shardwright.trace.work import NO_OPERATORS, NOTHING, work_of
-from shardwright.tracker import storages
-from shardwright.tracker.private import DEVICE, answered_device, key_of, operator_name
+from shardwright.tracker.private import (
+    DEVICE,
+    answered_device,
+    key_of,
+    operator_name,
+)
+from shardwright.tracker.storages import (
+    BEFORE,
+    DECLARED,
+    GUESSED,
+    Follower,
+    Holding,
+    given_tensors,
+    is_constant,
+)
 from shardwright.tracker.tensors import map_tensors, tensors_in
 
 HOOKED = "_shardwright_hooked"  # results whose gradient names the module that made them
 
 
-class Recorder(storages.Follower):
+class Recorder(Follower):
     """Use as a context around a forward and a backward; ``pieces`` are what happened between
     marks, ``touches`` what did since the last one.
 
@@ -84,21 +97,21 @@ class Recorder(storages.Follower):
         self.failed: tuple[int, str] | None = None
         self.latest: tuple[Point, str] = ("begin", "")  # mark
         self._backward = False
-        self._slots: dict[storages.Holding, int] = {}
+        self._slots: dict[Holding, int] = {}
         self._numbers = count()
-        self._fresh: dict[storages.Holding, int] = {}  # where in ``touches`` it was taken
-        self._gradients: set[storages.Holding] = set()
+        self._fresh: dict[Holding, int] = {}  # where in ``touches`` it was taken
+        self._gradients: set[Holding] = set()
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Leave out a storage that was there before."""
-        self.storages.assign(tensor, "input", storages.DECLARED)
+        self.storages.assign(tensor, "input", DECLARED)
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Leave out the storage that was taken last."""
         taken, held = self.touches.pop(), self.storages.held(tensor)
         assert held is not None
         assert (taken.what, taken.slot) == ("take", self._slots[held])
-        held.operation = storages.BEFORE
+        held.operation = BEFORE
 
     def unseen(self, on: bool) -> None:
         """Nothing that happens until it is off again is recorded: it is another stage's."""
@@ -128,9 +141,7 @@ class Recorder(storages.Follower):
         """``tensor`` is the gradient of ``parameter`` from now on."""
         held = self.storages.held(tensor)
         assert held is not None, f"the gradient of {parameter} was not seen"
-        assert held.operation is not storages.BEFORE, (
-            f"the gradient of {parameter} was there before"
-        )
+        assert held.operation is not BEFORE, f"the gradient of {parameter} was there before"
         if held not in self._gradients:
             self._gradients.add(held)
             slot = self._slots[held]
@@ -156,9 +167,9 @@ class Recorder(storages.Follower):
         work, shapes = work_of(function, arguments, keywords, result)
         self.work += work
         self.shapes += shapes
-        if storages.is_constant(function):
+        if is_constant(function):
             return False
-        for tensor in storages.given_tensors(arguments):
+        for tensor in given_tensors(arguments):
             storage = tensor.untyped_storage()
             home = self.homes.get(key_of(storage))
             if home is not None and home not in self.inside:
@@ -182,14 +193,14 @@ class Recorder(storages.Follower):
         if math.prod(sizes) > len(weight):
             raise IndexError(f"ids of {math.prod(sizes)} rows, of which there are {len(weight)}")
 
-    def made_by(self, operation: object) -> storages.Holding:
+    def made_by(self, operation: object) -> Holding:
         """A storage's kind until it is known how long it lives."""
-        return storages.Holding(self._kind(), storages.GUESSED, operation, self.module)
+        return Holding(self._kind(), GUESSED, operation, self.module)
 
-    def resize(self, held: storages.Holding, size: int) -> None:
+    def resize(self, held: Holding, size: int) -> None:
         """A storage is taken, freed, or both where it has other bytes than before."""
         before, held.size = held.size, size
-        if held.operation is storages.BEFORE:
+        if held.operation is BEFORE:
             return
         is_new = held not in self._slots
         # A storage of another size is another block of the allocator: one goes and another one
@@ -206,11 +217,11 @@ class Recorder(storages.Follower):
             self._fresh[held] = place
             self.touches.insert(place, Touch("take", slot, size, held.kind, name, self.module))
 
-    def free(self, held: storages.Holding) -> None:
-        if held.size and held.operation is not storages.BEFORE:
+    def free(self, held: Holding) -> None:
+        if held.size and held.operation is not BEFORE:
             self._free(held, held.size)
 
-    def _free(self, held: storages.Holding, nbytes: int) -> None:
+    def _free(self, held: Holding, nbytes: int) -> None:
         place = self._fresh.get(held)
         if place is not None and not self._backward:  # it did not outlive the piece that made it
             held.kind = "temporary"
