@@ -32,13 +32,12 @@ if TYPE_CHECKING:
     from shardwright.planner.explain import explain_tensor as explain
     from shardwright.runtime.adamw_8bit import AdamW8bit
     from shardwright.runtime.apply import apply
-    from shardwright.runtime.average import average_weights
     from shardwright.runtime.buckets import Buckets
     from shardwright.runtime.clip import clip_grad_norm_
-    from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
-    from shardwright.runtime.embeddings.shard import shard_embeddings
+    from shardwright.runtime.embeddings.shard import shard_embeddings, start_sparse_data_dist
     from shardwright.runtime.fully_shard import fully_shard_flat
     from shardwright.runtime.guard import Guard
+    from shardwright.runtime.model_parts import average_weights
     from shardwright.runtime.muon import Muon
     from shardwright.runtime.optimizer import optimizer_parameters
     from shardwright.runtime.optimizer_dict import (
@@ -90,7 +89,7 @@ _HOMES = {
     "UnsupportedError": "core.errors",
     "advise": "estimate.questions",
     "apply": "runtime.apply",
-    "average_weights": "runtime.average",
+    "average_weights": "runtime.model_parts",
     "clip_grad_norm_": "runtime.clip",
     "compare": "train.compare",
     "estimate_memory": "estimate.questions",
@@ -111,7 +110,7 @@ _HOMES = {
     "read_measurement": "core.measurement",
     "read_plan": "job.plan",
     "shard_embeddings": "runtime.embeddings.shard",
-    "start_sparse_data_dist": "runtime.embeddings.ahead",
+    "start_sparse_data_dist": "runtime.embeddings.shard",
     "shard_buffer": "runtime.units.buffers",
     "save_checkpoint": "runtime.saving",
     "write_measurement": "core.measurement",

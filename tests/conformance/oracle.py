@@ -20,7 +20,7 @@ from shardwright.core.cluster import Cluster
 from shardwright.core.model import TableSpec
 from shardwright.job.planner import EstimatorSection
 from shardwright.planner.pricing.evaluate import PricingContext
-from shardwright.torchrec.constants import (
+from shardwright.torchrec.profile import (
     BACKWARD,
     BANDWIDTHS,
     DDR_CAP,

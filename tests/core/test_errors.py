@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from shardwright.core import errors
@@ -31,6 +33,13 @@ def test_a_message_says_where_what_was_expected_and_what_was_found() -> None:
 def test_a_message_ends_with_what_to_do() -> None:
     text = errors.expected("batch.size", "int", "'x'", "Write a number.")
     assert text == "batch.size: expected int, got 'x'. Write a number."
+
+
+def test_an_error_is_given_the_parts_of_its_message_or_all_of_it() -> None:
+    error = errors.InputError("batch.size", "int", "'x'", "Write a number.")
+    assert str(error) == "batch.size: expected int, got 'x'. Write a number."
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(errors.RunError("rank 1 has ended")) == "rank 1 has ended"
 
 
 def test_the_nearest_names_are_suggested_whatever_their_case() -> None:

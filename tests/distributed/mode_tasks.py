@@ -25,9 +25,9 @@ from shardwright.core.placement import Replicate
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.torch_private import C_GRAD
 from shardwright.runtime.units import buffers, gradients
+from shardwright.runtime.units.buffers import CopyStream
 from shardwright.runtime.units.cutting import MixedPrecision
 from shardwright.runtime.units.dstorage import DStorage, units_in
-from shardwright.runtime.units.host_memory import CopyStream
 from shardwright.runtime.units.unit import State, Unit
 
 CUT = {"shard_strategy": "flat"}

@@ -22,7 +22,7 @@ from shardwright.estimate.own_model import Built, FunctionCall, Task, as_tensors
 from shardwright.job.job import Job, parse_job
 from shardwright.job.plan import Plan
 from shardwright.runtime.apply import apply
-from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
+from shardwright.runtime.embeddings.shard import start_sparse_data_dist
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter, exact_events
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters

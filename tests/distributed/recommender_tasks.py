@@ -25,10 +25,10 @@ from shardwright.job.job import Job, parse_job, table_optimizer
 from shardwright.job.model_of_job import step_dtypes
 from shardwright.job.plan import Plan
 from shardwright.runtime.apply import apply
-from shardwright.runtime.average import average_weights
 from shardwright.runtime.embeddings.modules import RoutedEmbedding
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
+from shardwright.runtime.model_parts import average_weights
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
 from shardwright.runtime.saving import load_checkpoint, save_checkpoint
 from shardwright.runtime.state import full_state_dict

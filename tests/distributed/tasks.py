@@ -21,7 +21,7 @@ from shardwright.job.job import Job
 from shardwright.job.plan import Plan
 from shardwright.models.dlrm import DLRM
 from shardwright.runtime.apply import HOSTS, apply
-from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
+from shardwright.runtime.embeddings.shard import start_sparse_data_dist
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.meter import Meter
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters

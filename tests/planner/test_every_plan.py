@@ -24,7 +24,7 @@ from shardwright.planner.problem import make_problem
 from shardwright.planner.search.bound import ROUNDING, lower_bound, table
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.search.widening import least_share
-from shardwright.planner.strategy.spacing import space_of
+from shardwright.planner.strategy.tables import space_of
 
 ROUNDED = 1e-9  # sums in another order
 SOLVED = 1e-4  # the gap at which the solver ends

@@ -13,7 +13,7 @@ from shardwright.estimate.recordings import described
 from shardwright.job.job import Job
 from shardwright.planner.problem import Problem, canonical_order, make_problem, reservation_kind
 from shardwright.planner.statistics.tables import over_shards
-from shardwright.planner.strategy.spacing import space_of
+from shardwright.planner.strategy.tables import space_of
 
 MakeJob = Callable[..., Job]
 

@@ -18,7 +18,7 @@ from shardwright.planner.search.bound import relaxed
 from shardwright.planner.search.search import search
 from shardwright.planner.search.space import Assignment, Space, item_option
 from shardwright.planner.search.state import restored
-from shardwright.planner.strategy.spacing import placed_tables, space_of
+from shardwright.planner.strategy.tables import placed_tables, space_of
 
 MakeJob = Callable[..., Job]
 SIZES = (700, 50, 3000, 50, 9, 100_000)

@@ -16,7 +16,6 @@ from shardwright.planner.search.bound import relaxed
 from shardwright.planner.search.search import search
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.spacing import placed_tables, space_of
 from shardwright.planner.strategy.steps import (
     AVOIDED,
     search_steps,
@@ -25,6 +24,7 @@ from shardwright.planner.strategy.steps import (
     step_bound,
     without,
 )
+from shardwright.planner.strategy.tables import placed_tables, space_of
 
 MakeJob = Callable[..., Job]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwright.core.errors import InputError, MismatchError
-from shardwright.runtime.average import average_weights
+from shardwright.runtime.model_parts import average_weights
 
 
 def test_parameters_move_by_what_does_not_stay_and_buffers_are_copied() -> None:

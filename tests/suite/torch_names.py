@@ -29,7 +29,7 @@ SOURCES = Path(__file__).parents[2] / "src" / "shardwright"
 LIST = Path(__file__).with_suffix(".json")
 
 TABLES = {  # assignments whose strings are operators, and of which namespace
-    ("trace/lowering/operators.py", "_EQUAL"): "aten",
+    ("trace/lowering/kernels.py", "_EQUAL"): "aten",
     ("tracker/owners.py", "_GATHERS"): "c10d",
     ("tracker/owners.py", "_SCATTERS"): "c10d",
     ("tracker/owners.py", "_OTHERS"): "c10d",

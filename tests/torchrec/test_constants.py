@@ -4,7 +4,7 @@ import pytest
 
 from shardwright.cost.constants import RATES, cluster
 from shardwright.job.cluster import ClusterSection
-from shardwright.torchrec.constants import PRESET, TORCHREC
+from shardwright.torchrec.profile import PRESET, TORCHREC
 
 GIB = 2**30
 

@@ -19,9 +19,8 @@ from shardwright.job.planner import EstimatorSection
 from shardwright.planner.options import QUANTIZED_TYPES
 from shardwright.planner.pricing.evaluate import PricingContext
 from shardwright.torchrec import storage, times
-from shardwright.torchrec.constants import DDR_CAP, HBM_CAP, SSD_CAP, TORCHREC
 from shardwright.torchrec.pricing import derive, price
-from shardwright.torchrec.profile import torchrec_options
+from shardwright.torchrec.profile import DDR_CAP, HBM_CAP, SSD_CAP, TORCHREC, torchrec_options
 from shardwright.torchrec.storage import MeshSizes, Shards, ShardScheme
 
 TYPES = (

@@ -21,7 +21,7 @@ from shardwright.planner.search.watch import Watch
 from shardwright.planner.statistics.tables import over_shards
 from shardwright.torchrec import proposers
 from shardwright.torchrec.candidate import Bytes, Offer, Proposal, Rating, candidate_of
-from shardwright.torchrec.scaleup import MAX_DRAWS, LuusJaakola
+from shardwright.torchrec.proposers import MAX_DRAWS, LuusJaakola
 
 FITS = 1.0  # milliseconds of the busiest rank
 TYPES: tuple[Any, ...] = ("data_parallel", "table_wise", "row_wise", "column_wise")

@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwright.core.errors import InputError
 from shardwright.trace.checkpointing import apply_checkpointing
 from shardwright.trace.compiled import apply_compile
-from shardwright.trace.float8 import apply_float8
 from shardwright.trace.lowering import lowering
 from shardwright.trace.lowering.kernels import Kernels
 from shardwright.trace.lowering.lowered import Lowering
+from shardwright.trace.treatment import apply_float8
 
 Step = Callable[..., tuple[int, int, set[str]]]
 
@@ -76,7 +76,7 @@ def test_the_head_and_odd_sizes_stay_as_they_are() -> None:
         }
     )
     with apply_float8(model) as converted:
-        assert converted.names == ("wide", "inner.deep")
+        assert converted.blocks == [model["wide"], model["inner"]["deep"]]
     assert not any("forward" in vars(layer) for layer in model.modules())
 
 

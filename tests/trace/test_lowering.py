@@ -14,16 +14,10 @@ from torch.nn.functional import scaled_dot_product_attention as attention_by_nam
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.core.errors import InputError
-from shardwright.trace.lowering import (
-    ENTRIES,
-    aten_name,
-    kernels,
-    lowering,
-    table,
-    unknown_operators,
-)
+from shardwright.trace.lowering import lowering, unknown_operators
 from shardwright.trace.lowering.functions import cross_entropy as fused_cross_entropy
 from shardwright.trace.lowering.functions import rms_norm as fused_rms_norm
+from shardwright.trace.lowering.kernels import ENTRIES, aten_name, kernels, table
 from shardwright.trace.recorder import Recorder
 
 MIB = 2**20

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.tracker.memory import DeviceMeter, MemoryTracker, meter_for
+from shardwright.tracker.memory import MemoryTracker, device_meter, meter_for
 from shardwright.tracker.storages import granularity_of
 
 
@@ -33,9 +33,9 @@ def test_retries_of_the_allocator_count_from_the_making_of_a_meter(
         "get_device_name": "a GPU",
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer)
-    meter = DeviceMeter(torch.device("cuda"))
+    read = device_meter(torch.device("cuda"))
     stats |= {"active_bytes.all.current": 8, "num_alloc_retries": 5, "num_ooms": 1}
-    found = meter.read()
+    found = read()
     assert (found.before, found.retries, found.out_of_memory) == (7, 2, 0)
 
 

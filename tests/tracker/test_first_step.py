@@ -52,7 +52,7 @@ def test_the_peak_of_a_cold_step_is_that_of_a_warm_one_but_for_the_states_it_mak
 
 
 def test_it_would_not_be_if_those_tensors_were_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "quiet_propagation", lambda _: nullcontext())
+    monkeypatch.setattr(memory.private, "quiet_propagation", lambda _: nullcontext())
     tracker, _ = steps(96)
     whole = 2 * (96 * 96 + 96) * 4
     assert sum(tracker.peaks["step"].values()) > whole

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from shardwright.core.amount import ceil_div
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.optimizer_states import is_large
 from shardwright.core.placement import (
     BlockShard,
@@ -140,14 +140,9 @@ def _check_blocks(
     if chunk >= tensor.shape[placement.dim] or (before == 1 and chunk * after % block == 0):
         return
     least = block // math.gcd(math.prod(tensor.shape[1:]), block)
-    raise InputError(
-        expected(
-            tensor.fqn,
-            f"cuts between blocks of {block} elements, which an optimizer quantizes together",
-            f"{describe(placement)} of shape {tensor.shape}",
-            f"Use shard_strategy='flat', Owned(rank) or BlockShard({least}).",
-        )
-    )
+    wanted = f"cuts between blocks of {block} elements, which an optimizer quantizes together"
+    remedy = f"Use shard_strategy='flat', Owned(rank) or BlockShard({least})."
+    raise InputError(tensor.fqn, wanted, f"{describe(placement)} of shape {tensor.shape}", remedy)
 
 
 def _replicated(members: Members, dtype: str, world_size: int, block: int) -> Arranged:

@@ -21,7 +21,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.tensor import TensorSpec
 
@@ -121,13 +121,8 @@ def decode(runs: Iterable[BlockRun]) -> Iterator[Block]:
         # Here and not by a type: a file may say anything, and zip would fail without naming the
         # tensor.
         if run.count > 1 and len(run.step) != len(run.offsets):
-            raise InputError(
-                expected(
-                    f"blocks of {run.tensor}",
-                    f"a step of {len(run.offsets)} offsets",
-                    f"{len(run.step)}",
-                )
-            )
+            where = f"blocks of {run.tensor}"
+            raise InputError(where, f"a step of {len(run.offsets)} offsets", f"{len(run.step)}")
         for k in range(run.count):
             offsets = run.offsets if k == 0 else _moved(run, k)
             yield Block(run.tensor, run.role, offsets, run.sizes, run.rank + k)
@@ -147,9 +142,7 @@ def check_tiling(blocks: Iterable[Block], tensors: Iterable[TensorSpec], world_s
     for block in blocks:
         if not 0 <= block.rank < world_size:
             raise InputError(
-                expected(
-                    f"blocks of {block.tensor}", f"ranks below {world_size}", f"rank {block.rank}"
-                )
+                f"blocks of {block.tensor}", f"ranks below {world_size}", f"rank {block.rank}"
             )
         # The other roles need no check of their own: gradients and states follow from the same
         # layout, and under ZeRO-1 they are cut where parameters are whole.
@@ -158,15 +151,13 @@ def check_tiling(blocks: Iterable[Block], tensors: Iterable[TensorSpec], world_s
     for tensor in tensors:
         _check_tensor(tensor, by_tensor.pop(tensor.fqn, []))
     if by_tensor:
-        raise InputError(
-            expected("blocks", "only tensors of the model", f"'{next(iter(by_tensor))}'")
-        )
+        raise InputError("blocks", "only tensors of the model", f"'{next(iter(by_tensor))}'")
 
 
 def _check_tensor(tensor: TensorSpec, blocks: list[Block]) -> None:
     where = f"blocks of {tensor.fqn}"
     if len(set(blocks)) != len(blocks):
-        raise InputError(expected(where, "each block once per rank", "one listed twice"))
+        raise InputError(where, "each block once per rank", "one listed twice")
     # One form for all blocks of a tensor. A mixture is refused by the lengths below: whether a
     # range of elements overlaps a rectangle could not be seen by comparing offsets.
     flat = any(len(block.offsets) != len(tensor.shape) for block in blocks)
@@ -178,19 +169,12 @@ def _check_tensor(tensor: TensorSpec, blocks: list[Block]) -> None:
         if not len(offsets) == len(sizes) == len(shape) or any(
             o < 0 or s < 1 or o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)
         ):
-            raise InputError(
-                expected(where, f"blocks inside {shape}", f"offsets {offsets}, sizes {sizes}")
-            )
+            raise InputError(where, f"blocks inside {shape}", f"offsets {offsets}, sizes {sizes}")
     covered = sum(math.prod(sizes) for _, sizes in boxes)
     if covered != tensor.numel or _overlap(boxes):
-        raise InputError(
-            expected(
-                where,
-                f"every one of {tensor.numel} elements exactly once",
-                f"blocks of {covered} elements in all" if covered != tensor.numel else "an overlap",
-                "Make the plan again with `shardwright plan`.",
-            )
-        )
+        wanted = f"every one of {tensor.numel} elements exactly once"
+        found = f"blocks of {covered} elements in all" if covered != tensor.numel else "an overlap"
+        raise InputError(where, wanted, found, "Make the plan again with `shardwright plan`.")
 
 
 def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:

@@ -105,12 +105,8 @@ class _Buckets:
 
     def recording(self) -> Recording:
         """The step, unfolded and cut."""
-        return msgspec.structs.replace(
-            self.recorded,
-            pieces=(*self._forward(), *self._backward()),
-            units=tuple(self.units),
-            series=(),
-        )
+        pieces, units = (*self._forward(), *self._backward()), tuple(self.units)
+        return msgspec.structs.replace(self.recorded, pieces=pieces, units=units, series=())
 
     def _at(self, point: Point, numbers: Iterable[int]) -> Iterator[Piece]:
         """Buckets get to a point: of several those that a forward needs first."""

@@ -22,7 +22,7 @@ from shardwright.core.document import (
     unknown_key,
     write_atomically,
 )
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 
 Device = Literal["cpu", "cuda"]
 Tier = Literal["hbm", "ddr", "ssd"]
@@ -160,7 +160,7 @@ def parse_calibration(document: dict[str, Any], where: str) -> Calibration:
     """Check a decoded cluster file."""
     found = document.get("schema", "none")
     if found != SCHEMA:
-        raise InputError(expected(f"{where}: schema", f"'{SCHEMA}'", repr(found)[:60], MAKE))
+        raise InputError(f"{where}: schema", f"'{SCHEMA}'", repr(found)[:60], MAKE)
     # Figure by figure first, for an error of the whole would name the section only.
     for group in ("capacities", "constants"):
         figures = document.get(group)

@@ -62,24 +62,24 @@ class Shown:
 def read_bytes(path: Path | str, what: str, remedy: str = "") -> bytes:
     """A file's bytes, or one line that says why not."""
     if not isinstance(path, str | os.PathLike):
-        raise InputError(expected("path", f"that of a {what} file", type(path).__name__, remedy))
+        raise InputError("path", f"that of a {what} file", type(path).__name__, remedy)
     path = Path(path)
     try:
         if path.is_dir():
-            raise InputError(expected(str(path), f"a {what} file", "a directory", remedy))
+            raise InputError(str(path), f"a {what} file", "a directory", remedy)
         found = path.stat()
         # Asked before it is opened: opening a named pipe waits until somebody writes, which may be
         # never.
         if not stat.S_ISREG(found.st_mode):  # a pipe nobody writes into, a device without end
-            raise InputError(expected(str(path), f"a {what} file", "no regular file", remedy))
+            raise InputError(str(path), f"a {what} file", "no regular file", remedy)
         if found.st_size > MAX_DOCUMENT_BYTES:
-            raise InputError(expected(str(path), f"a {what} below 256 MiB", "a larger file"))
+            raise InputError(str(path), f"a {what} below 256 MiB", "a larger file")
         return path.read_bytes()
     except FileNotFoundError:
-        raise InputError(expected(str(path), f"a {what} file", "no such file", remedy)) from None
+        raise InputError(str(path), f"a {what} file", "no such file", remedy) from None
     except OSError as error:
         raise InputError(
-            expected(str(path), f"a readable {what} file", f"'{error.strerror}'", remedy)
+            str(path), f"a readable {what} file", f"'{error.strerror}'", remedy
         ) from None
 
 
@@ -91,13 +91,13 @@ def parse_toml(raw: bytes | str, where: str, what: str) -> dict[str, Any]:
     """
     if len(raw) > MAX_TOML_BYTES:
         most = f"at most {MAX_TOML_BYTES >> 20} MiB of TOML"
-        raise InputError(expected(where, most, f"{len(raw):,} bytes", "Many tables go into JSON."))
+        raise InputError(where, most, f"{len(raw):,} bytes", "Many tables go into JSON.")
     try:
         text = raw if isinstance(raw, str) else raw.decode()
         # By a pattern, for the parser is what has to be kept from it: tomllib's time grows with the
         # square of a key's steps, and it offers no limit.
         if _DEEP_KEY.search(text):
-            raise InputError(expected(where, f"keys of at most {MAX_DEPTH} steps", "a deeper one"))
+            raise InputError(where, f"keys of at most {MAX_DEPTH} steps", "a deeper one")
         return tomllib.loads(text)
     except InputError:
         raise
@@ -105,7 +105,7 @@ def parse_toml(raw: bytes | str, where: str, what: str) -> dict[str, Any]:
         json = raw.lstrip()[:1] in (b"{", "{")
         remedy = "A plan or a measurement is read by explain, train, compare and report."
         found = ("JSON", remedy) if json else (f"'{error}'",)
-        raise InputError(expected(where, f"{what} in TOML", *found)) from None
+        raise InputError(where, f"{what} in TOML", *found) from None
 
 
 def parse_json(raw: bytes | str, where: str, what: str) -> Any:
@@ -114,7 +114,7 @@ def parse_json(raw: bytes | str, where: str, what: str) -> Any:
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise InputError(expected(where, what, f"'{error}'")) from None
+        raise InputError(where, what, f"'{error}'") from None
 
 
 def read_document(path: Path | str, kind: type[T], schema: str, made_by: str) -> T:
@@ -133,7 +133,7 @@ def read_document(path: Path | str, kind: type[T], schema: str, made_by: str) ->
         found, wrong = _schema_of(raw, path, name, remedy), str(error)
     if found != schema:
         got, again = f"'{found}'" if found else "none", f"Make it again with `{made_by}`."
-        raise InputError(expected(f"{path}: schema", f"'{schema}'", got, again))
+        raise InputError(f"{path}: schema", f"'{schema}'", got, again)
     if wrong:
         raise InputError(f"{path}: not a valid {name}: {wrong}.")
     valid: T = document
@@ -144,10 +144,9 @@ def _schema_of(raw: bytes, path: Path | str, name: str, remedy: str) -> str:
     try:
         document: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(expected(str(path), f"{name} JSON", f"'{error}'", remedy)) from None
+        raise InputError(str(path), f"{name} JSON", f"'{error}'", remedy) from None
     if not isinstance(document, dict):
-        found = type(document).__name__
-        raise InputError(expected(str(path), f"a {name} object", found, remedy))
+        raise InputError(str(path), f"a {name} object", type(document).__name__, remedy)
     schema = document.get("schema", "")
     return schema if isinstance(schema, str) else ""
 
@@ -199,18 +198,16 @@ def write_atomically(path: Path | str, data: bytes) -> None:
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
         if path.is_dir():
-            raise InputError(expected(str(path), "a file that can be written", "a directory"))
+            raise InputError(str(path), "a file that can be written", "a directory")
         if path.exists() and not path.is_file():  # a device would become a file
-            raise InputError(expected(str(path), "a file that can be written", "no regular file"))
+            raise InputError(str(path), "a file that can be written", "no regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(data)
         temporary.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise InputError(
-            expected(str(path), "a file that can be written", f"'{error.strerror}'")
-        ) from None
+        raise InputError(str(path), "a file that can be written", f"'{error.strerror}'") from None
 
 
 def encode_toml(document: Mapping[str, Any], inside: str = "") -> str:

@@ -25,9 +25,16 @@ EXIT_INTERRUPTED = 130
 
 
 class ShardwrightError(Exception):
-    """Base of every error this package raises on purpose; ``exit_code`` is the process's."""
+    """Base of every error this package raises on purpose; ``exit_code`` is the process's.
+
+    ``ShardwrightError(where, wanted, found, remedy)`` words its message as ``expected`` does; one
+    argument is the whole message.
+    """
 
     exit_code = EXIT_BUG
+
+    def __init__(self, where: str, wanted: str = "", found: str = "", remedy: str = "") -> None:
+        super().__init__(expected(where, wanted, found, remedy) if wanted else where)
 
 
 class InputError(ShardwrightError, ValueError):
@@ -203,7 +210,7 @@ def listed(names: Sequence[str], most: int) -> str:
 def check_type(value: object, kind: type, where: str, remedy: str = "") -> None:
     """InputError unless ``value`` is a ``kind``."""
     if not isinstance(value, kind):
-        raise InputError(expected(where, f"a {kind.__name__}", type(value).__name__, remedy))
+        raise InputError(where, f"a {kind.__name__}", type(value).__name__, remedy)
 
 
 def expected(where: str, wanted: str, found: str, remedy: str = "") -> str:

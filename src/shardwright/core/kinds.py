@@ -23,7 +23,7 @@ import msgspec
 from msgspec import UNSET
 
 from shardwright.core.amount import ceil_div, named, noted
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.model import QUANTIZED, KindKeys, KindName, TableSpec
 from shardwright.core.tensor import element_bytes
 
@@ -381,7 +381,7 @@ def check_kind(table: KindKeys, spot: str, kinds: tuple[KindName, ...] = ()) -> 
             owners = [f"'{name}'" for name, each in KINDS.items() if key in each.keys]
             wanted = f"no such key for kind '{kind}'"
             remedy = f"It belongs to kind {', '.join(owners)}."
-            raise InputError(expected(f"{spot}.{key}", wanted, repr(value), remedy))
+            raise InputError(f"{spot}.{key}", wanted, repr(value), remedy)
 
 
 def check_settled(table: TableSpec, spot: str) -> None:
@@ -389,20 +389,20 @@ def check_settled(table: TableSpec, spot: str) -> None:
     kind = kind_of(table)
     if kind == "mixed_dim" and _int(table.width) > table.dim:
         wanted = f"at most dim {table.dim}"
-        raise InputError(expected(f"{spot}.width", wanted, str(table.width)))
+        raise InputError(f"{spot}.width", wanted, str(table.width))
     if kind == "qr" and table.operation == "concat" and table.dim % 2:
         wanted = "an even dim, of which each part has half"
-        raise InputError(expected(f"{spot}.dim", wanted, str(table.dim)))
+        raise InputError(f"{spot}.dim", wanted, str(table.dim))
     if kind == "robe" and table.dim % _int(table.block):
         wanted = f"a divisor of dim {table.dim}"
-        raise InputError(expected(f"{spot}.block", wanted, str(table.block)))
+        raise InputError(f"{spot}.block", wanted, str(table.block))
     if kind in ("double_hash", "dhe", "robe") and table.rows > MAX_HASHED:
         wanted = f"at most {MAX_HASHED:,} rows of kind '{kind}', whose ids are hashed in 32 bits"
-        raise InputError(expected(f"{spot}.rows", wanted, f"{table.rows:,}"))
+        raise InputError(f"{spot}.rows", wanted, f"{table.rows:,}")
     for kernel in table.compute_kernels or ():
         if kind in PACKED and kernel not in QUANTIZED:
             wanted = f"{', '.join(QUANTIZED)} for kind '{kind}', which serves inference only"
-            raise InputError(expected(f"{spot}.compute_kernels", wanted, f"'{kernel}'"))
+            raise InputError(f"{spot}.compute_kernels", wanted, f"'{kernel}'")
     if kind != "full" and table.dtype != "fp32":
         wanted = f"'fp32' for kind '{kind}'"
-        raise InputError(expected(f"{spot}.dtype", wanted, repr(table.dtype)))
+        raise InputError(f"{spot}.dtype", wanted, repr(table.dtype))

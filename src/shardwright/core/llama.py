@@ -173,38 +173,29 @@ def is_trained(shape: LlamaShape, name: str) -> bool:
 def check_shape(shape: LlamaShape, where: str = "model") -> None:
     """Refuse sizes that contradict each other; InputError names ``where`` and the key."""
     if shape.heads % shape.kv_heads:
-        raise InputError(
-            expected(
-                f"{where}.kv_heads",
-                f"a divisor of the {shape.heads} heads",
-                str(shape.kv_heads),
-                "Every head of keys serves equally many heads of queries.",
-            )
-        )
+        wanted = f"a divisor of the {shape.heads} heads"
+        remedy = "Every head of keys serves equally many heads of queries."
+        raise InputError(f"{where}.kv_heads", wanted, str(shape.kv_heads), remedy)
     if shape.turned_dim % 2 and not shape.positions:
         key = "qk_rope_head_dim" if shape.qk_rope_head_dim else "head_dim"
         raise InputError(
-            expected(f"{where}.{key}", "an even number", str(shape.turned_dim), "RoPE turns pairs.")
+            f"{where}.{key}", "an even number", str(shape.turned_dim), "RoPE turns pairs."
         )
     _check_latent(shape, where)
     every = shape.layers + shape.further
     beyond = [layer for layer in shape.moe_layers if not 0 <= layer < every]
     if beyond:
-        raise InputError(
-            expected(f"{where}.moe_layers", f"layers below {shape.layers}", str(beyond[0]))
-        )
+        raise InputError(f"{where}.moe_layers", f"layers below {shape.layers}", str(beyond[0]))
     if shape.moe_layers and not 1 <= shape.experts_per_token <= shape.experts:
         raise InputError(
-            expected(
-                f"{where}.experts_per_token",
-                f"from 1 to the {shape.experts} experts",
-                str(shape.experts_per_token),
-            )
+            f"{where}.experts_per_token",
+            f"from 1 to the {shape.experts} experts",
+            str(shape.experts_per_token),
         )
     if shape.moe_layers and not shape.expert_ffn_dim:
-        raise InputError(expected(f"{where}.expert_ffn_dim", "at least 1", "0"))
+        raise InputError(f"{where}.expert_ffn_dim", "at least 1", "0")
     if len(shape.moe_layers) < shape.layers and not shape.ffn_dim:
-        raise InputError(expected(f"{where}.ffn_dim", "at least 1", "0"))
+        raise InputError(f"{where}.ffn_dim", "at least 1", "0")
 
 
 def _check_latent(shape: LlamaShape, where: str) -> None:
@@ -212,7 +203,7 @@ def _check_latent(shape: LlamaShape, where: str) -> None:
     if not given:
         return
     if not shape.kv_lora_rank:
-        raise InputError(expected(f"{where}.kv_lora_rank", f"at least 1 beside {given[0]}", "none"))
+        raise InputError(f"{where}.kv_lora_rank", f"at least 1 beside {given[0]}", "none")
     if not 0 < shape.qk_rope_head_dim < shape.head_dim:
         wanted = f"a part of head_dim {shape.head_dim} beside kv_lora_rank"
         raise InputError(expected(f"{where}.qk_rope_head_dim", wanted, str(shape.qk_rope_head_dim)))
@@ -439,18 +430,12 @@ def check_local(shape: LlamaShape, local: LocalShape, where: str = "parallel") -
         _divides(wide, local.expert_width_degree, f"{where}.{key}", "columns of an expert")
     if local.expert > 1:
         if not shape.moe_layers:
-            raise InputError(
-                expected(f"{where}.expert", "1 for a model without experts", str(local.expert))
-            )
+            raise InputError(f"{where}.expert", "1 for a model without experts", str(local.expert))
         _divides(shape.experts, local.expert, f"{where}.expert", "experts")
     elif local.capacity_factor is not None or local.expert_load != 1.0:
+        remedy = "One rank's experts get exactly the rows of its tokens."
         raise InputError(
-            expected(
-                f"{where}.expert",
-                "more than 1 where experts have a capacity or a load",
-                "1",
-                "One rank's experts get exactly the rows of its tokens.",
-            )
+            f"{where}.expert", "more than 1 where experts have a capacity or a load", "1", remedy
         )
     if local.megatron and (shape.sinks or shape.expert_bias):
         wanted = "another for a model with sinks of attention or biases of experts"
@@ -460,9 +445,7 @@ def check_local(shape: LlamaShape, local: LocalShape, where: str = "parallel") -
         raise InputError(expected(f"{where}.context", wanted, str(local.context)))
     first, stop = local.layers or (0, shape.layers)
     if not 0 <= first <= stop <= shape.layers:
-        raise InputError(
-            expected("layers", f"a range of the {shape.layers} layers", f"{first} to {stop}")
-        )
+        raise InputError("layers", f"a range of the {shape.layers} layers", f"{first} to {stop}")
 
 
 def _divides(size: int, degree: int, where: str, what: str) -> None:

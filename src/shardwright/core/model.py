@@ -64,17 +64,7 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 KindName = Literal[
-    "full",
-    "hash",
-    "double_hash",
-    "qr",
-    "mixed_dim",
-    "memcom",
-    "tt",
-    "dhe",
-    "robe",
-    "int8",
-    "int4",
+    "full", "hash", "double_hash", "qr", "mixed_dim", "memcom", "tt", "dhe", "robe", "int8", "int4"
 ]
 Ids = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**16)]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from shardwright.core.errors import InputError, UnsupportedError, expected, not_one_of
+from shardwright.core.errors import InputError, UnsupportedError, not_one_of
 from shardwright.core.optimizer_states import (
     BLOCK_ELEMENTS,
     CODES,
@@ -129,11 +129,9 @@ class Optimizer:
             return self
         other = OPTIMIZERS[self.elsewhere]
         text = f"{self.name} is {other.name}: ours updates units of our own runtime"
+        assumption = "; ".join(filter(None, (text, other.assumption)))
         return replace(
-            other,
-            implementation=self.implementation,
-            offload=self.offload,
-            assumption="; ".join(filter(None, (text, other.assumption))),
+            other, implementation=self.implementation, offload=self.offload, assumption=assumption
         )
 
     def assumptions(self) -> tuple[str, ...]:
@@ -488,7 +486,7 @@ def optimizer_named(
     row = OPTIMIZERS[name]
     if implementation and implementation not in row.steps:
         wanted = f"one that {name} has: {', '.join(row.steps)}"
-        raise UnsupportedError(expected("memory.implementation", wanted, f"'{implementation}'"))
+        raise UnsupportedError("memory.implementation", wanted, f"'{implementation}'")
     return replace(row, implementation=implementation, offload=offload)
 
 

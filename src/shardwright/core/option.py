@@ -1,11 +1,8 @@
 """A way to shard one table, before it is decided which ranks get the shards.
 
-Shards that are alike are kept together as a :class:`ShardRun`, so an option costs the same to
-describe on 8 ranks and on 8,000.
+Every sharding type becomes rectangles here. Those that are alike are kept together as a
+:class:`ShardRun`, so an option costs the same to describe on 8 ranks and on 8,000.
 """
-
-# Every sharding type becomes rectangles here, in runs: the planner prices thousands of options on
-# thousands of ranks, and a run costs the same to describe on 8 ranks and on 8,000.
 
 from __future__ import annotations
 

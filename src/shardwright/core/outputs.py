@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 
 _HEAD = 4096  # bytes in which a file says what it is
 
@@ -50,20 +50,20 @@ def check_output(
         if same_file(path, read):
             found = "one of them" if str(path) == str(read) else f"the same as {read}"
             wanted = "another file than those that are read"
-            raise InputError(expected(str(path), wanted, found, remedy))
+            raise InputError(str(path), wanted, found, remedy)
     if path.is_dir():
-        raise InputError(expected(str(path), "a file that can be written", "a directory"))
+        raise InputError(str(path), "a file that can be written", "a directory")
     if not path.exists():
         if kind.endings and path.suffix and path.suffix.lower() not in kind.endings:
             wanted = f"a name that ends in {' or '.join(kind.endings)}"
-            raise InputError(expected(f"{option} of a {kind.name}", wanted, f"'{path.name}'"))
+            raise InputError(f"{option} of a {kind.name}", wanted, f"'{path.name}'")
         _check_folder(path)
         return
     if not path.is_file():
-        raise InputError(expected(str(path), "a file that can be written", "no regular file"))
+        raise InputError(str(path), "a file that can be written", "no regular file")
     if not is_of(path, kind):
         wanted = f"a new file or an earlier {kind.name}"
-        raise InputError(expected(str(path), wanted, "a file of another kind", remedy))
+        raise InputError(str(path), wanted, "a file of another kind", remedy)
 
 
 def _check_folder(path: Path) -> None:
@@ -72,9 +72,9 @@ def _check_folder(path: Path) -> None:
     above = next(parent for parent in path.absolute().parents if parent.exists())
     wanted = "a file that can be written"
     if not above.is_dir():
-        raise InputError(expected(str(path), wanted, f"'{above.name}', which is no folder, in it"))
+        raise InputError(str(path), wanted, f"'{above.name}', which is no folder, in it")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise InputError(expected(str(path), wanted, f"{above}, which may not be written to"))
+        raise InputError(str(path), wanted, f"{above}, which may not be written to")
 
 
 def is_of(path: Path, kind: FileKind) -> bool:
@@ -83,7 +83,7 @@ def is_of(path: Path, kind: FileKind) -> bool:
         with path.open("rb") as file:
             head = file.read(_HEAD)
     except OSError as error:
-        raise InputError(expected(str(path), "a readable file", f"'{error.strerror}'")) from None
+        raise InputError(str(path), "a readable file", f"'{error.strerror}'") from None
     # An empty file counts: it holds nothing that could be lost.
     return not head or kind.beginning.match(head) is not None
 

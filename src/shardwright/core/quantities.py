@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 
 _SCALES = {
     "B": 1,
@@ -35,13 +35,11 @@ def parse_bytes(value: int | str, where: str) -> int:
     else:
         match = _SIZE.match(value)
         if match is None:
-            raise InputError(
-                expected(where, "bytes as an integer or a text like '48 MiB'", f"'{value}'")
-            )
+            raise InputError(where, "bytes as an integer or a text like '48 MiB'", f"'{value}'")
         size = int(Decimal(match.group(1)) * _SCALES[match.group(2)])
     if not 0 < size <= MAX_BYTES:
         raise InputError(
-            expected(where, "a size between 1 B and 2^60 B", f"{value}", "Write bytes or '48 MiB'.")
+            where, "a size between 1 B and 2^60 B", f"{value}", "Write bytes or '48 MiB'."
         )
     return size
 
@@ -52,7 +50,7 @@ def check_unit(value: object, where: str, least: int = LEAST_BARE) -> None:
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value < least:
         unit = "GiB" if value < MOST_GIB else "MiB"
         remedy = f'Did you mean "{value} {unit}"? Bytes as few as these are written "{value} B".'
-        raise InputError(expected(where, "a size with its unit", f"{value} bytes", remedy))
+        raise InputError(where, "a size with its unit", f"{value} bytes", remedy)
 
 
 def format_bytes(size: float) -> str:

@@ -23,7 +23,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.core.timeline import Kind
 from shardwright.core.work import OperatorShapes, Work
@@ -201,7 +201,7 @@ def check_recording(recording: Recording) -> None:
     policies = {unit.checkpointing for unit in recording.units if unit.checkpointing}
     if len(policies) > 1:
         found = " and ".join(sorted(map(str, policies)))
-        raise InputError(expected("recording: checkpointing", "one policy", found))
+        raise InputError("recording: checkpointing", "one policy", found)
     # Plans travel with their recording, and what `explain` recomputes rests on it: a recording that
     # was edited is refused here and not found out by a heap below zero.
     held: dict[int, int] = {}
@@ -213,13 +213,11 @@ def check_recording(recording: Recording) -> None:
         for touch in piece.touches:
             if touch.what == "take":
                 if touch.slot in held:
-                    raise InputError(
-                        expected(where, "a storage that is not there", f"storage {touch.slot}")
-                    )
+                    raise InputError(where, "a storage that is not there", f"storage {touch.slot}")
                 held[touch.slot] = touch.nbytes
             elif held.get(touch.slot) != touch.nbytes or (touch.what, touch.slot) in gradients:
                 wanted = f"a storage of {touch.nbytes} B that is there"
-                raise InputError(expected(where, wanted, f"storage {touch.slot}"))
+                raise InputError(where, wanted, f"storage {touch.slot}")
             if touch.what == "free":
                 del held[touch.slot]
             elif touch.what == "gradient":
@@ -229,7 +227,7 @@ def check_recording(recording: Recording) -> None:
 
 def _one_of(where: str, name: str, known: Container[str]) -> None:
     if name not in known:
-        raise InputError(expected(where, "one that is recorded", f"'{name}'"))
+        raise InputError(where, "one that is recorded", f"'{name}'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,8 +462,5 @@ class Unfolded:
         return homes
 
 
-_AROUND = {
-    "forward": ("enter", "leave"),
-    "backward": ("enter_backward", "leave_backward"),
-}
+_AROUND = {"forward": ("enter", "leave"), "backward": ("enter_backward", "leave_backward")}
 OF_UNITS = {point for points in _AROUND.values() for point in points}

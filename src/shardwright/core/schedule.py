@@ -320,11 +320,9 @@ class PlannedFlow(UnitFlow):
         self.current: set[str] = set()  # units that stay and are as they were updated
 
     def is_gathered(self, unit: str) -> bool:
-        """Whether it is there, or on its way."""
         return unit in self.gathered
 
     def reshards(self, unit: str) -> bool:
-        """As the plan says."""
         return unit in self.modes.resharded_units
 
     def is_freed(self, unit: str) -> bool:
@@ -355,17 +353,14 @@ class PlannedFlow(UnitFlow):
         return self._done(super().enter(unit, direction, ahead=ahead))
 
     def leave(self, unit: str) -> list[Action]:
-        """Free a unit after a forward that trains, if it reshards."""
         return self._done(super().leave(unit))
 
     def reduce(
         self, unit: str, *, frees: bool = True, sums: bool = True, holds: bool = False
     ) -> list[Action]:
-        """A unit's backward is over."""
         return self._done(super().reduce(unit, frees=frees, sums=sums, holds=holds))
 
     def finish(self) -> list[Action]:
-        """A backward is over, and everything collected."""
         return self._done(super().finish())
 
     def _done(self, actions: list[Action]) -> list[Action]:

@@ -75,21 +75,9 @@ _ROWS: tuple[Traits, ...] = (
     Traits("column_wise", "CW", "device", cuts_columns=True),
     Traits("table_row_wise", "TWRW", "host", "host", sequences=False),
     Traits(
-        "table_column_wise",
-        "TWCW",
-        "host",
-        cuts_columns=True,
-        sequences=False,
-        freer="column_wise",
+        "table_column_wise", "TWCW", "host", cuts_columns=True, sequences=False, freer="column_wise"
     ),
-    Traits(
-        "grid_shard",
-        "GS",
-        "multi_host",
-        "host",
-        cuts_columns=True,
-        sequences=False,
-    ),
+    Traits("grid_shard", "GS", "multi_host", "host", cuts_columns=True, sequences=False),
 )
 _BY_NAME: dict[str, Traits] = {row.name: row for row in _ROWS}
 

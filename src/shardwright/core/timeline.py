@@ -19,7 +19,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from shardwright.core.block import MAX_RUN
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 
 Phase = Literal[
     "setup",
@@ -102,10 +102,10 @@ def check_runs(runs: Sequence[EventRun], world_size: int, where: str) -> None:
     for run in runs:
         if run.event.rank + run.count > world_size:
             found = f"rank {run.event.rank + run.count - 1}"
-            raise InputError(expected(f"{where}: timeline", f"{world_size} ranks", found))
+            raise InputError(f"{where}: timeline", f"{world_size} ranks", found)
     total = sum(run.count for run in runs)
     if total > MAX_EVENTS:
-        raise InputError(expected(f"{where}: timeline", f"at most {MAX_EVENTS} events", str(total)))
+        raise InputError(f"{where}: timeline", f"at most {MAX_EVENTS} events", str(total))
 
 
 def encode(events: Iterable[Event]) -> tuple[EventRun, ...]:

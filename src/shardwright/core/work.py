@@ -62,8 +62,5 @@ class OperatorShapes(msgspec.Struct, frozen=True, array_like=True):
     def __add__(self, other: OperatorShapes) -> OperatorShapes:
         # One by one, though some are alike: which are may change with the size of a batch, and a
         # recording between two others is drawn number by number.
-        return OperatorShapes(
-            self.products + other.products,
-            self.attention + other.attention,
-            self.sent + other.sent,
-        )
+        products = self.products + other.products
+        return OperatorShapes(products, self.attention + other.attention, self.sent + other.sent)

@@ -122,15 +122,9 @@ def exit_code(
     # A worker that never lived failed at importing or at its arguments: that is input or our bug,
     # while memory that ran out is the run's fault and may be tried again.
     if verdict.kind == "lost" and first.beat is None and words and not words_of_memory(words):
-        return _code_of_a_start_that_failed(exits.get(first.rank, EXIT_BUG))
+        code = exits.get(first.rank, EXIT_BUG)
+        return EXIT_INPUT if code == EXIT_INPUT else EXIT_BUG if code > 0 else EXIT_RUN_FAILED
     return EXIT_RUN_FAILED
-
-
-def _code_of_a_start_that_failed(code: int) -> int:
-    """Of a worker that never lived: bad input has its own code, another code is our bug."""
-    if code == EXIT_INPUT:
-        return EXIT_INPUT
-    return EXIT_BUG if code > 0 else EXIT_RUN_FAILED
 
 
 def reason(
@@ -230,7 +224,7 @@ def decode_outcome(data: bytes, where: str = "outcome.json") -> RunOutcome:
     try:
         return decode_json(data, RunOutcome)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(expected(where, f"JSON of {OUTCOME_SCHEMA}", str(error))) from None
+        raise InputError(where, f"JSON of {OUTCOME_SCHEMA}", str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)

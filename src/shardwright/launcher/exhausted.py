@@ -6,10 +6,6 @@ cause; the last may be of what cleans up after it. Libraries of torch end the pr
 for them is looked after before torch is imported.
 """
 
-# Torch's libraries end the process when a thread or a mapping cannot be had, and what is printed
-# last is about something else. So room is looked after before torch is imported, and of a log the
-# first line about memory is the cause, not the last.
-
 from __future__ import annotations
 
 import errno
@@ -19,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.quantities import format_bytes
 
 # Bytes of address space that torch and one trace of a small model take on one thread: torch 2.13,
@@ -76,7 +72,7 @@ class _BeforeTorch:
         if name == "torch" and limit and limit < LEAST_OF_TORCH:
             wanted = f"{format_bytes(LEAST_OF_TORCH)} of address space or more for torch"
             found = f"a limit of {format_bytes(limit)} (ulimit -v)"
-            raise InputError(expected("memory", wanted, found, REMEDY))
+            raise InputError("memory", wanted, found, REMEDY)
 
 
 def _limit() -> int:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.outputs import same_file
 
 REMEDY = "Choose another train.out."
@@ -29,15 +29,31 @@ _OF_A_RANK = re.compile(
 )
 
 
-def plan_file(folder: Path) -> Path:
-    """The plan a run executed."""
-    return folder / "plan.json"
+def _of_run(name: str) -> Callable[[Path], Path]:
+    """A file of a run, by its folder."""
+    return lambda folder: folder / name
 
 
-def record_file(folder: Path, rank: int) -> Path:
-    """What a rank measured."""
-    return folder / f"rank-{rank}.record.json"
+def _of_rank(ending: str) -> Callable[[Path, int], Path]:
+    """A file of a rank, by the folder of its run and its number."""
+    return lambda folder, rank: folder / f"rank-{rank}.{ending}"
 
+
+plan_file = _of_run("plan.json")  # that the run executed
+measurement_file = _of_run("measured.json")  # what all ranks measured, merged
+comparison_file = _of_run("comparison.json")  # predicted beside measured
+outcome_file = _of_run("outcome.json")  # how the run ended
+command_file = _of_run("torchrun.sh")  # the command line that started the ranks
+progress_file = _of_run("progress.jsonl")
+lock_file = _of_run("launcher.lock")  # locked as long as a launcher lives; has the run's number
+# For torch.distributed.FileStore, a store that listens on no port at all: a TCPStore, as ``env://``
+# makes one, listens on every interface of the machine.
+store_file = _of_run("store")
+
+record_file = _of_rank("record.json")  # what a rank measured
+heartbeat_file = _of_rank("pulse")
+status_file = _of_rank("status.json")
+log_file = _of_rank("log")  # the traceback of an error that a worker did not expect
 
 HELD_OUT = ("test", "validation")  # parts that are scored; only the first is always there
 
@@ -52,59 +68,9 @@ def trace_file(folder: Path, rank: int, stage: str) -> Path:
     return folder / f"rank-{rank}.{stage}.trace.json"
 
 
-def measurement_file(folder: Path) -> Path:
-    """What all ranks measured, merged."""
-    return folder / "measured.json"
-
-
-def comparison_file(folder: Path) -> Path:
-    """Predicted beside measured."""
-    return folder / "comparison.json"
-
-
-def outcome_file(folder: Path) -> Path:
-    """How the run ended."""
-    return folder / "outcome.json"
-
-
-def command_file(folder: Path) -> Path:
-    """The command line that started the ranks."""
-    return folder / "torchrun.sh"
-
-
 def facts_file(rows: Path) -> Path:
     """Beside generated rows: what is known about them."""
     return rows.with_suffix(".facts.json")
-
-
-def heartbeat_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.pulse"
-
-
-def status_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.status.json"
-
-
-def log_file(folder: Path, rank: int) -> Path:
-    """Where a worker leaves the traceback of an error it did not expect."""
-    return folder / f"rank-{rank}.log"
-
-
-def store_file(folder: Path) -> Path:
-    """The file for ``torch.distributed.FileStore``: a store that listens on no port at all.
-
-    (A TCPStore, as ``env://`` makes one, listens on every interface of the machine.)
-    """
-    return folder / "store"
-
-
-def lock_file(folder: Path) -> Path:
-    """The file a launcher keeps locked as long as it lives; it holds the number of its run."""
-    return folder / "launcher.lock"
-
-
-def progress_file(folder: Path) -> Path:
-    return folder / "progress.jsonl"
 
 
 def is_going_on(folder: Path) -> bool:
@@ -145,7 +111,7 @@ def check_inputs(folder: Path, inputs: Iterable[Path], plan: Path | None = None)
     for path in filter(None, (*inputs, plan)):
         if any(same_file(path, each) for each in written):
             wanted = "a file that the run does not write over"
-            raise InputError(expected(str(path), wanted, f"one of {folder}", REMEDY))
+            raise InputError(str(path), wanted, f"one of {folder}", REMEDY)
 
 
 def check_folder(folder: Path, plan: Path | None = None) -> None:
@@ -155,7 +121,7 @@ def check_folder(folder: Path, plan: Path | None = None) -> None:
     # somebody else's.
     if written and not lock_file(folder).exists():
         wanted = "a new folder, or one of an earlier run"
-        raise InputError(expected(str(folder), wanted, f"one with a {written[0].name}", REMEDY))
+        raise InputError(str(folder), wanted, f"one with a {written[0].name}", REMEDY)
 
 
 def _written(folder: Path, plan: Path | None) -> list[Path]:

@@ -39,7 +39,7 @@ from types import FrameType
 from typing import Final, TextIO
 
 from shardwright.core.document import write_atomically
-from shardwright.core.errors import InputError, RunError, expected
+from shardwright.core.errors import InputError, RunError
 from shardwright.launcher.ending import End, RunOutcome, encode_outcome, outcome_of, without_folder
 from shardwright.launcher.folder import (
     LONGEST_MARK,
@@ -270,8 +270,8 @@ def hold(folder: Path, mark: str) -> Iterator[Callable[[], bool]]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        text = expected(str(folder), "a folder no run is using", "one with a run in progress")
-        raise InputError(f"{text} Wait for it or choose another folder.") from None
+        found, remedy = "one with a run in progress", "Wait for it or choose another folder."
+        raise InputError(str(folder), "a folder no run is using", found, remedy) from None
     try:
         try:
             _take_over(folder, descriptor, mark)
@@ -295,7 +295,7 @@ def _is_held(lock: Path, descriptor: int) -> bool:
 
 
 def _not_to_write_in(folder: Path, error: OSError) -> InputError:
-    return InputError(expected(str(folder), "a folder to write in", error.strerror or "none"))
+    return InputError(str(folder), "a folder to write in", error.strerror or "none")
 
 
 def _take_over(folder: Path, descriptor: int, mark: str) -> None:
@@ -308,7 +308,7 @@ def _take_over(folder: Path, descriptor: int, mark: str) -> None:
     before = os.pread(descriptor, LONGEST_MARK, 0)
     if before and not re.fullmatch(rb"[0-9a-f]{12}", before):
         path = str(lock_file(folder))
-        raise InputError(expected(path, "the lock of a run", "another file", "Move it away."))
+        raise InputError(path, "the lock of a run", "another file", "Move it away.")
     _write_mark(descriptor, mark.encode())
     deadline = time.monotonic() + _LAST_WORKERS
     while before and (left := run_processes(before.decode()) - {os.getpid()}):
@@ -316,8 +316,8 @@ def _take_over(folder: Path, descriptor: int, mark: str) -> None:
             _write_mark(descriptor, before)
             pids = ", ".join(map(str, sorted(left)))
             found = f"one with processes of a run whose launcher is gone: {pids}"
-            text = expected(str(folder), "a folder no run is using", found)
-            raise InputError(f"{text} End them or choose another folder.")
+            remedy = "End them or choose another folder."
+            raise InputError(str(folder), "a folder no run is using", found, remedy)
         time.sleep(_TICK)
 
 

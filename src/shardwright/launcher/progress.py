@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol, T
 import msgspec
 
 from shardwright.core.document import decode_json
-from shardwright.core.errors import RunError, expected
+from shardwright.core.errors import RunError
 from shardwright.launcher.folder import MARK, progress_file
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ class ProgressLog:
             # The launcher sees the same and ends the run in order, with what can still be saved.
             if MARK in os.environ and isinstance(error, FileNotFoundError | NotADirectoryError):
                 return
-            found = f"'{error.strerror}'"
-            raise RunError(expected(str(self._path), "a file to write in", found)) from None
+            raise RunError(str(self._path), "a file to write in", f"'{error.strerror}'") from None
 
     def close(self) -> None:
         """Nothing is held."""

@@ -35,16 +35,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Final
 
-from shardwright.core.errors import (
-    EXIT_BUG,
-    EXIT_INTERRUPTED,
-    EXIT_PREEMPTED,
-    EXIT_RUN_FAILED,
-    InputError,
-    PeerError,
-    ShardwrightError,
-    StoppedError,
-)
+from shardwright.core import errors
 from shardwright.launcher.exhausted import address_space, out_of_memory
 from shardwright.launcher.folder import LONGEST_MARK, MARK, lock_file, log_file
 from shardwright.launcher.heartbeat import STOPPED, Heartbeat, RankOutcome, State, write_status
@@ -64,7 +55,7 @@ def guard_parent(folder: Path, interval: float = 0.5) -> None:
             time.sleep(interval)
         # Not sys.exit, which would only end this thread; the main one may be inside of a collective
         # for ever.
-        os._exit(EXIT_RUN_FAILED)
+        os._exit(errors.EXIT_RUN_FAILED)
 
     threading.Thread(target=watch, name="guard_parent", daemon=True).start()
 
@@ -139,9 +130,9 @@ def _last_word(folder: Path, rank: int, heartbeat: Heartbeat, body: Body) -> int
     try:
         status = _ended(heartbeat, rank, body, log_file(folder, rank))
     except StopRequestedError:
-        status = _status(heartbeat, rank, "stopped", EXIT_PREEMPTED, STOPPED)
+        status = _status(heartbeat, rank, "stopped", errors.EXIT_PREEMPTED, STOPPED)
     _ignore_term()
-    with suppress(InputError):  # no folder may be there any more to write it in
+    with suppress(errors.InputError):  # no folder may be there any more to write it in
         write_status(folder, status)
     return status.code or 0
 
@@ -158,15 +149,17 @@ def _ended(heartbeat: Heartbeat, rank: int, body: Body, log: Path) -> RankOutcom
         heartbeat.mark("done")
         return _status(heartbeat, rank, "finished", 0, "finished")
     except KeyboardInterrupt:
-        return _status(heartbeat, rank, "stopped", EXIT_INTERRUPTED, "stopped by Ctrl-C")
+        return _status(heartbeat, rank, "stopped", errors.EXIT_INTERRUPTED, "stopped by Ctrl-C")
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else (0 if end.code is None else EXIT_BUG)
+        code = (
+            end.code if isinstance(end.code, int) else (0 if end.code is None else errors.EXIT_BUG)
+        )
         state: State = "failed" if code else "finished"
         return _status(heartbeat, rank, state, code, f"exited with code {end.code or 0}")
     except Exception as error:
         # torchrun stops the other ranks of one that failed; what they have to say comes first
         _ignore_term()
-        if not isinstance(error, StoppedError):
+        if not isinstance(error, errors.StoppedError):
             with suppress(OSError):
                 log.write_text(traceback.format_exc())
         return _failure(heartbeat, rank, error)
@@ -181,19 +174,19 @@ def _status(
 
 def _failure(heartbeat: Heartbeat, rank: int, error: Exception) -> RankOutcome:
     line = first_line(str(error)) or "no message"
-    peer = from_a_peer(error) or isinstance(error, PeerError)
-    if isinstance(error, ShardwrightError):
-        state: State = "stopped" if error.exit_code == EXIT_PREEMPTED else "failed"
+    peer = from_a_peer(error) or isinstance(error, errors.PeerError)
+    if isinstance(error, errors.ShardwrightError):
+        state: State = "stopped" if error.exit_code == errors.EXIT_PREEMPTED else "failed"
         return _status(heartbeat, rank, state, error.exit_code, line, peer)
     last = heartbeat.reading()
     where = last.phase if last.step is None else f"step {last.step}, {last.phase}"
     if peer:
         text = f"lost its peers at {where}, collective {last.sequence}: {line}"
-        return _status(heartbeat, rank, "failed", EXIT_RUN_FAILED, text, peer=True)
+        return _status(heartbeat, rank, "failed", errors.EXIT_RUN_FAILED, text, peer=True)
     if out_of_memory(error):
         text = f"ran out of memory at {where}: {line}{address_space()}"
-        return _status(heartbeat, rank, "failed", EXIT_RUN_FAILED, text)
-    return _status(heartbeat, rank, "failed", EXIT_BUG, f"{type(error).__name__}: {line}")
+        return _status(heartbeat, rank, "failed", errors.EXIT_RUN_FAILED, text)
+    return _status(heartbeat, rank, "failed", errors.EXIT_BUG, f"{type(error).__name__}: {line}")
 
 
 _PEER_TEXTS: Final = (
@@ -218,7 +211,7 @@ _PEER_TEXTS: Final = (
 def from_a_peer(error: BaseException | None) -> bool:
     """True when ``error``, or what caused it, is torch.distributed missing a peer."""
     while error is not None:
-        if isinstance(error, RuntimeError) and not isinstance(error, ShardwrightError):
+        if isinstance(error, RuntimeError) and not isinstance(error, errors.ShardwrightError):
             names = {kind.__name__ for kind in type(error).__mro__}
             text = str(error).lower()
             if "DistError" in names or any(mark in text for mark in _PEER_TEXTS):

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardwright.core.kinds import dense_of, kind_of, members_of, parts_of
@@ -33,7 +33,7 @@ from shardwright.tracker.tensors import DTYPES
 
 ROWS_PER_GENERATOR = 4096
 Bags = Mapping[str, Bag]  # of each feature: ids, offsets, perhaps weights
-Found = torch.Tensor | list[torch.Tensor]
+Found = Tensor | list[Tensor]
 
 
 class Tables(nn.Module):
@@ -59,21 +59,19 @@ class Tables(nn.Module):
             parent.add_module(name, embedding.to_empty(device=device or "cpu"))
         self.features = [(name, table) for table in tables for name in table.feature_names]
 
-    def forward(
-        self, ids: torch.Tensor | Mapping[str, torch.Tensor | Bag]
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
+    def forward(self, ids: Tensor | Mapping[str, Tensor | Bag]) -> Tensor | dict[str, Tensor]:
         """Look every feature up in its own table."""
-        if isinstance(ids, torch.Tensor):
+        if isinstance(ids, Tensor):
             found = [self._rows(table, ids[:, f]) for f, (_, table) in enumerate(self.features)]
             return torch.stack(found, 1)
         return {name: self._pooled(table, ids[name]) for name, table in self.features}
 
-    def _rows(self, table: TableSpec, ids: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self.get_submodule(table.name)(ids)
+    def _rows(self, table: TableSpec, ids: Tensor) -> Tensor:
+        rows: Tensor = self.get_submodule(table.name)(ids)
         return rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
 
-    def _pooled(self, table: TableSpec, bag: torch.Tensor | Bag) -> torch.Tensor:
-        if isinstance(bag, torch.Tensor):
+    def _pooled(self, table: TableSpec, bag: Tensor | Bag) -> Tensor:
+        if isinstance(bag, Tensor):
             return self._rows(table, bag)
         ids, offsets, *weights = bag
         rows = self._rows(table, ids)
@@ -89,8 +87,8 @@ class Dot(nn.Module):
     ``places`` is the one of every product.
     """
 
-    pairs: torch.Tensor
-    places: torch.Tensor
+    pairs: Tensor
+    places: Tensor
 
     def __init__(self, features: int, dim: int) -> None:
         super().__init__()
@@ -104,13 +102,13 @@ class Dot(nn.Module):
         self.register_buffer("pairs", rows * n + columns, persistent=False)
         self.register_buffer("places", places.view(-1), persistent=False)
 
-    def forward(self, dense: torch.Tensor, sparse: Found) -> torch.Tensor:
+    def forward(self, dense: Tensor, sparse: Found) -> Tensor:
         """Bottom output [B, D] and embeddings [B, F, D], or [B, D] each, -> [B, width]."""
-        if isinstance(sparse, torch.Tensor):
+        if isinstance(sparse, Tensor):
             stack = torch.cat([dense.unsqueeze(1), sparse], 1)
         else:
             stack = torch.stack([dense, *sparse], 1)
-        pairs: torch.Tensor = _Pairs.apply(stack, self.pairs, self.places)
+        pairs: Tensor = _Pairs.apply(stack, self.pairs, self.places)
         return torch.cat([dense, pairs], 1)
 
 
@@ -119,14 +117,14 @@ class _Pairs(torch.autograd.Function):
     transposed, too, so one multiplication gives the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, stack: torch.Tensor, pairs: torch.Tensor, places: torch.Tensor) -> Any:
+    def forward(ctx: Any, stack: Tensor, pairs: Tensor, places: Tensor) -> Any:
         ctx.save_for_backward(stack, places)
         products = torch.bmm(stack, stack.transpose(1, 2))
         return products.flatten(1).index_select(1, pairs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         stack, places = ctx.saved_tensors
         n = stack.shape[1]
         products = gradient.index_select(1, places).view(-1, n, n)
@@ -143,9 +141,9 @@ class Cat(nn.Module):
         super().__init__()
         self.width = sum(dims)
 
-    def forward(self, dense: torch.Tensor, sparse: Found) -> torch.Tensor:
+    def forward(self, dense: Tensor, sparse: Found) -> Tensor:
         """Bottom output [B, D] and embeddings [B, F, D], or [B, dim] each, -> [B, width]."""
-        if isinstance(sparse, torch.Tensor):
+        if isinstance(sparse, Tensor):
             return torch.cat([dense, sparse.flatten(1)], 1)
         return torch.cat([dense, *sparse], 1)
 
@@ -163,7 +161,7 @@ class Cross(Cat):
             self.narrow.append(_linear(self.width, rank, device, bias=False))
             self.wide.append(_linear(rank, self.width, device))
 
-    def forward(self, dense: torch.Tensor, sparse: Found) -> torch.Tensor:
+    def forward(self, dense: Tensor, sparse: Found) -> Tensor:
         """As without the cross network: [B, width]."""
         first = x = super().forward(dense, sparse)
         for narrow, wide in zip(self.narrow, self.wide, strict=True):
@@ -204,11 +202,11 @@ class DLRM(Started):
         if torch.device(device or "cpu").type != "meta":
             self.reset_parameters()
 
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor | Bags) -> torch.Tensor:
+    def forward(self, dense: Tensor, ids: Tensor | Bags) -> Tensor:
         """Dense features [B, D] fp32, ids or bags as ``Tables`` takes -> logits [B, outputs]."""
         return self.top(self.interact(self.bottom(dense), self._embedded(ids)))
 
-    def _embedded(self, ids: torch.Tensor | Bags) -> Found:
+    def _embedded(self, ids: Tensor | Bags) -> Found:
         if self.kinds is None:
             found = self.tables(ids)
         else:
@@ -216,10 +214,7 @@ class DLRM(Started):
             found = self.kinds(rows, ids)
         return list(found.values()) if isinstance(found, dict) else found
 
-    def initial_block(
-        self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Starting values of the rectangle ``sizes`` at ``offsets`` of parameter ``fqn``."""
+    def initial_block(self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         if not fqn.startswith("tables."):
             return super().initial_block(fqn, offsets, sizes)
         shape = self.shapes[fqn]
@@ -238,13 +233,15 @@ class DLRM(Started):
             ]
         return found
 
-    def _start(self, fqn: str) -> torch.Tensor:
+    def _start(self, fqn: str) -> Tensor:
         shape = self.shapes[fqn]
         if fqn in self.starts:
             return torch.empty(shape).uniform_(*self.starts[fqn], generator=self._generator(fqn, 0))
         if fqn.startswith("interact.") and len(shape) == 1:
             return torch.zeros(shape)  # as DCN v2's biases
-        return _dense_start(shape, self._generator(fqn, 0))
+        values = torch.empty(shape)
+        deviation = math.sqrt(2.0 / sum(shape)) if len(shape) == 2 else math.sqrt(1.0 / shape[0])
+        return values.normal_(0.0, deviation, generator=self._generator(fqn, 0))
 
     def _generator(self, fqn: str, index: int) -> torch.Generator:
         return generator_of(self.seed, fqn, index)
@@ -279,9 +276,3 @@ def _linear(
 ) -> nn.Linear:
     layer = nn.Linear(fan_in, fan_out, bias, device="meta")
     return layer.to_empty(device=device or "cpu")
-
-
-def _dense_start(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    values = torch.empty(shape)
-    deviation = math.sqrt(2.0 / sum(shape)) if len(shape) == 2 else math.sqrt(1.0 / shape[0])
-    return values.normal_(0.0, deviation, generator=generator)

@@ -11,18 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
-from shardwright.core.kinds import (
-    dense_of,
-    is_packed,
-    join_of,
-    kind_of,
-    members_of,
-    parts_of,
-)
+from shardwright.core.errors import InputError, UnsupportedError
+from shardwright.core.kinds import dense_of, is_packed, join_of, kind_of, members_of, parts_of
 from shardwright.core.model import TableSpec
 from shardwright.core.schedule import BAGS_OF_ONE
 from shardwright.models.kinds import Kinds
@@ -53,7 +46,7 @@ class Embeddings(nn.Module):
             if is_packed(table):
                 wanted, got = "a kind that is trained", f"'{kind_of(table)}'"
                 remedy = "examples/packing.py looks rows of bytes up."
-                raise UnsupportedError(expected(f"table '{table.name}'.kind", wanted, got, remedy))
+                raise UnsupportedError(f"table '{table.name}'.kind", wanted, got, remedy)
         self.kinds, self.sparse, self.seed = Kinds(tables, device, bags=False), sparse, seed
         # Parts of a tensor train are wider than its rows: they are best gone before the next ones'.
         self.is_widened = any(join_of(table) == "tensor_train" for table in tables)
@@ -97,11 +90,11 @@ class Embeddings(nn.Module):
                 values = torch.empty(own.shape, dtype=own.dtype, device="cpu")
                 own.copy_(values.uniform_(-each.bound, each.bound, generator=random))
 
-    def rows_of(self, member: TableSpec) -> torch.Tensor:
+    def rows_of(self, member: TableSpec) -> Tensor:
         """The weight [rows, dim] of one of ``kinds.members``."""
         return self.weights[str(member.dim)].narrow(0, self.bases[member.name], member.rows)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         """Rows of every table; InputError for an id that is none."""
         self._check(ids)
         if self.is_plain:
@@ -115,14 +108,14 @@ class Embeddings(nn.Module):
         if self.is_widened and not torch.is_grad_enabled():
             return torch.stack([self.made(n, own) for n, own in enumerate(ids.unbind(1))], 1)
         asked = self.kinds.asked(ids)
-        if isinstance(asked, torch.Tensor):
+        if isinstance(asked, Tensor):
             found = self._looked(asked.add_(self.first), self.kinds.members[0].dim)
             rows = self.kinds(found, ids)
         else:
             rows = self.kinds(self._by_width(asked), ids)
-        return rows if isinstance(rows, torch.Tensor) else torch.stack(list(rows.values()), 1)
+        return rows if isinstance(rows, Tensor) else torch.stack(list(rows.values()), 1)
 
-    def _by_width(self, asked: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _by_width(self, asked: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rows [B, dim] of every member, one gather for each weight."""
         found = {}
         for dim in map(int, self.weights):
@@ -132,7 +125,7 @@ class Embeddings(nn.Module):
             found.update(zip((member.name for member in members), rows, strict=True))
         return found
 
-    def _looked(self, ids: torch.Tensor, dim: int) -> torch.Tensor:
+    def _looked(self, ids: Tensor, dim: int) -> Tensor:
         """Rows of the weight of a width."""
         weight = self.weights[str(dim)]
         # Where nothing is trained, bags of one id: embedding_bag fetches rows ahead on a CPU,
@@ -143,10 +136,10 @@ class Embeddings(nn.Module):
         rows = functional.embedding_bag(flat, weight, torch.arange(len(flat)), mode="sum")
         return rows.view(*ids.shape, dim)
 
-    def _check(self, ids: torch.Tensor) -> None:
+    def _check(self, ids: Tensor) -> None:
         tables = self.kinds.tables
         if ids.dim() != 2 or ids.shape[1] != len(tables):
-            raise InputError(expected("ids", f"shape [batch, {len(tables)}]", str([*ids.shape])))
+            raise InputError("ids", f"shape [batch, {len(tables)}]", str([*ids.shape]))
         # All at once where nothing is wrong; only then is the first bad one looked for. An id
         # beyond its table would be a row of the next one, without an error: they lie in one weight.
         if not ids.numel() or (int(ids.min()) >= 0 and bool((ids.amax(0) < self.limits).all())):
@@ -154,7 +147,7 @@ class Embeddings(nn.Module):
         sample, place = (int(x) for x in ((ids < 0) | (ids >= self.limits)).nonzero()[0])
         spot = f"ids of table '{tables[place].name}', sample {sample}"
         wanted = f"ids from 0 to {tables[place].rows - 1}"
-        raise InputError(expected(spot, wanted, str(int(ids[sample, place]))))
+        raise InputError(spot, wanted, str(int(ids[sample, place])))
 
     @torch.no_grad()
     def materialised(self) -> Embeddings:
@@ -173,7 +166,7 @@ class Embeddings(nn.Module):
                 own.copy_(self.made(place, ids))
         return full.eval()
 
-    def made(self, number: int, ids: torch.Tensor) -> torch.Tensor:
+    def made(self, number: int, ids: Tensor) -> Tensor:
         """Rows [N, D] of one table, by its place."""
         table = self.kinds.tables[number]
         asked = zip(members_of(table), self.kinds.rows_of(number, ids), strict=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.core.kinds import (
@@ -32,10 +32,10 @@ from shardwright.core.kinds import (
 from shardwright.core.model import TableSpec
 from shardwright.models.start import generator_of
 
-Bag = tuple[torch.Tensor, ...]  # ids, offsets, perhaps weights
-Asked = torch.Tensor | dict[str, torch.Tensor | Bag]
-Rows = torch.Tensor | Mapping[str, torch.Tensor]
-Distinct = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Bag = tuple[Tensor, ...]  # ids, offsets, perhaps weights
+Asked = Tensor | dict[str, Tensor | Bag]
+Rows = Tensor | Mapping[str, Tensor]
+Distinct = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 _BY_ENTRY: tuple[Join, ...] = ("one", "multiply", "add", "concat")
 _ODD = -7046029254386353131  # 2^64 over the golden ratio, as int64
@@ -43,15 +43,15 @@ _CHUNK = 256  # ids whose hashes stay in a cache
 _ALL_OF_IT = 20.0  # Mish of more is the number itself
 
 
-def distinct(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
     """The different ids of [N], and the place of every one among them [N]."""
     found, places = torch.unique(ids, return_inverse=True)
     return found, places
 
 
 def pooled_rows(
-    rows: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None, *, mean: bool
-) -> torch.Tensor:
+    rows: Tensor, offsets: Tensor, weights: Tensor | None = None, *, mean: bool
+) -> Tensor:
     """Rows [N, D] of bags that begin at ``offsets`` [B + 1] -> their sums or means [B, D]."""
     if weights is not None:
         rows = rows * weights.unsqueeze(1)
@@ -62,7 +62,7 @@ def pooled_rows(
     return pooled / lengths.clamp(min=1).unsqueeze(1) if mean else pooled
 
 
-def _mixed(ids: torch.Tensor, rows: torch.Tensor | int) -> torch.Tensor:
+def _mixed(ids: Tensor, rows: Tensor | int) -> Tensor:
     """Ids below 2^31 -> rows, as the high bits of a product say."""
     # Fibonacci hashing. int64 has an arithmetic shift, so the sign is masked away; 31 bits times at
     # most 2^31 rows still fit, and the high bits give a row without a modulo.
@@ -77,7 +77,7 @@ class Projection(nn.Module):
         ((_, shape, _),) = dense_of(table)
         self.weight = nn.Parameter(torch.empty(shape, device=device))
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows: Tensor) -> Tensor:
         """One matrix product."""
         return functional.linear(rows, self.weight)
 
@@ -102,12 +102,10 @@ class HashNetwork(nn.Module):
             self.layers.append(layer.to_empty(device=device))
         self.distinct: Distinct = distinct
 
-    def encoded(self, ids: torch.Tensor) -> torch.Tensor:
+    def encoded(self, ids: Tensor) -> Tensor:
         """The hashes [N, K] of ids [N]."""
-        low, found = (
-            ids.int(),
-            self.factors.new_empty(len(ids), len(self.factors), dtype=torch.float32),
-        )
+        low = ids.int()
+        found = self.factors.new_empty(len(ids), len(self.factors), dtype=torch.float32)
         for part, out in zip(low.split(_CHUNK), found.split(_CHUNK), strict=True):
             # int32 on purpose: it wraps around, on every device alike, which is the modulo of the
             # hash.
@@ -115,7 +113,7 @@ class HashNetwork(nn.Module):
             torch.mul(hashed, 2.0**-31, out=out)
         return found.to(self.layers[0].weight.dtype)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         """Rows of the different ids, at the places of all."""
         # Popular ids come often in a batch and the network is what costs. `distinct` can be
         # replaced: under a trace shapes may not depend on values.
@@ -130,7 +128,7 @@ class HashNetwork(nn.Module):
         return functional.embedding(places, rows)
 
 
-def mish_(rows: torch.Tensor) -> torch.Tensor:
+def mish_(rows: Tensor) -> Tensor:
     """Mish in place, x n / (n + 2) with n = e^x (e^x + 2): half the time of torch's, which takes
     an exponential, a logarithm and a hyperbolic tangent. Elsewhere than on a CPU torch's, one
     kernel for all, is faster than asking for parts."""
@@ -156,7 +154,7 @@ class SharedArray(nn.Module):
         self.block, self.blocks = table.block, table.dim // table.block
         self.weight = nn.Parameter(torch.empty(shape, device=device))
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         """Block by block; with gradients, which blocks that overlap share, number by number."""
         size, device = len(self.weight), ids.device
         salt = torch.arange(1, self.blocks + 1, device=device) * 0x9E3779B1
@@ -172,7 +170,7 @@ class SharedArray(nn.Module):
             rows[over] = self._numbers(starts[over])
         return rows.flatten(1)
 
-    def _numbers(self, starts: torch.Tensor) -> torch.Tensor:
+    def _numbers(self, starts: Tensor) -> Tensor:
         """Blocks [..., Z] number by number, going round."""
         size = len(self.weight)
         places = starts.unsqueeze(-1) + torch.arange(self.block, device=starts.device)
@@ -245,15 +243,15 @@ class Kinds(nn.Module):
         """Whether rows of all members are alike in width and come one for each id."""
         return not self.bags and len({(m.dim, kind_of(m)) for m in self.members}) == 1
 
-    def asked(self, ids: torch.Tensor | Mapping[str, Bag]) -> Asked:
+    def asked(self, ids: Tensor | Mapping[str, Bag]) -> Asked:
         """What ``ids`` ask of the members: [B, M], or a mapping of their features. An id that is no
         row of its table stays as it is, and is none of its members either."""
-        if isinstance(ids, torch.Tensor):
+        if isinstance(ids, Tensor):
             rows = self._rows(ids.index_select(1, self.source), slice(None))
             if self.is_uniform:
                 return rows
             return {m.feature_names[0]: rows[:, k] for k, m in enumerate(self.members)}
-        found: dict[str, torch.Tensor | Bag] = {}
+        found: dict[str, Tensor | Bag] = {}
         for number, table in enumerate(self.tables):
             members = members_of(table, bags=self.bags)
             for place, name in enumerate(table.feature_names):
@@ -263,13 +261,13 @@ class Kinds(nn.Module):
                     found[member.feature_names[place]] = (rows, offsets, *own)
         return found
 
-    def rows_of(self, number: int, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def rows_of(self, number: int, ids: Tensor) -> tuple[Tensor, ...]:
         """The row of every member of one table for ids [N]."""
         first = self.starts[number]
         parts = slice(first, first + len(parts_of(self.tables[number])))
         return self._rows(ids.unsqueeze(1).expand(-1, parts.stop - first), parts).unbind(1)
 
-    def _rows(self, ids: torch.Tensor, members: slice) -> torch.Tensor:
+    def _rows(self, ids: Tensor, members: slice) -> Tensor:
         """Ids [N, M] of the tables of ``members`` as rows of these. Quotients are exact: of
         integers below 2^53 no quotient in doubles is rounded up to an integer."""
         # Division of doubles is several times faster than of int64, which has no vector
@@ -286,25 +284,25 @@ class Kinds(nn.Module):
         # it.
         return torch.where((ids >= 0) & (ids < self.limits[members]), rows, ids)
 
-    def forward(self, rows: Rows, ids: torch.Tensor | Mapping[str, Bag]) -> Rows:
+    def forward(self, rows: Rows, ids: Tensor | Mapping[str, Bag]) -> Rows:
         """Rows of the members, for what ``ids`` asked of them: [B, F, D] where all are alike, else
         [B, dim] of every feature."""
-        if isinstance(rows, torch.Tensor) and isinstance(ids, torch.Tensor):
+        if isinstance(rows, Tensor) and isinstance(ids, Tensor):
             return self._side_by_side(rows, ids)
         found = {}
         for number, table in enumerate(self.tables):
             for place, name in enumerate(table.feature_names):
                 members = members_of(table, bags=self.bags)
                 parts = [rows[member.feature_names[place]] for member in members]
-                bag = None if isinstance(ids, torch.Tensor) else ids[name]
-                own = ids[:, number] if isinstance(ids, torch.Tensor) else ids[name][0]
+                bag = None if isinstance(ids, Tensor) else ids[name]
+                own = ids[:, number] if isinstance(ids, Tensor) else ids[name][0]
                 joined = self.joined(table, parts, own)
                 if bag is not None and join_of(table) not in LINEAR:
                     joined = pooled_rows(joined, *bag[1:], mean=table.pooling == "mean")
                 found[name] = joined
         return found
 
-    def _side_by_side(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def _side_by_side(self, rows: Tensor, ids: Tensor) -> Tensor:
         found, column, number = [], 0, 0
         for run in self.runs:
             count = len(run.tables)
@@ -318,9 +316,7 @@ class Kinds(nn.Module):
             column, number = column + count * run.parts, number + count
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
-    def joined(
-        self, table: TableSpec, parts: Sequence[torch.Tensor], ids: torch.Tensor
-    ) -> torch.Tensor:
+    def joined(self, table: TableSpec, parts: Sequence[Tensor], ids: Tensor) -> Tensor:
         """The rows that ``parts`` [..., dims] come to."""
         match join_of(table):
             case "one":
@@ -338,7 +334,7 @@ class Kinds(nn.Module):
         return self.of_table[table.name](ids)
 
 
-def _trained(table: TableSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _trained(table: TableSpec, parts: Sequence[Tensor]) -> Tensor:
     """The products of three cores' slices [N, ...] -> [N, D], the smaller product first."""
     _, (a, b, c) = cores_of(table)
     first, second, third = parts

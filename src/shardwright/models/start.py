@@ -11,7 +11,7 @@ import hashlib
 from abc import abstractmethod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Started(nn.Module):
@@ -24,16 +24,14 @@ class Started(nn.Module):
             shape = tuple(parameter.shape)
             parameter.copy_(self.initial_block(name, (0,) * len(shape), shape))
 
-    def initial_block(
-        self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
-    ) -> torch.Tensor:
+    def initial_block(self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """Starting values of the rectangle ``sizes`` at ``offsets`` of parameter ``fqn``."""
         with torch.device("cpu"):  # where generators draw alike, whatever device is the default
             values = self._start(fqn)
         return values[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
     @abstractmethod
-    def _start(self, fqn: str) -> torch.Tensor:
+    def _start(self, fqn: str) -> Tensor:
         """All starting values of parameter ``fqn``."""
 
 

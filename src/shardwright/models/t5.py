@@ -10,16 +10,16 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwright.core.t5 import T5Shape
 from shardwright.tracker.tensors import DTYPES
 
-Masked = torch.Tensor | None
+Masked = Tensor | None
 
 
-def build(batch: int, sequence: int, **sizes: Any) -> tuple[nn.Module, Any, Any, torch.Tensor]:
+def build(batch: int, sequence: int, **sizes: Any) -> tuple[nn.Module, Any, Any, Tensor]:
     """A T5 of these sizes (``T5Shape``) and a batch for it, [batch, sequence] on either side."""
     shape = T5Shape(**sizes)
     # Counted and not drawn, so that every run of the function gives the same batch.
@@ -27,7 +27,7 @@ def build(batch: int, sequence: int, **sizes: Any) -> tuple[nn.Module, Any, Any,
     return T5(shape).to(DTYPES[shape.dtype]), (ids, ids.clone()), loss, ids.flip(-1)
 
 
-def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy of ``logits`` [B, T, V] at ``targets`` [B, T]."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -45,7 +45,7 @@ class T5(nn.Module):
         if shape.tied:
             self.head.weight = self.shared.weight
 
-    def forward(self, ids: torch.Tensor, decoder_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor, decoder_ids: Tensor) -> Tensor:
         """What comes next in ``decoder_ids``, of which the encoder reads ``ids``."""
         memory = self.encoder(self.shared(ids))
         states = self.decoder(self.shared(decoder_ids), memory)
@@ -63,14 +63,14 @@ class Stack(nn.Module):
         self.norm = nn.RMSNorm(shape.dim, shape.norm_eps)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: torch.Tensor, memory: Masked = None) -> torch.Tensor:
+    def forward(self, x: Tensor, memory: Masked = None) -> Tensor:
         """[B, T, D] -> [B, T, D], with what the encoder gave as ``memory``."""
         x, bias = self.dropout(x), self.bias(x)
         for layer in self.layers:
             x = layer(x, bias, memory)
         return self.dropout(self.norm(x))
 
-    def bias(self, x: torch.Tensor) -> torch.Tensor:
+    def bias(self, x: Tensor) -> Tensor:
         """[1, H, T, T]: what is added to the score of two places, nothing behind a decoder's."""
         places = torch.arange(x.shape[1], device=x.device)
         away = places[None] - places[:, None]
@@ -82,7 +82,7 @@ class Stack(nn.Module):
         return found + (away > 0) * torch.finfo(found.dtype).min
 
 
-def bucket(away: torch.Tensor, buckets: int, farthest: int, *, both: bool) -> torch.Tensor:
+def bucket(away: Tensor, buckets: int, farthest: int, *, both: bool) -> Tensor:
     """The bucket of every distance: near ones have their own, farther ones share them on a scale of
     logarithms up to ``farthest``; of both directions each has half, otherwise only what lies before
     counts."""
@@ -111,7 +111,7 @@ class T5Block(nn.Module):
         )
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor, memory: Masked = None) -> torch.Tensor:
+    def forward(self, x: Tensor, bias: Tensor, memory: Masked = None) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         y = self.norms[0](x)
         x = x + self.dropout(self.attention(y, y, bias))
@@ -130,7 +130,7 @@ class T5Attention(nn.Module):
         self.o = nn.Linear(wide, shape.dim, bias=False)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: torch.Tensor, seen: torch.Tensor, bias: Masked = None) -> torch.Tensor:
+    def forward(self, x: Tensor, seen: Tensor, bias: Masked = None) -> Tensor:
         """Places of ``x`` [B, T, D] look at those of ``seen`` [B, S, D] -> [B, T, D]."""
         q, k, v = (
             part(of).unflatten(-1, (-1, self.width)).transpose(1, 2)
@@ -154,7 +154,7 @@ class T5FeedForward(nn.Module):
         self.down = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         if self.gate is None:
             return self.down(self.dropout(self.up(x).relu()))

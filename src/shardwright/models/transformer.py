@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils import skip_init
 
@@ -30,7 +30,7 @@ class Embed(nn.Module):
         self.token = skip_init(nn.Embedding, vocab, dim, device=device or "cpu")
         self.position = skip_init(nn.Embedding, sequence, dim, device=device or "cpu")
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [B, T] with T at most the job's sequence."""
         return self.token(tokens) + self.position.weight[: tokens.shape[1]]
 
@@ -48,12 +48,12 @@ class GPTBlock(nn.Module):
         self.up = skip_init(nn.Linear, dim, ffn_dim, device=device or "cpu")
         self.down = skip_init(nn.Linear, ffn_dim, dim, device=device or "cpu")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """One block; nothing outside the residual stream is handed on."""
         x = x + self.proj(self._attend(self.qkv(self.norm1(x))))
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
-    def _attend(self, qkv: torch.Tensor) -> torch.Tensor:
+    def _attend(self, qkv: Tensor) -> Tensor:
         """Queries, keys and values [B, T, 3 D] -> [B, T, D]; the kernel forms no [T, T] matrix."""
         size, length, width = qkv.shape
         query, key, value = (
@@ -71,7 +71,7 @@ class Head(nn.Module):
         self.norm = skip_init(nn.LayerNorm, dim, device=device or "cpu")
         self.vocab = skip_init(nn.Linear, dim, vocab, bias=False, device=device or "cpu")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Logits of the token that follows each position."""
         return self.vocab(self.norm(x))
 
@@ -93,14 +93,14 @@ class Transformer(Started):
         if torch.device(device or "cpu").type != "meta":
             self.reset_parameters()
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [B, T] int64 -> logits [B, T, V]."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
 
-    def _start(self, fqn: str) -> torch.Tensor:
+    def _start(self, fqn: str) -> Tensor:
         shape = self.shapes[fqn]
         if len(shape) == 1:
             module, _, name = fqn.rpartition(".")

@@ -18,16 +18,9 @@ from typing import NamedTuple
 import msgspec
 
 from shardwright.core.cluster import Cluster
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.kinds import kind_of
-from shardwright.core.model import (
-    DENSE,
-    ON_DISK,
-    QUANTIZED,
-    ComputeKernel,
-    ModelSpec,
-    TableSpec,
-)
+from shardwright.core.model import DENSE, ON_DISK, QUANTIZED, ComputeKernel, ModelSpec, TableSpec
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.option import DEFAULT_MIN_PARTITION, Option, column_width
 from shardwright.core.sharding import TYPES, traits
@@ -71,11 +64,7 @@ def uncollected() -> Iterator[None]:
 
 @uncollected()
 def table_choices(
-    rules: Rules,
-    *,
-    slow: bool,
-    capacity: tuple[int, int, int] | None = None,
-    known: Tables = (),
+    rules: Rules, *, slow: bool, capacity: tuple[int, int, int] | None = None, known: Tables = ()
 ) -> Tables:
     """Every allowed option of every table; those of ``known`` choices are not priced again.
 
@@ -193,13 +182,11 @@ def _listed(rules: Rules, *, slow: bool) -> list[tuple[Option, ...]]:
         shards += max(pieces, sum(listed.values()))
         if shards > MAX_SHARDS:
             raise InputError(
-                expected(
-                    "tables",
-                    f"at most {MAX_SHARDS:,} shards to choose from",
-                    f"more up to '{table.name}', {len(found):,} tables before it",
-                    "Raise min_partition, name fewer sharding_types, or set planner.options to "
-                    "'torchrec'.",
-                )
+                "tables",
+                f"at most {MAX_SHARDS:,} shards to choose from",
+                f"more up to '{table.name}', {len(found):,} tables before it",
+                "Raise min_partition, name fewer sharding_types, or set planner.options to "
+                "'torchrec'.",
             )
         found.append(options)
     return found
@@ -259,14 +246,10 @@ def check_limits(rules: Rules, table: TableSpec) -> None:
         allowed = getattr(table, field)
         whys = [(wanted, exclusion(rules, table, wanted)) for wanted in allowed or ()]
         if whys and all(why for _, why in whys):
-            raise InputError(
-                expected(
-                    key_of(rules.job, table.name, field),
-                    f"any that can be planned for '{table.name}'",
-                    "; ".join(f"{wanted}: {why}" for wanted, why in whys),
-                    "Name another one, or leave the key out.",
-                )
-            )
+            where = key_of(rules.job, table.name, field)
+            found = "; ".join(f"{wanted}: {why}" for wanted, why in whys)
+            remedy = "Name another one, or leave the key out."
+            raise InputError(where, f"any that can be planned for '{table.name}'", found, remedy)
 
 
 def exclusion(rules: Rules, table: TableSpec, wanted: str) -> str:

@@ -7,19 +7,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from shardwright.core import option
 from shardwright.core.batch import Batch, lookups
 from shardwright.core.cluster import Cluster, Device
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.kinds import is_packed
 from shardwright.core.model import DENSE, ON_DISK, QUANTIZED, ComputeKernel, TableSpec
 from shardwright.core.optimizers import BY_ROW
-from shardwright.core.option import (
-    DEFAULT_MIN_PARTITION,
-    Option,
-    column_width,
-    column_widths,
-    shard_runs,
-)
 from shardwright.core.sharding import FREE, TYPES, ShardingType, traits
 from shardwright.cost.embedding import rows_are_few
 
@@ -29,10 +23,7 @@ SLOW_KERNELS: tuple[ComputeKernel, ...] = ("fused_uvm", "fused_uvm_caching")
 
 # Of quantised tables, pooled or not: they serve inference, and have to be asked for by a kernel.
 QUANTIZED_TYPES: tuple[ShardingType, ...] = ("table_wise", "row_wise", "column_wise")
-QUANTIZED_KERNELS: dict[Device, tuple[ComputeKernel, ...]] = {
-    "cpu": ("quant",),
-    "cuda": QUANTIZED,
-}
+QUANTIZED_KERNELS: dict[Device, tuple[ComputeKernel, ...]] = {"cpu": ("quant",), "cuda": QUANTIZED}
 
 MOST_PIECES = 256  # of a table's columns, on few ranks
 
@@ -47,8 +38,7 @@ def is_quantized(table: TableSpec) -> bool:
     if quantized and len(quantized) < len(named):
         wanted = "kernels of training or kernels of quantised tables"
         remedy = "A quantised table serves inference only: make it a table of its own."
-        where = f"tables '{table.name}'.compute_kernels"
-        raise InputError(expected(where, wanted, ", ".join(named), remedy))
+        raise InputError(f"tables '{table.name}'.compute_kernels", wanted, ", ".join(named), remedy)
     return bool(quantized) or is_packed(table)
 
 
@@ -61,15 +51,15 @@ def replica_kernel(table: TableSpec, cluster: Cluster, batch: Batch) -> ComputeK
 
 def runnable_options(
     table: TableSpec, cluster: Cluster, replica: ComputeKernel = DENSE
-) -> tuple[Option, ...]:
+) -> tuple[option.Option, ...]:
     """What the runtime can execute for this table and the job allows; replicas of kernel
     ``replica``, or ``dense`` where that is named and the other is not.
 
     Types that keep a table within hosts where there are several, or where they are named. Columns
     of a table whose optimizer needs sums over all of them are cut where that is named.
     """
-    least = table.min_partition or max(DEFAULT_MIN_PARTITION, table.dim // 2)
-    cuts = column_widths(msgspec.structs.replace(table, min_partition=least))
+    least = table.min_partition or max(option.DEFAULT_MIN_PARTITION, table.dim // 2)
+    cuts = option.column_widths(msgspec.structs.replace(table, min_partition=least))
     local = cluster.group
     options = []
     named = table.sharding_types or _usual_types(table, cluster)
@@ -78,20 +68,18 @@ def runnable_options(
         kind = traits(sharding_type)
         # a table whose columns are not cut is another type
         for width in cuts if kind.cuts_columns else (table.dim,):
-            runs = shard_runs(table, sharding_type, cluster.world_size, local, width)
+            runs = option.shard_runs(table, sharding_type, cluster.world_size, local, width)
             options += [
-                Option(table.name, sharding_type, kernel, runs)
+                option.Option(table.name, sharding_type, kernel, runs)
                 for kernel in _runnable_kernels(table, sharding_type, cluster, replica)
             ]
     if not options:
         raise InputError(
-            expected(
-                f"tables '{table.name}'",
-                "a sharding type and kernel that this version runs",
-                f"types {types}, kernels {list(table.compute_kernels or ('any',))}",
-                f"{_no_cut(table, types, cuts)}Allow table_wise or row_wise with kernel fused, "
-                "data_parallel with dense, or on a CPU that has cluster.ssd_cap key_value.",
-            )
+            f"tables '{table.name}'",
+            "a sharding type and kernel that this version runs",
+            f"types {types}, kernels {list(table.compute_kernels or ('any',))}",
+            f"{_no_cut(table, types, cuts)}Allow table_wise or row_wise with kernel fused, "
+            "data_parallel with dense, or on a CPU that has cluster.ssd_cap key_value.",
         )
     return tuple(options)
 
@@ -137,7 +125,7 @@ def wide_options(
     slow: bool,
     every_cut: bool = False,
     uncut: bool = False,
-) -> tuple[Option, ...]:
+) -> tuple[option.Option, ...]:
     """Every sharding type, even cut of columns and kernel of the device that can be of use;
     replicas as in ``runnable_options``.
 
@@ -157,31 +145,23 @@ def wide_options(
             continue  # the same as the type without its host
         widths = _widths(table, sharding_type, cluster, every_cut=every_cut, uncut=uncut)
         for width in widths:
-            runs = shard_runs(table, sharding_type, cluster.world_size, cluster.group, width)
+            runs = option.shard_runs(table, sharding_type, cluster.world_size, cluster.group, width)
             options += [
-                Option(table.name, sharding_type, kernel, runs)
+                option.Option(table.name, sharding_type, kernel, runs)
                 for kernel in _kernels(table, sharding_type, cluster, replica, slow=slow)
             ]
     if not options:
         raise InputError(
-            expected(
-                f"tables '{table.name}'",
-                f"a sharding type and a compute kernel that go together on "
-                f"{cluster.compute_device}",
-                f"types {list(types)}, kernels {list(table.compute_kernels or ('any',))}",
-                "Widen sharding_types or compute_kernels, or lower min_partition.",
-            )
+            f"tables '{table.name}'",
+            f"a sharding type and a compute kernel that go together on {cluster.compute_device}",
+            f"types {list(types)}, kernels {list(table.compute_kernels or ('any',))}",
+            "Widen sharding_types or compute_kernels, or lower min_partition.",
         )
     return tuple(options)
 
 
 def _widths(
-    table: TableSpec,
-    sharding_type: ShardingType,
-    cluster: Cluster,
-    *,
-    every_cut: bool,
-    uncut: bool,
+    table: TableSpec, sharding_type: ShardingType, cluster: Cluster, *, every_cut: bool, uncut: bool
 ) -> tuple[int, ...]:
     """Column widths to try, widest first. Shards by the thousand on few ranks are none, but for
     ``every_cut``."""
@@ -189,10 +169,10 @@ def _widths(
     if not kind.cuts_columns:
         return (table.dim,)
     most = _enough_cuts(table, sharding_type, cluster)
-    cuts = column_widths(table)
+    cuts = option.column_widths(table)
     coarse = [width for width in cuts if table.dim // width < most]
     widths = list(cuts if every_cut else cuts[: len(coarse) + 1])
-    narrow = column_width(table, table.min_partition or USUAL_MIN_PARTITION)
+    narrow = option.column_width(table, table.min_partition or USUAL_MIN_PARTITION)
     if narrow < table.dim and table.dim // narrow <= max(most, MOST_PIECES):
         widths = sorted({*widths, narrow}, reverse=True)
     named = table.sharding_types if uncut else None

@@ -25,7 +25,7 @@ from msgspec import UNSET, UnsetType
 from shardwright import __version__
 from shardwright.core.amount import ceil_div, maximum, minimum, named
 from shardwright.core.block import BlockRun, Role, encode
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 from shardwright.core.kinds import settled
 from shardwright.core.model import KindName, ModelSpec, TableSpec
 from shardwright.core.placement import Zero
@@ -140,7 +140,7 @@ def _under_policies(job: Job, model_of: ModelOf, watch: Watch, sure: bool) -> It
             if "none" in policies:
                 return
             wanted = f"'none' for a model {reason}"
-            raise UnsupportedError(expected("memory.checkpointing", wanted, f"'{policy}'"))
+            raise UnsupportedError("memory.checkpointing", wanted, f"'{policy}'")
         found = search(job, model, watch, sure=sure)
         yield replace(found, policy=policy, model_of=model_of)
         # To compute again costs seconds and saves activations, so it cannot be faster unless these
@@ -159,11 +159,9 @@ def _row(found: Found, *, shared: bool) -> Tried:
     if not shared:
         return row
     replicas = parallel_of(job).data_replicate
+    zero, bucket_size = memory_of(job).zero, job.planner.dense.bucket_size
     return msgspec.structs.replace(
-        row,
-        zero=memory_of(job).zero,
-        replicas=replicas if replicas > 1 else UNSET,
-        bucket_size=job.planner.dense.bucket_size,
+        row, zero=zero, replicas=replicas if replicas > 1 else UNSET, bucket_size=bucket_size
     )
 
 
@@ -262,14 +260,8 @@ def search(job: Job, model: ModelSpec, watch: Watch, *, sure: bool = True) -> Fo
     wanted = job.planner.search
     if model.is_trained:
         if wanted != "bounded":
-            raise UnsupportedError(
-                expected(
-                    "planner.search",
-                    f"'bounded' for a {model.kind}",
-                    f"'{wanted}'",
-                    "Leave [model] out to plan the tables alone.",
-                )
-            )
+            where, remedy = "planner.search", "Leave [model] out to plan the tables alone."
+            raise UnsupportedError(where, f"'bounded' for a {model.kind}", f"'{wanted}'", remedy)
         return search_steps(job, model, watch, sure)
     if wanted == "proposers":
         return profiles.torchrec.search(job, model, watch)

@@ -14,7 +14,7 @@ from msgspec import UNSET
 
 from shardwright.core.batch import MADE_UP_ZIPF, Batch
 from shardwright.core.cluster import TIERS, Cluster
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.footprint import Extra
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.cost import reservation
@@ -246,13 +246,11 @@ def reserve(job: Job, model: ModelSpec, cluster: Cluster) -> reservation.Reserva
         kind = "absolute"  # the trace has been made, and stands in the job
     if not model.is_trained and kind == "traced":
         raise UnsupportedError(
-            expected(
-                "planner.reservation.kind",
-                "another kind for tables alone",
-                "'traced'",
-                "There is no dense part to trace: name its function in model.python, or say its "
-                "bytes in planner.reservation.nbytes with kind 'absolute'.",
-            )
+            "planner.reservation.kind",
+            "another kind for tables alone",
+            "'traced'",
+            "There is no dense part to trace: name its function in model.python, or say its "
+            "bytes in planner.reservation.nbytes with kind 'absolute'.",
         )
     # A trace knows the dense part to the byte, so nothing is set aside by rule.
     if kind == "traced":
@@ -278,22 +276,12 @@ def _check_pinned_ranks(job: Job, cluster: Cluster) -> None:
     rules = job.planner.constraints
     for name, ranks in rules.ranks.items():
         if max(ranks) >= cluster.world_size:
-            raise InputError(
-                expected(
-                    f"planner.constraints.ranks.{name}",
-                    f"ranks below {cluster.world_size}",
-                    str(max(ranks)),
-                )
-            )
+            where = f"planner.constraints.ranks.{name}"
+            raise InputError(where, f"ranks below {cluster.world_size}", str(max(ranks)))
     for index, group in enumerate(rules.apart):
         if len(group) > cluster.world_size:
-            raise InputError(
-                expected(
-                    f"planner.constraints.apart[{index}]",
-                    f"at most {cluster.world_size} tables, one per rank",
-                    str(len(group)),
-                )
-            )
+            wanted = f"at most {cluster.world_size} tables, one per rank"
+            raise InputError(f"planner.constraints.apart[{index}]", wanted, str(len(group)))
 
 
 def hosts_of(cluster: Cluster) -> int:

@@ -20,21 +20,15 @@ from shardwright.core.model import ModelSpec
 from shardwright.core.placement import Zero
 from shardwright.core.quantities import exact_bytes
 from shardwright.core.timeline import EXACT_KINDS, Kind, category
-from shardwright.job.job import (
-    CHOSEN_FROM,
-    Job,
-    checkpointing_of,
-    memory_of,
-    parallel_of,
-)
+from shardwright.job.job import CHOSEN_FROM, Job, checkpointing_of, memory_of, parallel_of
 from shardwright.planner.draft import Draft, Filled, Found, TablesDraft
 from shardwright.planner.problem import Problem, make_problem, reserve
 from shardwright.planner.search.bound import ROUNDING
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.search.widening import fits_somehow, least_memory
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.spacing import placed_tables, space_of
 from shardwright.planner.strategy.steps import smallest
+from shardwright.planner.strategy.tables import placed_tables, space_of
 from shardwright.planner.variation import changed, checkpointed, halved, shared
 
 MAX_BYTES = 2**60
@@ -63,17 +57,12 @@ def error(found: Found, watch: Watch) -> NoPlanError:
     # Proposers look at some plans only. Something fits that they did not come to, so that more
     # memory would be the wrong advice.
     if least.fits:
-        return _not_looked_at(found)
+        why = "; ".join(found.skipped) or "none of them fits"
+        return NoPlanError(
+            f"no plan found among {found.proposals:,} proposals, though some that fit exist: "
+            f"{why}. Use planner.search 'bounded', or other planner.proposers."
+        )
     return _refusal(found, least, whole, proven=proven)
-
-
-def _not_looked_at(found: Found) -> NoPlanError:
-    """The refusal of a search that ended before it came to a plan that fits."""
-    why = "; ".join(found.skipped) or "none of them fits"
-    return NoPlanError(
-        f"no plan found among {found.proposals:,} proposals, though some that fit exist: {why}. "
-        "Use planner.search 'bounded', or other planner.proposers."
-    )
 
 
 def _no_ranks(problem: Problem) -> NoPlanError:

@@ -83,7 +83,6 @@ class StepDraft(Draft):
 
     @cached_property
     def shared_seconds(self) -> dict[str, float]:
-        """Seconds that every rank spends whatever tables it holds."""
         units = [phases for name, phases in self.dense_seconds.items() if name]
         return _added([self.other_seconds, *units])
 
@@ -254,7 +253,6 @@ class StepDraft(Draft):
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The highest total of each rank."""
         return tuple(max(sum(kinds.values()) for kinds in phases.values()) for phases in self.peaks)
 
     @cached_property
@@ -272,7 +270,6 @@ class StepDraft(Draft):
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's memory is enough, for sure or perhaps as its problem asks."""
         # The cheapest question first: what an allocator holds is found by replaying every
         # allocation of a step, and only where live bytes fit and somebody wants to be sure.
         _, ddr, ssd = self.problem.capacity

@@ -22,7 +22,7 @@ from itertools import chain, groupby, product
 from msgspec import UNSET
 
 from shardwright.core.amount import ceil_div
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.model import ModelSpec, UnitSpec
 from shardwright.core.recording import Moment
 from shardwright.core.schedule import Action, Modes, Prefetch
@@ -385,17 +385,17 @@ class UnitSpace:
         for name, wanted in self.forced.items():
             if wanted == "replicate" and self.context.offload == "all":
                 want = "'shard', 'offload' or nothing beside memory.offload = 'all'"
-                raise InputError(expected(f"planner.units.{name}", want, "'replicate'"))
+                raise InputError(f"planner.units.{name}", want, "'replicate'")
             if name not in known:
                 want = f"units {text}{alone}" if known else "no unit: tables alone"
-                raise InputError(expected("planner.units", want, f"'{name}'"))
+                raise InputError("planner.units", want, f"'{name}'")
         if not self.model.units and self.section != FREE:
             wanted = "nothing: tables alone have no units"
-            raise InputError(expected("planner.dense", wanted, "a section", "Leave it out."))
+            raise InputError("planner.dense", wanted, "a section", "Leave it out.")
         if self.section.reshard and self.context.zero < 3:
             wanted = f"false or nothing beside memory.zero = {self.context.zero}"
             where = "planner.dense.reshard"
-            raise InputError(expected(where, f"{wanted}, which keeps parameters whole", "true"))
+            raise InputError(where, f"{wanted}, which keeps parameters whole", "true")
         self._check_buckets()
         size = self.section.layers_per_unit
         longest = max((len(run) for run in self.runs), default=1)
@@ -403,7 +403,7 @@ class UnitSpace:
             alone = "whose units have no neighbours alike"
             most = f"at most {longest}, the layers that follow one another alike"
             wanted = most if longest > 1 else f"1 for a {self.model.kind}, {alone}"
-            raise InputError(expected("planner.dense.layers_per_unit", wanted, str(size)))
+            raise InputError("planner.dense.layers_per_unit", wanted, str(size))
 
     def _check_buckets(self) -> None:
         where, wanted = "planner.dense.bucket_size", self.section.bucket_size
@@ -412,12 +412,10 @@ class UnitSpace:
         if self.context.zero == 3:
             zero = "[2, 3]" if self.context.twice else "3"
             remedy = "Name 1 or 2, which keep parameters whole, or cut units by layers_per_unit."
-            raise InputError(
-                expected(where, f"nothing beside memory.zero = {zero}", repr(wanted), remedy)
-            )
+            raise InputError(where, f"nothing beside memory.zero = {zero}", repr(wanted), remedy)
         if self.section.layers_per_unit is not None:
             wanted_ = "nothing beside planner.dense.layers_per_unit"
-            raise InputError(expected(where, wanted_, repr(wanted), "Name one of the two."))
+            raise InputError(where, wanted_, repr(wanted), "Name one of the two.")
 
 
 def cut_evenly(run: Unit, size: int) -> list[Unit]:

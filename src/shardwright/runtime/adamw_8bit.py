@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.optimizer_states import (
     BLOCK_ELEMENTS,
     CODES,
@@ -23,7 +23,7 @@ from shardwright.core.optimizer_states import (
 )
 from shardwright.runtime.checkpoint.region import as_range
 from shardwright.runtime.flat_tensors import FlatTensor, flat_tensor_of
-from shardwright.runtime.optimizer_groups import RANGES
+from shardwright.runtime.optimizer_dict import RANGES
 from shardwright.runtime.torch_private import fused_adamw, local_of
 from shardwright.runtime.units.shard_tensor import ShardTensor
 
@@ -62,7 +62,7 @@ class AdamW8bit(torch.optim.Optimizer):
         block_size: int = BLOCK_ELEMENTS,
     ) -> None:
         if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-            raise InputError(expected("block_size", "1 or more elements", repr(block_size)))
+            raise InputError("block_size", "1 or more elements", repr(block_size))
         self._forms: dict[nn.Parameter, Form] = {}
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**settings, "block_size": block_size})
@@ -74,8 +74,7 @@ class AdamW8bit(torch.optim.Optimizer):
     @property
     def block(self) -> int:
         """Elements that are quantized together."""
-        size: int = self.defaults["block_size"]
-        return size
+        return self.defaults["block_size"]
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -90,7 +89,7 @@ class AdamW8bit(torch.optim.Optimizer):
             _check_range(key, group[key])
         if group["block_size"] != self.block:
             wanted = f"{self.block}, as for all groups"
-            raise InputError(expected("block_size of a group", wanted, repr(group["block_size"])))
+            raise InputError("block_size of a group", wanted, repr(group["block_size"]))
         for parameter in group["params"]:
             self._form(parameter)
 
@@ -145,8 +144,7 @@ class AdamW8bit(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     if parameter.grad.is_sparse:
-                        wanted = "dense gradients"
-                        raise UnsupportedError(expected("AdamW8bit", wanted, "a sparse one"))
+                        raise UnsupportedError("AdamW8bit", "dense gradients", "a sparse one")
                     yield group, parameter
 
     def _rooms(self) -> dict[torch.device, _Room]:
@@ -176,7 +174,7 @@ def _check_range(key: str, value: Any) -> None:
     for number in value if isinstance(value, tuple | list) else (value,):
         if not least <= float(number) < below:
             wanted = f"numbers from {least:g} to {below:g}"
-            raise InputError(expected(f"{key} of AdamW8bit", wanted, repr(value)))
+            raise InputError(f"{key} of AdamW8bit", wanted, repr(value))
 
 
 # ---- how a parameter lies ------------------------------------------------------------------------
@@ -195,7 +193,7 @@ class Form(NamedTuple):
         """That of a whole, sharded or flat parameter; refuses what divides blocks."""
         if parameter.dtype not in DTYPES:
             wanted = "parameters of fp32, bf16 or fp16"
-            raise UnsupportedError(expected("AdamW8bit", wanted, str(parameter.dtype)))
+            raise UnsupportedError("AdamW8bit", wanted, str(parameter.dtype))
         flat = flat_tensor_of(parameter)
         if flat is not None:
             quantized = _check_flat(flat, block)
@@ -209,9 +207,7 @@ class Form(NamedTuple):
         elif isinstance(parameter, DTensor):
             wanted = "whole parameters, or those of fully_shard_flat"
             remedy = f"Shard with fully_shard_flat(..., block_size={block}), or use torchao's."
-            raise UnsupportedError(
-                expected("AdamW8bit", wanted, "a DTensor of another runtime", remedy)
-            )
+            raise UnsupportedError("AdamW8bit", wanted, "a DTensor of another runtime", remedy)
         else:
             quantized, lengths = is_large(parameter.numel()), [parameter.numel()]
         in_chunks = quantized or parameter.dtype != torch.float32
@@ -252,7 +248,7 @@ def _divided(where: str, block: int, found: str, *, joint: bool = False) -> Inpu
     remedy = f"Shard with fully_shard_flat(..., block_size={block})."
     if joint:
         remedy = "Tensor parallelism cut it before: give it to another optimizer, such as AdamW."
-    return InputError(expected(where, wanted, found, remedy))
+    return InputError(where, wanted, found, remedy)
 
 
 # ---- the step ------------------------------------------------------------------------------------

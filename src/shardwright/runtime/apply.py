@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright import __version__
 from shardwright.core.block import Block, Role, check_tiling
-from shardwright.core.errors import InputError, MismatchError, check_type, expected
+from shardwright.core.errors import InputError, MismatchError, check_type
 from shardwright.core.layout import ReplicaGrid, unit_layout
 from shardwright.core.optimizers import OPTIMIZERS
 from shardwright.core.placement import Replicate
@@ -26,7 +26,6 @@ from shardwright.job.model_of_job import rows_dtype, step_dtypes
 from shardwright.job.plan import Plan, TablePlan, UnitPlan
 from shardwright.job.planner import trained_communication
 from shardwright.runtime.comm import Comm, check_mesh, fingerprint_of, flat
-from shardwright.runtime.embeddings.ahead import look_ahead
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.initial import (
     Initial,
@@ -37,17 +36,12 @@ from shardwright.runtime.embeddings.initial import (
     freeing,
     initial_blocks,
 )
-from shardwright.runtime.embeddings.learning import note_trained, reach_tables
+from shardwright.runtime.embeddings.lookup import note_trained, reach_tables
 from shardwright.runtime.embeddings.modules import RoutedCollection, RoutedEmbedding
 from shardwright.runtime.embeddings.route import Table, make_route
-from shardwright.runtime.embeddings.shard import check_kernels
+from shardwright.runtime.embeddings.shard import check_kernels, look_ahead
 from shardwright.runtime.embeddings.tables import ShardedTables
-from shardwright.runtime.fully_shard import (
-    attach,
-    check_members,
-    check_offload,
-    make_unit,
-)
+from shardwright.runtime.fully_shard import attach, check_members, check_offload, make_unit
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.model_parts import tables_in
 from shardwright.runtime.probe import Probe
@@ -103,14 +97,8 @@ def apply(
     starts = _starts(model)
     _agree(comm, model, plan, facts_of([*starts.values()], initial))
     if comm.size != plan.world_size:
-        raise MismatchError(
-            expected(
-                "mesh",
-                f"{plan.world_size} ranks, as the plan",
-                f"{comm.size}",
-                f"Start {plan.world_size} ranks or plan for {comm.size}.",
-            )
-        )
+        remedy = f"Start {plan.world_size} ranks or plan for {comm.size}."
+        raise MismatchError("mesh", f"{plan.world_size} ranks, as the plan", f"{comm.size}", remedy)
     blocks = plan.expanded()
     _check_model(model, plan, blocks)
     check_kernels(plan.tables, mesh)
@@ -154,9 +142,11 @@ def _shard_units(
     # No unit has the whole model, so no unit's forward is the step's: somebody has to tell the flow
     # that a step begins.
     if not any(_leads(unit) for unit in plan.units):
-        model.register_forward_pre_hook(_Begin(flow), prepend=True)
+        model.register_forward_pre_hook(flow.begin_forward, prepend=True)
 
-    shared = _on_grid(comm, plan.grid)
+    grid, shared = plan.grid, comm
+    if grid.replicas > 1:
+        shared = Comm(comm.as_replicas(grid.replicas), comm.probe, twice=grid.twice)
 
     def initial(fqn: str) -> torch.Tensor:
         shape = tuple(members[fqn].shape)
@@ -210,13 +200,6 @@ def _together(plan: Plan) -> list[tuple[UnitPlan, ...]]:
     return [tuple(units[name] for name in dict.fromkeys((*done, *units)))]
 
 
-def _on_grid(comm: Comm, grid: ReplicaGrid) -> Comm:
-    """The same ranks as replicas x shards, where a plan has more than one replica (collective)."""
-    if grid.replicas == 1:
-        return comm
-    return Comm(comm.as_replicas(grid.replicas), comm.probe, twice=grid.twice)
-
-
 def _replicated(unit: UnitPlan) -> bool:
     return isinstance(unit.optimizer_state, Replicate)
 
@@ -238,16 +221,6 @@ def _inner_first(units: Sequence[tuple[UnitPlan, ...]]) -> list[tuple[UnitPlan, 
         return max((1 + depth(inner) for inner in units if around(unit, inner)), default=0)
 
     return sorted(units, key=depth)
-
-
-class _Begin:
-    """A forward of the whole model begins."""
-
-    def __init__(self, flow: Flow) -> None:
-        self.flow = flow
-
-    def __call__(self, *_: Any) -> None:
-        self.flow.begin_forward()
 
 
 def _agree_on_replicas(comm: Comm, model: nn.Module) -> None:
@@ -290,37 +263,33 @@ def _check_model(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
     for fqn in have:
         if fqn not in planned:
             raise MismatchError(
-                expected(
-                    fqn, "a tensor of the plan", "none there", "Plan again for this very model."
-                )
+                fqn, "a tensor of the plan", "none there", "Plan again for this very model."
             )
     for fqn in sorted(planned):
         if fqn not in have:
             raise MismatchError(
-                expected(fqn, "a parameter of the model", "none", "Plan again for this model.")
+                fqn, "a parameter of the model", "none", "Plan again for this model."
             )
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             remedy = "A plan says nothing of buffers: give this one its memory and its values."
-            raise InputError(expected(name, "a real buffer", "one on the meta device", remedy))
+            raise InputError(name, "a real buffer", "one on the meta device", remedy)
     modules = {name for name, _ in model.named_modules()}
     for unit in plan.units:
         absent = [*set(unit.tensors).difference(have), *set(unit.modules) - modules]
         if absent:
             wanted = f"a part of the model, as unit '{unit.name}' has"
-            raise MismatchError(expected(min(absent), wanted, "none", "Plan again for this model."))
+            raise MismatchError(min(absent), wanted, "none", "Plan again for this model.")
     for spec in plan.model.tensors:
         shape = tuple(have[spec.fqn].shape) if spec.fqn in have else spec.shape
         if shape != spec.shape:
             wanted = f"shape {spec.shape} as planned"
-            raise MismatchError(
-                expected(spec.fqn, wanted, f"{shape}", "Plan again for this model.")
-            )
+            raise MismatchError(spec.fqn, wanted, f"{shape}", "Plan again for this model.")
     step = plan.model.step
     for table in plan.tables:
         if not step.tables_of(table.fqn):
             wanted = "a table of a module that the plan's recording looks up"
-            raise MismatchError(expected(table.fqn, wanted, "none", "Plan with this version."))
+            raise MismatchError(table.fqn, wanted, "none", "Plan with this version.")
     check_tiling(blocks, [TensorSpec(n, tuple(p.shape)) for n, p in have.items()], plan.world_size)
 
 
@@ -339,7 +308,7 @@ def _check_trained(model: nn.Module, plan: Plan, blocks: list[Block]) -> None:
         if fqn in trained and not parameter.requires_grad:
             wanted, found = "a parameter that is trained, as in the plan", "a frozen one"
             remedy = "Freeze it after sw.apply, or plan again for the model with it frozen."
-            raise MismatchError(expected(fqn, wanted, found, remedy))
+            raise MismatchError(fqn, wanted, found, remedy)
 
 
 def _check_unit_blocks(
@@ -361,14 +330,8 @@ def _check_unit_blocks(
     cut = {b for role, placement in rows for b in grid.blocks(layout, role, placement)}
     # The block list is the truth: a layout that would do anything else must not run under its name.
     if planned != cut or unit.roles.zero is None:
-        raise MismatchError(
-            expected(
-                f"unit '{unit.name}'",
-                "the blocks of its even cut",
-                "other ones in the plan",
-                "Make the plan again with this version.",
-            )
-        )
+        where, remedy = f"unit '{unit.name}'", "Make the plan again with this version."
+        raise MismatchError(where, "the blocks of its even cut", "other ones in the plan", remedy)
 
 
 def _shard_tables(

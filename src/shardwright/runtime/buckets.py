@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.core.errors import InputError, UnsupportedError, check_type, expected
+from shardwright.core.errors import InputError, UnsupportedError, check_type
 from shardwright.core.placement import Replicate, Shard
 from shardwright.runtime.comm import check_mesh
 from shardwright.runtime.fully_shard import fully_shard_flat
@@ -86,7 +86,7 @@ class Buckets:
         if overlap_param_gather and not (use_distributed_optimizer and overlap_grad_reduce):
             wanted = "use_distributed_optimizer and overlap_grad_reduce beside it"
             found = f"{use_distributed_optimizer} and {overlap_grad_reduce}"
-            raise InputError(expected("overlap_param_gather", wanted, found))
+            raise InputError("overlap_param_gather", wanted, found)
         every = sum(p.numel() for p in model.parameters())
         if bucket_size is None:
             wished = max(40_000_000, 1_000_000 * mesh.size())
@@ -146,7 +146,7 @@ class Buckets:
         """Gradients are there: those that wait are summed (collective), sums are waited for."""
         if force_all_reduce:
             wanted, remedy = "False", "Do without use_distributed_optimizer."
-            raise UnsupportedError(expected("force_all_reduce", wanted, "True", remedy))
+            raise UnsupportedError("force_all_reduce", wanted, "True", remedy)
         # Called alone, as with overlap_grad_reduce off, it has to begin what it waits for.
         if not any(unit.gradients.under_way for unit in self._units):
             self.start_grad_sync()
@@ -167,7 +167,7 @@ def _refuse(others: Mapping[str, Any]) -> None:
     for name, value in others.items():
         if name not in _OTHERS:
             wanted = "a field of Megatron-LM's DistributedDataParallelConfig"
-            raise InputError(expected("Buckets", wanted, f"'{name}'"))
+            raise InputError("Buckets", wanted, f"'{name}'")
         nothing, remedy = _OTHERS[name]
         if value is not None and value != nothing:
-            raise UnsupportedError(expected(name, repr(nothing), repr(value), remedy))
+            raise UnsupportedError(name, repr(nothing), repr(value), remedy)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from shardwright.core.errors import InputError, RunError, check_type, expected
+from shardwright.core.errors import InputError, RunError, check_type
 from shardwright.runtime.torch_private import C_GRAD, local_of
 from shardwright.runtime.units.dstorage import units_in
 from shardwright.runtime.units.reductions import norms
@@ -18,11 +18,7 @@ from shardwright.runtime.units.unit import Unit
 
 @torch.no_grad()
 def clip_grad_norm_(
-    model: nn.Module,
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    error_if_nonfinite: bool = False,
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
     """Scale the gradients of ``model`` so that their norm is at most ``max_norm`` (collective).
 
@@ -35,12 +31,10 @@ def clip_grad_norm_(
     check_type(model, nn.Module, "model", "torch.nn.utils.clip_grad_norm_ takes parameters.")
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not isinstance(value, int | float | torch.Tensor):
-            raise InputError(expected(name, "a number", repr(value)))
+            raise InputError(name, "a number", repr(value))
     if not max_norm >= 0 or not norm_type > 0:
         raise InputError(
-            expected(
-                "clip_grad_norm_", "max_norm >= 0 and norm_type > 0", f"{max_norm}, {norm_type}"
-            )
+            "clip_grad_norm_", "max_norm >= 0 and norm_type > 0", f"{max_norm}, {norm_type}"
         )
     gradients = list(_gradients(model))
     total = _norm(gradients, norm_type)
@@ -101,11 +95,5 @@ def _blame(units: list[Unit], total: torch.Tensor) -> RunError:
 
 
 def _not_finite(where: str, total: torch.Tensor) -> RunError:
-    return RunError(
-        expected(
-            where,
-            "finite numbers",
-            f"a norm of {total.item()}",
-            "Nothing was updated: lower the learning rate or look at the batch.",
-        )
-    )
+    remedy = "Nothing was updated: lower the learning rate or look at the batch."
+    return RunError(where, "finite numbers", f"a norm of {total.item()}", remedy)

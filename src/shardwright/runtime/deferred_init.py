@@ -21,16 +21,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwright.runtime.fills import FILLS, Serial
-from shardwright.runtime.noted import NotedPlace, Operation, Stream, is_serial, places_in
+from shardwright.runtime.noted import (
+    FILLS,
+    NotedPlace,
+    Operation,
+    Serial,
+    Stream,
+    is_serial,
+    places_in,
+)
 from shardwright.tracker.private import (
     key_of,
     operator_name,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import C_GRAD, local_of
 from shardwright.runtime.units.cut import Cut
@@ -93,7 +93,6 @@ class FlatTensor(Home):
         return None if found is None else local_of(found)
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
-        """Let all of it have ``gradient``, or nothing."""
         # Whoever sets all of it speaks for all of its parameters.
         self.cleared = set() if gradient is not None else set(self.homes)
         C_GRAD.__set__(self.parameter, gradient)
@@ -116,13 +115,11 @@ class FlatTensor(Home):
         for home in self.homes:
             if home in self.cleared and home.parameter.requires_grad and home.parameter.numel():
                 raise InputError(
-                    expected(
-                        home.where,
-                        "a gradient, as others of its flat optimizer tensor have",
-                        "none, and weight decay and momentum would move it",
-                        "Give it a group of its own in optimizer_parameters, freeze it, or give "
-                        "the optimizer model.parameters().",
-                    )
+                    home.where,
+                    "a gradient, as others of its flat optimizer tensor have",
+                    "none, and weight decay and momentum would move it",
+                    "Give it a group of its own in optimizer_parameters, freeze it, or give "
+                    "the optimizer model.parameters().",
                 )
 
     def follow_freezing(self) -> None:
@@ -130,28 +127,19 @@ class FlatTensor(Home):
         trains = [home.parameter.requires_grad for home in self.homes]
         if any(trains) and not all(trains):
             odd = self.homes[trains.index(not trains[0])]
-            raise InputError(
-                expected(
-                    odd.where,
-                    "to be frozen or unfrozen with all of its flat optimizer tensor",
-                    "a change of a part of it, which weight decay and momentum would move on",
-                    "Give what is frozen later a group of its own in optimizer_parameters.",
-                )
-            )
+            wanted = "to be frozen or unfrozen with all of its flat optimizer tensor"
+            found = "a change of a part of it, which weight decay and momentum would move on"
+            remedy = "Give what is frozen later a group of its own in optimizer_parameters."
+            raise InputError(odd.where, wanted, found, remedy)
         self.parameter.requires_grad_(any(trains))
         if not any(trains):
             self.set_gradient(None)
 
     def refusal(self) -> InputError:
         """Its memory is the shard's."""
-        return InputError(
-            expected(
-                "a flat optimizer tensor",
-                "to keep its memory, which is that of the model's parameters",
-                "other memory",
-                "Copy values (tensor.copy_(value) under no_grad).",
-            )
-        )
+        wanted = "to keep its memory, which is that of the model's parameters"
+        remedy = "Copy values (tensor.copy_(value) under no_grad)."
+        return InputError("a flat optimizer tensor", wanted, "other memory", remedy)
 
 
 class FlatPart(NamedTuple):
@@ -189,14 +177,10 @@ class FlatPart(NamedTuple):
         """Those on the flat tensor's gradient, which see all of this one."""
         flat = self.flat
         if self.length != flat.length:
-            raise InputError(
-                expected(
-                    f"a hook on {self.homes[0].where} and others",
-                    "a flat tensor of one unit (per_unit=True)",
-                    "one of several, whose gradient comes in parts",
-                    "Register it on the model's parameters.",
-                )
-            )
+            where = f"a hook on {self.homes[0].where} and others"
+            wanted = "a flat tensor of one unit (per_unit=True)"
+            found = "one of several, whose gradient comes in parts"
+            raise InputError(where, wanted, found, "Register it on the model's parameters.")
         gradient = part if flat.cut is None else ShardTensor(part, flat.cut)
         call_gradient_hooks(flat.parameter, gradient)
 
@@ -268,15 +252,12 @@ class FlatHome(Home):
             self.flat.cleared.discard(self)
 
     def refusal(self) -> InputError:
-        """Its memory is the flat tensor's."""
         return InputError(
-            expected(
-                self.where,
-                "to keep its memory, which a flat optimizer tensor has",
-                "other memory",
-                "Copy values (p.copy_(value) under no_grad), or make the optimizer over "
-                "model.parameters().",
-            )
+            self.where,
+            "to keep its memory, which a flat optimizer tensor has",
+            "other memory",
+            "Copy values (p.copy_(value) under no_grad), or make the optimizer over "
+            "model.parameters().",
         )
 
 
@@ -306,15 +287,12 @@ def _taken(kind: type[Any]) -> type[Any]:
 def _refuse_gradient(parameter: Any) -> torch.Tensor | None:
     taken = vars(parameter).get(TAKEN)
     if taken is None:  # a copy
-        found: torch.Tensor | None = C_GRAD.__get__(parameter)
-        return found
+        return C_GRAD.__get__(parameter)
     raise InputError(
-        expected(
-            f"an optimizer's {taken[0]} of unit '{taken[1]}'",
-            "the sharded parameter",
-            "the one from before it was sharded, which nothing trains",
-            "Make the optimizer after sharding.",
-        )
+        f"an optimizer's {taken[0]} of unit '{taken[1]}'",
+        "the sharded parameter",
+        "the one from before it was sharded, which nothing trains",
+        "Make the optimizer after sharding.",
     )
 
 

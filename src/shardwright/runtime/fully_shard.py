@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from shardwright.core.errors import InputError, UnsupportedError, expected, not_one_of
+from shardwright.core.errors import InputError, UnsupportedError, not_one_of
 from shardwright.core.layout import balanced_owners
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard, Zero
 from shardwright.runtime.comm import Comm, check_mesh
@@ -118,7 +118,8 @@ def fully_shard_flat(
         make_unit(part, comm, cutting, UnitNames(unit, called, bucket), reshard_after_forward)
         for bucket, part in parts
     ]
-    left_out = (n for m in modules for n, p in m.named_parameters() if _among(p, ignored_params))
+    ignored = set(map(id, ignored_params))
+    left_out = (n for m in modules for n, p in m.named_parameters() if id(p) in ignored)
     units[0].structure.left_out = tuple(left_out)
     # A flow of its own for each call: the one of an outer module takes those of inner ones over, so
     # that a model has one.
@@ -165,7 +166,7 @@ def _ranks(mesh: DeviceMesh, zero: Zero | tuple[Zero, Zero]) -> tuple[Comm, Zero
         wanted = "a stage, or (1, 3) or (2, 3) on a mesh of (replicate, shard)"
         remedy = "To cut parameters over all ranks, pass a mesh of one dimension."
         found = f"{zero} on {mesh.ndim} dimension{'s' * (mesh.ndim > 1)}"
-        raise InputError(expected("zero", wanted, found, remedy))
+        raise InputError("zero", wanted, found, remedy)
     return Comm(mesh, twice=True), 3
 
 
@@ -173,7 +174,7 @@ def _depth(prefetch: int | None, mesh: DeviceMesh) -> int:
     if prefetch is None:
         return int(mesh.device_type != "cpu")
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-        raise InputError(expected("prefetch", "0 or more units, or None", repr(prefetch)))
+        raise InputError("prefetch", "0 or more units, or None", repr(prefetch))
     return prefetch
 
 
@@ -183,18 +184,13 @@ def _modules(given: nn.Module | Sequence[nn.Module], hooked: bool) -> list[nn.Mo
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
         strays = [m for m in modules if not isinstance(m, nn.Module)] or [given]
         found = type(strays[0]).__name__ if modules else "none"
-        raise InputError(expected("module", "a module, or several", found))
+        raise InputError("module", "a module, or several", found)
     for module in modules if hooked else ():
         # They are never called, so no hook would ever run and the unit never be there.
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            raise InputError(
-                expected(
-                    "module",
-                    "modules with a forward, which the unit's hooks follow",
-                    f"a {type(module).__name__}",
-                    "Pass its layers as a list, if they run one after the other, or their parent.",
-                )
-            )
+            wanted = "modules with a forward, which the unit's hooks follow"
+            remedy = "Pass its layers as a list, if they run one after the other, or their parent."
+            raise InputError("module", wanted, f"a {type(module).__name__}", remedy)
     return modules
 
 
@@ -213,38 +209,32 @@ def _name_inner(module: nn.Module, prefix: str) -> None:
         unit.rename(paths)
 
 
-def _among(parameter: nn.Parameter, others: Collection[nn.Parameter]) -> bool:
-    return any(parameter is other for other in others)
-
-
 def check_offload(comm: Comm, cpu_offload: Any) -> None:
     """InputError unless shards of ``comm`` can be in host memory."""
     if not isinstance(cpu_offload, bool):
-        raise InputError(expected("cpu_offload", "True or False", repr(cpu_offload)[:60]))
+        raise InputError("cpu_offload", "True or False", repr(cpu_offload)[:60])
     if cpu_offload and not comm.on_host:
         wanted = "a process group that also moves tensors in host memory"
         remedy = "Begin with init_process_group('cpu:gloo,cuda:nccl')."
-        raise InputError(expected("cpu_offload", wanted, f"one of {comm.config}", remedy))
+        raise InputError("cpu_offload", wanted, f"one of {comm.config}", remedy)
 
 
 def _check_reshard(kind: bool | int | None, zero: Zero, size: int, unit: str) -> None:
     if isinstance(zero, bool) or zero not in get_args(Zero):
         remedy = "For DDP, of which nothing is cut, give placements=(Replicate(),)."
-        raise InputError(expected("zero", "1, 2 or 3", repr(zero), remedy))
+        raise InputError("zero", "1, 2 or 3", repr(zero), remedy)
     if zero < 3 and kind:
         wanted = f"False or None beside zero={zero}, which keeps parameters whole"
-        raise InputError(expected("reshard_after_forward", wanted, repr(kind)))
+        raise InputError("reshard_after_forward", wanted, repr(kind))
     if kind is None or isinstance(kind, bool):
         return
     if not isinstance(kind, int) or kind < 1 or size % kind:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         raise InputError(
-            expected(
-                f"reshard_after_forward of unit '{unit}'",
-                f"True, False, None or a number of ranks that divides {size}: "
-                + ", ".join(map(str, divisors)),
-                repr(kind),
-            )
+            f"reshard_after_forward of unit '{unit}'",
+            f"True, False, None or a number of ranks that divides {size}: "
+            + ", ".join(map(str, divisors)),
+            repr(kind),
         )
 
 
@@ -255,25 +245,25 @@ def _check_frozen_parts(members: Sequence[Member], zero: Zero) -> None:
         is_part = member.parallel is not None and member.parallel.dim is not None
         if zero < 3 and is_part and not member.parameter.requires_grad:
             wanted = "zero=3 beside a frozen parameter that tensor parallelism has cut"
-            raise UnsupportedError(expected(member.fqn, wanted, f"zero={zero}", "Pass zero=3."))
+            raise UnsupportedError(member.fqn, wanted, f"zero={zero}", "Pass zero=3.")
 
 
 def _check_sizes(
     size: int | None, block: int, placements: Mapping[str, Placement], zero: Zero, hooked: bool
 ) -> None:
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
-        raise InputError(expected("block_size", "1 or more elements", repr(block)))
+        raise InputError("block_size", "1 or more elements", repr(block))
     if size is None:
         return
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise InputError(expected("bucket_size", "1 or more elements, or None", repr(size)))
+        raise InputError("bucket_size", "1 or more elements, or None", repr(size))
     if not hooked:
-        raise InputError(expected("register_hooks", "True beside bucket_size", "False"))
+        raise InputError("register_hooks", "True beside bucket_size", "False")
     whole = all(isinstance(placement, Replicate) for placement in placements.values())
     if zero == 3 and not whole:
         remedy = "Under zero=3 give modules of the size that you want, or several as a list."
         wanted = "zero=1 or 2, or placements=(Replicate(),), where parameters stay whole"
-        raise InputError(expected("zero beside bucket_size", wanted, "3", remedy))
+        raise InputError("zero beside bucket_size", wanted, "3", remedy)
 
 
 def _buckets(members: Sequence[Member], size: int) -> list[tuple[str, list[Member]]]:
@@ -315,14 +305,10 @@ def unit_members(
     for member in members:
         holder = next((inside[id(d)] for d, _ in member.places if id(d) in inside), None)
         if holder is not None:
-            raise InputError(
-                expected(
-                    f"{member.fqn} of unit '{unit}'",
-                    "a parameter that no other unit has",
-                    f"one that is part of unit '{holder.name}'",
-                    "Wrap inner modules first.",
-                )
-            )
+            where = f"{member.fqn} of unit '{unit}'"
+            wanted = "a parameter that no other unit has"
+            found = f"one that is part of unit '{holder.name}'"
+            raise InputError(where, wanted, found, "Wrap inner modules first.")
     check_members(members, modules, unit)
     return members
 
@@ -336,13 +322,11 @@ def check_members(members: Sequence[Member], modules: Sequence[nn.Module], unit:
             there, other = taken
             what = "the same parameter" if member.parameter.numel() else "a parameter"
             raise InputError(
-                expected(
-                    f"{member.fqn} of unit '{unit}'",
-                    "a parameter that no other unit has",
-                    f"{what} as {there} of unit '{other}'",
-                    "Put both in one unit, such as their common ancestor, wrap inner modules "
-                    "first, or untie them.",
-                )
+                f"{member.fqn} of unit '{unit}'",
+                "a parameter that no other unit has",
+                f"{what} as {there} of unit '{other}'",
+                "Put both in one unit, such as their common ancestor, wrap inner modules "
+                "first, or untie them.",
             )
     if members or not any(True for module in modules for _ in units_in(module)):
         check_materials(members, unit)
@@ -350,8 +334,7 @@ def check_members(members: Sequence[Member], modules: Sequence[nn.Module], unit:
 
 def _refuse_sharded(modules: Sequence[nn.Module], unit: str) -> None:
     if any(_is_unit(module) for module in modules):
-        wanted = "modules that are not sharded yet"
-        raise InputError(expected(f"unit '{unit}'", wanted, "one that is"))
+        raise InputError(f"unit '{unit}'", "modules that are not sharded yet", "one that is")
 
 
 def _placements(
@@ -369,7 +352,7 @@ def _placements(
     if not isinstance(placements, Sequence) or len(placements) != 1:
         remedy = "shard_placement_fn gives single parameters another one."
         wanted = "one placement in a tuple, such as (Shard(0),)"
-        raise InputError(expected("placements", wanted, repr(placements)[:60], remedy))
+        raise InputError("placements", wanted, repr(placements)[:60], remedy)
     default = ours(placements[0], "placements")
     specs = [member.spec for member in members]
     if isinstance(default, Replicate) or strategy == "per_param":
@@ -399,9 +382,7 @@ def ours(placement: Any, where: str) -> Placement:
         return Shard(placement.dim)
     if isinstance(placement, TorchReplicate):
         return Replicate()
-    raise UnsupportedError(
-        expected(where, "Shard, Owned, BlockShard, Replicate or Flat", repr(placement))
-    )
+    raise UnsupportedError(where, "Shard, Owned, BlockShard, Replicate or Flat", repr(placement))
 
 
 def _check_fits(member: Member, placement: Placement, size: int) -> None:
@@ -409,21 +390,13 @@ def _check_fits(member: Member, placement: Placement, size: int) -> None:
     match placement:
         case Shard(dim) | BlockShard(_, dim):
             if dims and not 0 <= dim < dims:
-                raise InputError(
-                    expected(
-                        where,
-                        f"a dim from 0 to {dims - 1} of shape {tuple(member.shape)}",
-                        f"{placement!r}",
-                        "Use Shard(0), or Owned(rank).",
-                    )
-                )
+                wanted = f"a dim from 0 to {dims - 1} of shape {tuple(member.shape)}"
+                raise InputError(where, wanted, f"{placement!r}", "Use Shard(0), or Owned(rank).")
             if isinstance(placement, BlockShard) and placement.size < 1:
-                raise InputError(expected(where, "blocks of 1 or more", f"{placement.size}"))
+                raise InputError(where, "blocks of 1 or more", f"{placement.size}")
         case Owned(rank):
             if not 0 <= rank < size:
-                raise InputError(
-                    expected(where, f"an owner from 0 to {size - 1}", f"Owned({rank})")
-                )
+                raise InputError(where, f"an owner from 0 to {size - 1}", f"Owned({rank})")
         case _:
             pass
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.core.errors import RunError, expected
+from shardwright.core.errors import RunError
 from shardwright.runtime.comm import Comm
 
 Update = Callable[[], None]
@@ -133,14 +133,9 @@ def not_finite(
     when = "" if step is None else f" in step {step}"
     size = max(largest)
     found = "inf" if size > torch.finfo(torch.float32).max else f"numbers as large as {size:.3g}"
-    return RunError(
-        expected(
-            f"{name} on {on}{when}",
-            "finite numbers with a finite sum of squares",
-            "nan" if min(largest) < 0 else found,
-            "It updated nothing: lower the learning rate or look at the data.",
-        )
-    )
+    wanted = "finite numbers with a finite sum of squares"
+    remedy = "It updated nothing: lower the learning rate or look at the data."
+    return RunError(f"{name} on {on}{when}", wanted, "nan" if min(largest) < 0 else found, remedy)
 
 
 def _largest(part: torch.Tensor) -> float:

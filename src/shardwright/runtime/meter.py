@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from shardwright.core.amount import ceil_div
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.measurement import Meeting
 from shardwright.core.schedule import Action
 from shardwright.core.timeline import PEAK, Event, Kind, Phase
@@ -350,7 +350,7 @@ def comm_of(model: nn.Module) -> Comm:
     found = found or next((tables.comm for tables in tables_in(model)), None)
     if found is None:
         remedy = "Measure what apply returned."
-        raise InputError(expected("model", "one that runs a plan", type(model).__name__, remedy))
+        raise InputError("model", "one that runs a plan", type(model).__name__, remedy)
     return found
 
 

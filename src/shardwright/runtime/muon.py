@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import local_of
 from shardwright.runtime.units.cut import Cut, Region
@@ -50,12 +50,12 @@ class Muon(torch.optim.Muon):
         for parameter in group["params"]:
             if rows < 0 or (rows and parameter.shape[0] % rows):
                 wanted = f"a number that divides the {parameter.shape[0]} rows of a parameter"
-                raise InputError(expected("head_rows of Muon", wanted, str(rows)))
+                raise InputError("head_rows of Muon", wanted, str(rows))
             if isinstance(parameter, DTensor) and _is_cut_by_others(parameter):
                 wanted = "whole parameters, or those of fully_shard_flat"
                 remedy = "Give those to torch.optim.Muon, or shard with fully_shard_flat."
                 found = f"a DTensor of another runtime, {parameter.placements}"
-                raise UnsupportedError(expected("Muon", wanted, found, remedy))
+                raise UnsupportedError("Muon", wanted, found, remedy)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -70,7 +70,12 @@ class Muon(torch.optim.Muon):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                update = self._momentum(parameter, group)
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+                gradient, held = local_of(parameter.grad), local_of(state["momentum_buffer"])
+                held.lerp_(gradient, 1 - group["momentum"])
+                update = gradient.lerp(held, group["momentum"]) if group["nesterov"] else held
                 local = local_of(parameter)
                 # Before the update is added, as torch does: decay is of the weight that the step
                 # began with.
@@ -88,15 +93,6 @@ class Muon(torch.optim.Muon):
             for number, bucket in enumerate(_buckets(matrices)):
                 self._exchange((*key, number), bucket).update(bucket)
         return loss
-
-    def _momentum(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-        """What is made orthogonal, this rank's part; element by element."""
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        gradient, held = local_of(parameter.grad), local_of(state["momentum_buffer"])
-        held.lerp_(gradient, 1 - group["momentum"])
-        return gradient.lerp(held, group["momentum"]) if group["nesterov"] else held
 
     def _exchange(self, key: tuple[Any, ...], matrices: Sequence[_Matrix]) -> _MatrixExchange:
         """The exchange of these very matrices, worked out once for a mesh and dtype."""
@@ -279,26 +275,18 @@ class _MatrixExchange:
             self._back(matrices, deltas, matrices[0].local)
 
     def _there(
-        self,
-        matrices: Sequence[_Matrix],
-        wholes: Mapping[int, torch.Tensor],
-        like: torch.Tensor,
+        self, matrices: Sequence[_Matrix], wholes: Mapping[int, torch.Tensor], like: torch.Tensor
     ) -> None:
         """Updates to where they are made orthogonal."""
-        received = self._all_to_all(
-            [(self.homes[p], matrices[p].update[self.own[p].local]) for p in self.away],
-            [(source, self.parts[place][source].numel) for source, place in self.visitors],
-            like,
-        )
+        sent = [(self.homes[p], matrices[p].update[self.own[p].local]) for p in self.away]
+        wanted = [(source, self.parts[place][source].numel) for source, place in self.visitors]
+        received = self._all_to_all(sent, wanted, like)
         for (source, place), values in zip(self.visitors, received, strict=True):
             target = self.parts[place][source].of(wholes[place])
             target.copy_(values.view_as(target))
 
     def _back(
-        self,
-        matrices: Sequence[_Matrix],
-        deltas: Mapping[int, torch.Tensor],
-        like: torch.Tensor,
+        self, matrices: Sequence[_Matrix], deltas: Mapping[int, torch.Tensor], like: torch.Tensor
     ) -> None:
         """What they came to, back to who has a part."""
         received = self._all_to_all(

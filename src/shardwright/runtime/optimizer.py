@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.optim.sgd import sgd
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.optimizers import MADE, Implementation, OptimizerName, optimizer_named
 from shardwright.runtime.flat_tensors import FlatHome, FlatPart, FlatTensor
 from shardwright.runtime.model_parts import tables_in
 from shardwright.runtime.torch_private import storage_of
+from shardwright.runtime.units.buffers import shard_room
 from shardwright.runtime.units.dstorage import units_in
-from shardwright.runtime.units.host_memory import shard_room
 from shardwright.runtime.units.parameter import plain_name
 from shardwright.runtime.units.rebind import absorb, rebase
 from shardwright.runtime.units.unit import Unit
@@ -70,14 +70,14 @@ def optimizer_parameters(
         return [{"params": []}]  # no optimizer takes a list without any
     if not units:
         raise InputError(
-            expected("model", "units made by apply or fully_shard_flat", "none", "Shard it first.")
+            "model", "units made by apply or fully_shard_flat", "none", "Shard it first."
         )
     for unit in units:
         if unit.joints:
             wanted = "units that nothing else has cut"
             found = f"tensor parallelism in unit '{unit.name}'"
             remedy = "Give the optimizer model.parameters()."
-            raise UnsupportedError(expected("optimizer_parameters", wanted, found, remedy))
+            raise UnsupportedError("optimizer_parameters", wanted, found, remedy)
         # Sharded parameters have to be shown, over the memory that the flat tensors will be views
         # of. After this the unit refuses other memory.
         unit.free()
@@ -210,16 +210,13 @@ def _flat(runs: list[GroupRun]) -> nn.Parameter:
         (flat,) = flats.values() if len(flats) == 1 else (None,)
         # The same call again: a second flat tensor over this memory would take each gradient twice.
         if flat is not None and flat.homes == homes:
-            found: nn.Parameter = flat.parameter
-            return found
+            return flat.parameter
         taken = next(m for m, home in zip(members, homes, strict=True) if home is not None)
         raise InputError(
-            expected(
-                f"{taken.fqn} of unit '{runs[0].unit.name}'",
-                "a parameter that no other flat tensor has",
-                "one of an earlier optimizer_parameters with other groups",
-                "Name each parameter in one call only.",
-            )
+            f"{taken.fqn} of unit '{runs[0].unit.name}'",
+            "a parameter that no other flat tensor has",
+            "one of an earlier optimizer_parameters with other groups",
+            "Name each parameter in one call only.",
         )
     # Gradients may be here, of a backward before the optimizer was made. They are put where they
     # will be looked for.
@@ -268,11 +265,9 @@ def _homes(run: GroupRun, flat: FlatTensor, offset: int) -> Iterator[FlatHome]:
     unit = run.unit
     segment = unit.buffers.segments[run.segment].segment
     for place in run.places:
-        member, piece, cut = (
-            unit.members[place],
-            unit.buffers.pieces[place],
-            unit.sharded.cuts[place],
-        )
+        member = unit.members[place]
+        piece = unit.buffers.pieces[place]
+        cut = unit.sharded.cuts[place]
         begin = segment.begin(piece) - run.begin + offset if piece.numel else offset
         where = f"{member.fqn} of unit '{unit.name}'"
         home = FlatHome(flat, member.parameter, where, begin, piece.sizes, cut)
@@ -323,9 +318,7 @@ def _grouping(
                     raise _unknown(number, given)
                 # A pattern may meet what another one has put into this group already.
                 if place in found and (found[place] != number or not several):
-                    raise InputError(
-                        expected(f"groups[{number}]", "each parameter in one group", place[1])
-                    )
+                    raise InputError(f"groups[{number}]", "each parameter in one group", place[1])
                 found[place] = number
             if not matches:
                 raise _unknown(number, given)
@@ -343,14 +336,9 @@ def _matching(given: Any, named: Mapping[str, nn.Parameter]) -> tuple[list[Any],
 
 
 def _unknown(number: int, given: Any) -> InputError:
-    return InputError(
-        expected(
-            f"groups[{number}]",
-            "sharded parameters of the model, or their names",
-            repr(given)[:60],
-            "Optimize parameters that no unit has with an optimizer of their own.",
-        )
-    )
+    wanted = "sharded parameters of the model, or their names"
+    remedy = "Optimize parameters that no unit has with an optimizer of their own."
+    return InputError(f"groups[{number}]", wanted, repr(given)[:60], remedy)
 
 
 def _by_function(choose: GroupOf, named: Mapping[str, nn.Parameter]) -> Groups:

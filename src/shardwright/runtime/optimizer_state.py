@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwright.core.amount import ceil_div
-from shardwright.core.errors import InputError, MismatchError, UnsupportedError, expected
+from shardwright.core.errors import InputError, MismatchError, UnsupportedError
 from shardwright.runtime.checkpoint.region import TensorPart, blocks_of
 from shardwright.runtime.flat_tensors import FlatHome
 from shardwright.runtime.model_parts import STATE, ModelPart
@@ -85,12 +85,10 @@ def uses_of(parts: Sequence[ModelPart], optimizer: Optimizer) -> Uses:
         for index, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
                 raise InputError(
-                    expected(
-                        f"optimizer.param_groups[{number}]['params'][{index}]",
-                        "a parameter of the model, or of its last optimizer_parameters",
-                        f"another tensor of shape {tuple(parameter.shape)}",
-                        "Make the optimizer after sharding the model.",
-                    )
+                    f"optimizer.param_groups[{number}]['params'][{index}]",
+                    "a parameter of the model, or of its last optimizer_parameters",
+                    f"another tensor of shape {tuple(parameter.shape)}",
+                    "Make the optimizer after sharding the model.",
                 )
             found[parameter] = known[id(parameter)]
     return found
@@ -101,8 +99,7 @@ def uses_of(parts: Sequence[ModelPart], optimizer: Optimizer) -> Uses:
 
 def per_block(optimizer: Optimizer) -> Mapping[str, int]:
     """States that have one number for so many elements."""
-    found: Mapping[str, int] = getattr(optimizer, "blocks", {})
-    return found
+    return getattr(optimizer, "blocks", {})
 
 
 def elements_per_value(
@@ -121,14 +118,9 @@ def elements_per_value(
         found = f"one of shape {tuple(value.shape)}"
     else:
         found = f"a {type(value).__name__}"
-    raise UnsupportedError(
-        expected(
-            f"state '{name}' of {fqn}",
-            "a number or a tensor of the parameter's shape",
-            found,
-            "Save optimizers of this kind with optimizer.state_dict().",
-        )
-    )
+    where = f"state '{name}' of {fqn}"
+    remedy = "Save optimizers of this kind with optimizer.state_dict()."
+    raise UnsupportedError(where, "a number or a tensor of the parameter's shape", found, remedy)
 
 
 def named_state(
@@ -245,14 +237,10 @@ class Incoming:
         for number in self.numbers:
             other = first.setdefault((id(number.parameter), number.name), number)
             if not torch.equal(other.value, number.value):
-                raise MismatchError(
-                    expected(
-                        f"state '{number.name}' of {number.fqn}",
-                        f"{other.value.item()}, as of {other.fqn} in the same flat tensor",
-                        f"{number.value.item()}",
-                        "Make the optimizer over model.parameters().",
-                    )
-                )
+                where = f"state '{number.name}' of {number.fqn}"
+                wanted = f"{other.value.item()}, as of {other.fqn} in the same flat tensor"
+                remedy = "Make the optimizer over model.parameters()."
+                raise MismatchError(where, wanted, f"{number.value.item()}", remedy)
 
     def install(self) -> None:
         """Let the optimizer have the state, which is filled by now."""
@@ -284,14 +272,9 @@ def _wanted(parts: Sequence[Use], names: Mapping[str, Collection[str]]) -> set[s
         if found is None:
             found, first = own, use.part.fqn
         elif found != own:
-            raise MismatchError(
-                expected(
-                    f"optimizer state of {use.part.fqn}",
-                    f"{_listed(found)}, as of {first} in the same flat tensor",
-                    _listed(own),
-                    "Make the optimizer over model.parameters().",
-                )
-            )
+            wanted = f"{_listed(found)}, as of {first} in the same flat tensor"
+            remedy = "Make the optimizer over model.parameters()."
+            raise MismatchError(f"optimizer state of {use.part.fqn}", wanted, _listed(own), remedy)
     return found or set()
 
 
@@ -301,7 +284,7 @@ def _other_names(
     kind = type(optimizer).__name__
     wanted = f"{_listed(own)}, which {kind} keeps"
     remedy = "Make the optimizer with the options of the one that was saved."
-    return MismatchError(expected(f"optimizer state of {fqn}", wanted, _listed(given), remedy))
+    return MismatchError(f"optimizer state of {fqn}", wanted, _listed(given), remedy)
 
 
 def _listed(names: Collection[str]) -> str:
@@ -344,7 +327,7 @@ def fresh_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> dic
         wanted = "to take a step on zeros, which makes its state"
         remedy = "Take one step before loading."
         raise UnsupportedError(
-            expected(f"optimizer {type(optimizer).__name__}", wanted, f"'{reason}'", remedy)
+            f"optimizer {type(optimizer).__name__}", wanted, f"'{reason}'", remedy
         ) from error
     return {
         p: {

@@ -7,20 +7,26 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import logging
+import random
 import weakref
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardwright import __version__
-from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected
+from shardwright.core.document import decode_json
+from shardwright.core.errors import InputError, MismatchError, ShardwrightError
 from shardwright.runtime.checkpoint import TensorPart, read_checkpoint
 from shardwright.runtime.checkpoint.agreement import rank_and_size, reason, together
 from shardwright.runtime.checkpoint.files import list_name
@@ -36,7 +42,7 @@ from shardwright.runtime.model_parts import (
     table_states,
     tables_filled,
 )
-from shardwright.runtime.optimizer_groups import (
+from shardwright.runtime.optimizer_dict import (
     Group,
     as_scalars,
     everyones,
@@ -46,11 +52,6 @@ from shardwright.runtime.optimizer_groups import (
     settings_for,
 )
 from shardwright.runtime.optimizer_state import Incoming, as_optimizers, held_state, uses_of
-from shardwright.runtime.random_state import (
-    check_random_states,
-    random_states,
-    restore,
-)
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -247,8 +248,7 @@ def _resumed(found: Stored, rank: int, size: int, *, random_state: bool) -> Resu
 
 def _failure(what: str) -> Any:
     def failure(error: Exception) -> ShardwrightError:
-        wanted = "what can be stored by name"
-        return InputError(expected(what, wanted, f"'{reason(error)}'"))
+        return InputError(what, "what can be stored by name", f"'{reason(error)}'")
 
     return failure
 
@@ -257,9 +257,7 @@ def _saved_groups(stored: Stored) -> list[Group]:
     lists = [found.scalars.get("optimizer") for found in stored.lists]
     if any(groups is None for groups in lists):
         remedy = "Save with the optimizer, or load without it."
-        raise MismatchError(
-            expected(str(stored.folder), "the state of an optimizer", "none", remedy)
-        )
+        raise MismatchError(str(stored.folder), "the state of an optimizer", "none", remedy)
     return joined([groups for groups in lists if groups is not None])
 
 
@@ -271,3 +269,83 @@ def _state_names(stored: Stored, sums: set[str]) -> dict[str, set[str]]:
             fqn, _, state = name.removeprefix(STATE).rpartition("/")
             names[fqn].add(state)
     return names
+
+
+States = dict[str, str]
+
+log = logging.getLogger(__name__)
+
+
+def random_states() -> States:
+    """Of torch's generators by device type, of Python's and of NumPy's."""
+    states = {"cpu": _tensor_text(torch.get_rng_state())}
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.accelerator.is_available():
+        of_device = torch.get_device_module(accelerator.type).get_rng_state()
+        states[accelerator.type] = _tensor_text(of_device)
+    name, keys, *rest = np.random.get_state(legacy=True)
+    numpy_state = [name, keys.tolist(), *rest]
+    for kind, state in (("python", random.getstate()), ("numpy", numpy_state)):
+        states[kind] = msgspec.json.encode(state).decode()
+    return states
+
+
+def set_random_states(states: Mapping[str, str]) -> None:
+    """Go on from ``states``; those of a device that is not here are left out."""
+    for kind, text in states.items():
+        if kind == "python":
+            random.setstate(_python_state(text))
+        elif kind == "numpy":
+            np.random.set_state(_numpy_state(text))
+        elif kind == "cpu":
+            torch.set_rng_state(_tensor(text))
+        elif torch.accelerator.is_available():
+            torch.get_device_module(kind).set_rng_state(_tensor(text))
+
+
+def restore(scalars: Mapping[str, Any], saved: int, world_size: int) -> bool:
+    """Go on as one of ``saved`` ranks left off; False, which is logged, where there are others."""
+    if saved != world_size or "random" not in scalars:
+        log.warning("random numbers begin anew: the checkpoint is of %d ranks", saved)
+        return False
+    set_random_states(scalars["random"])
+    return True
+
+
+def check_random_states(stored: Stored) -> None:
+    """Raise InputError unless generators take what a checkpoint says of them."""
+    for rank, found in enumerate(stored.lists):
+        states = found.scalars.get("random", {})
+        for kind, take in _TRIED.items():
+            try:
+                if kind in states:
+                    take(states[kind])
+            except Exception as error:  # of any kind: a text can be anything
+                where = f"{stored.folder}: random.{kind} of rank {rank}"
+                found_text = f"one that is refused: {type(error).__name__}"
+                raise InputError(where, "a generator's state", found_text) from None
+
+
+def _tensor_text(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.tolist())).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _python_state(text: str) -> Any:
+    version, keys, gauss = decode_json(text, tuple[int, tuple[int, ...], float | None])
+    return version, keys, gauss
+
+
+def _numpy_state(text: str) -> Any:
+    return decode_json(text, tuple[str, list[int], int, int, float])
+
+
+# What takes a state on trial.
+_TRIED = {
+    "cpu": lambda text: torch.Generator().set_state(_tensor(text)),
+    "python": lambda text: random.Random().setstate(_python_state(text)),
+    "numpy": lambda text: np.random.RandomState().set_state(_numpy_state(text)),
+}

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.runtime.units.dstorage import (
     divide_factor,
     get_dstorage,
@@ -218,9 +218,7 @@ def _own(module: Any) -> list[Unit]:
 def _sharded(modules: Sequence[nn.Module]) -> list[Unit]:
     for module in modules:
         if not storages_of(module):
-            raise InputError(
-                expected("modules to prefetch", "sharded modules", f"a {type(module).__name__}")
-            )
+            raise InputError("modules to prefetch", "sharded modules", f"a {type(module).__name__}")
     return [unit for module in modules for unit in units_of(module)]
 
 
@@ -230,4 +228,4 @@ def _units(module: Any, recurse: bool) -> Iterator[Unit]:
 
 def _refused(name: str) -> UnsupportedError:
     wanted = "no such hook; storage.comm.paths has the ways of collectives"
-    return UnsupportedError(expected(name, wanted, "one"))
+    return UnsupportedError(name, wanted, "one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,60 +96,46 @@ def follow_state_dict(module: nn.Module, unit: Unit, prefix: str) -> None:
 
     ``prefix`` is what the unit's names have before the module's.
     """
-    module.register_state_dict_pre_hook(_Saving(unit))
-    module.register_state_dict_post_hook(_Saved(unit))
-    module.register_load_state_dict_pre_hook(_Loading(unit, prefix))
-    module.register_load_state_dict_post_hook(_Loaded(unit))
+    start = f"{prefix}." if prefix else ""
+    # Not closures: a deep copy of the module is to have hooks of its own units.
+    module.register_state_dict_pre_hook(partial(_before_saving, unit))
+    module.register_state_dict_post_hook(partial(_after_saving, unit))
+    module.register_load_state_dict_pre_hook(partial(_before_loading, unit, start))
+    module.register_load_state_dict_post_hook(partial(_after_loading, unit))
 
 
-class _Saving:
-    """Shows sharded parameters, also where a forward has left whole ones."""
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-
-    def __call__(self, *_: Any) -> None:
-        absorb(self.unit)
-        self.unit.show_sharded()
+def _before_saving(unit: Unit, *_: Any) -> None:
+    """Sharded parameters are shown, also where a forward has left whole ones."""
+    absorb(unit)
+    unit.show_sharded()
 
 
-class _Saved(_Saving):
-    """Shows what was there before."""
-
-    def __call__(self, *_: Any) -> None:
-        self.unit.show_again()
+def _after_saving(unit: Unit, *_: Any) -> None:
+    unit.show_again()
 
 
-class _Loading(_Saving):
-    """Cuts what is about to be assigned."""
-
-    def __init__(self, unit: Unit, prefix: str) -> None:
-        super().__init__(unit)
-        self.start = f"{prefix}." if prefix else ""
-
-    def __call__(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, local: Any, *_: Any
-    ) -> None:
-        unit = self.unit
-        unit.free()
-        absorb(unit)
-        if not local.get("assign_to_params_buffers", False):
-            return
-        keys = {plain_name(key): key for key in state if key.startswith(prefix)}
-        device = unit.buffers.shard.device
-        device = torch.device(unit.mesh.device_type) if device.type == "meta" else device
-        for member, cut in zip(unit.members, unit.sharded.cuts, strict=True):
-            for name in (member.fqn, *member.aliases):
-                key = keys.get(plain_name(prefix) + name.removeprefix(self.start), "")
-                given = state.get(key)
-                if cut is None or not isinstance(given, torch.Tensor):
-                    continue
-                if given.shape == cut.shape and name.startswith(self.start):
-                    state[key] = OPERATORS.as_part(given.detach().to(device), cut)
+def _before_loading(
+    unit: Unit, start: str, _module: nn.Module, state: dict[str, Any], prefix: str, *more: Any
+) -> None:
+    """What is about to be assigned is cut."""
+    unit.free()
+    absorb(unit)
+    local_metadata, *_ = more
+    if not local_metadata.get("assign_to_params_buffers", False):
+        return
+    keys = {plain_name(key): key for key in state if key.startswith(prefix)}
+    device = unit.buffers.shard.device
+    device = torch.device(unit.mesh.device_type) if device.type == "meta" else device
+    for member, cut in zip(unit.members, unit.sharded.cuts, strict=True):
+        for name in (member.fqn, *member.aliases):
+            key = keys.get(plain_name(prefix) + name.removeprefix(start), "")
+            given = state.get(key)
+            if cut is None or not isinstance(given, torch.Tensor):
+                continue
+            if given.shape == cut.shape and name.startswith(start):
+                state[key] = OPERATORS.as_part(given.detach().to(device), cut)
 
 
-class _Loaded(_Saving):
+def _after_loading(unit: Unit, *_: Any) -> None:
     """What an assigning load put in place of the parameters becomes their values."""
-
-    def __call__(self, *_: Any) -> None:
-        absorb(self.unit)
+    absorb(unit)

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 from shardwright.tracker.private import Wrapped, in_backward
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -284,11 +284,6 @@ def hear_of_collectives(kind: type[torch.Tensor], dispatch: Callable[..., Any]) 
 
 
 def _refuse_backward(_: torch.Tensor) -> None:
-    raise UnsupportedError(
-        expected(
-            "backward through an operator on a sharded tensor",
-            "torch 2.13 or later",
-            torch.__version__,
-            "Compute with full_tensor(), or in its unit's forward.",
-        )
-    )
+    where = "backward through an operator on a sharded tensor"
+    remedy = "Compute with full_tensor(), or in its unit's forward."
+    raise UnsupportedError(where, "torch 2.13 or later", torch.__version__, remedy)

@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from shardwright.torchrec.adapter.job import job_of, write_job
@@ -47,14 +47,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     if importlib.util.find_spec("torchrec") is None:
-        raise UnsupportedError(
-            expected(
-                f"{__name__}.{name}",
-                "TorchRec to be installed",
-                "no module 'torchrec'",
-                "Install shardwright[torchrec].",
-            )
-        )
+        where, remedy = f"{__name__}.{name}", "Install shardwright[torchrec]."
+        raise UnsupportedError(where, "TorchRec to be installed", "no module 'torchrec'", remedy)
     return getattr(importlib.import_module(f"{__name__}.adapter.{_HOMES[name]}"), name)
 
 

@@ -143,11 +143,9 @@ def _sizes(option: Option, run_index: int, q: Shards, ranks: MeshSizes) -> tuple
 
 
 def _ranks(cluster: Cluster, lift: Lift) -> MeshSizes:
-    return MeshSizes(
-        lift(cluster.world_size, "ranks", "", "cluster.world_size"),
-        lift(cluster.local_world_size, "ranks_of_host", "", "cluster.local_world_size"),
-        lift(cluster.group, "ranks_of_group", "", "cluster.group"),
-    )
+    world = lift(cluster.world_size, "ranks", "", "cluster.world_size")
+    local = lift(cluster.local_world_size, "ranks_of_host", "", "cluster.local_world_size")
+    return MeshSizes(world, local, lift(cluster.group, "ranks_of_group", "", "cluster.group"))
 
 
 def _flags(context: PricingContext, table: TableSpec) -> tuple[bool, bool, bool, bool]:

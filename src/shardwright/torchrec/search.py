@@ -16,7 +16,7 @@ from hashlib import blake2b
 import msgspec
 
 from shardwright.core.cluster import Cluster
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 from shardwright.core.model import CacheSpec, ModelSpec, TableSpec
 from shardwright.core.option import Option
 from shardwright.job.job import Job
@@ -46,33 +46,22 @@ from shardwright.torchrec.candidate import (
     walk_order,
 )
 from shardwright.torchrec.partitioners import NoRoomError, OutOfTimeError, place, rank_ms
-from shardwright.torchrec.proposers import DEFAULT, proposals
-from shardwright.torchrec.scaleup import CACHED, WHOLE
+from shardwright.torchrec.proposers import CACHED, DEFAULT, WHOLE, proposals
 
 
 def search(job: Job, model: ModelSpec, watch: Watch) -> Found:
     """The best plan of the job's proposers; its bound is that of the same options."""
     if job.planner.constraints != ConstraintsSection():
-        raise UnsupportedError(
-            expected(
-                "planner.constraints",
-                "none with search 'proposers', as in TorchRec",
-                "a section",
-                "Use search 'bounded'.",
-            )
-        )
+        wanted = "none with search 'proposers', as in TorchRec"
+        raise UnsupportedError("planner.constraints", wanted, "a section", "Use search 'bounded'.")
     problem = make_problem(job, model)
 
     def priced(cases: Sequence[tuple[TableSpec, Option]]) -> Sequence[Choice]:
         return price(problem.job, problem.context, cases)
 
+    capacities = [problem.capacity] * problem.cluster.world_size
     found = propose(
-        problem.tables,
-        problem.cluster,
-        [problem.capacity] * problem.cluster.world_size,
-        job.planner,
-        price=priced,
-        watch=watch,
+        problem.tables, problem.cluster, capacities, job.planner, price=priced, watch=watch
     )
     return Found(
         problem,
@@ -183,7 +172,11 @@ def propose(
     """
     watch = watch or Watch()
     known: dict[Key, Candidate] = {}
-    tables = _candidates(choices, known)
+    by_name = {ways[0].table.name: ways for ways in choices}
+    order = walk_order(ways[0].table for ways in choices)
+    tables = tuple(
+        tuple(candidate_of(choice, known) for choice in by_name[table.name]) for table in order
+    )
     loop = _Loop(cluster, capacities, section.partitioner, watch)
     proposers = section.proposers or DEFAULT
     attempts = []
@@ -192,16 +185,6 @@ def propose(
         offer = Offer(tables, capacities, known, price, share)
         attempts.append(loop.run(proposer, offer))
     return Proposed(loop.best, loop.best_ms / MS_PER_SECOND, tuple(attempts))
-
-
-def _candidates(
-    choices: Sequence[Sequence[Choice]], known: dict[Key, Candidate]
-) -> tuple[tuple[Candidate, ...], ...]:
-    by_name = {ways[0].table.name: ways for ways in choices}
-    order = walk_order(ways[0].table for ways in choices)
-    return tuple(
-        tuple(candidate_of(choice, known) for choice in by_name[table.name]) for table in order
-    )
 
 
 @dataclass

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from shardwright.core.amount import maximum, minimum, named, noted, total, where
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.model import QUANTIZED
 from shardwright.core.timeline import Phase
 from shardwright.torchrec.storage import (
@@ -72,7 +72,7 @@ def memory_rate(scheme: ShardScheme, q: Shards, c: Any) -> Any:
             rate = c["ssd_mem_bw"]
         case _:
             wanted = "a kernel whose bandwidth TorchRec knows"
-            raise InputError(expected(f"kernel on {scheme.device}", wanted, f"'{scheme.kernel}'"))
+            raise InputError(f"kernel on {scheme.device}", wanted, f"'{scheme.kernel}'")
     return named("memory_rate", rate, "B/ms")
 
 

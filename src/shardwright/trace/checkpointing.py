@@ -14,10 +14,10 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -29,9 +29,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.job.memory import COSTLY, PRODUCTS
-from shardwright.trace.lowering.operators import aten_name
+from shardwright.trace.lowering.kernels import aten_name
 from shardwright.tracker.private import operator_name
 
 Kind = Literal["none", "full", "operators", "core_attention"]
@@ -90,9 +90,7 @@ def policy(name: str) -> Policy:
     if head == "save" and rest:
         kept = frozenset(_operator(name, part.strip()) for part in rest.split(","))
         return Policy(name, "operators", kept)
-    raise InputError(
-        expected("memory.checkpointing", NAMES, f"'{name}'", "Choose one of these policies.")
-    )
+    raise InputError("memory.checkpointing", NAMES, f"'{name}'", "Choose one of these policies.")
 
 
 def treated(places: Iterable[int], every: int) -> list[int]:
@@ -100,23 +98,25 @@ def treated(places: Iterable[int], every: int) -> list[int]:
     return [index for index, place in enumerate(places) if (place + 1) % every == 0]
 
 
+@dataclass
 class Applied:
-    """Checkpointed blocks; ``remove`` undoes it. Their parameters and hooks are where they were."""
+    """Modules whose ``forward`` was exchanged; leaving it undoes that. Their parameters and hooks
+    are where they were."""
 
-    def __init__(self) -> None:
-        self.blocks: list[nn.Module] = []
+    blocks: list[nn.Module] = field(default_factory=list)
 
-    def remove(self) -> None:
-        """The blocks run as they did before."""
-        for block in self.blocks:
-            del block.forward
-        self.blocks.clear()
+    def exchange(self, block: nn.Module, forward: Callable[..., Any]) -> None:
+        """Let a module run ``forward``."""
+        block.forward = forward
+        self.blocks.append(block)
 
-    def __enter__(self) -> Applied:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.remove()
+        for block in self.blocks:
+            del block.forward
+        self.blocks.clear()
 
 
 def apply_checkpointing(
@@ -145,16 +145,11 @@ def apply_checkpointing(
             continue
         for changed, run in _checkpointed(block, chosen, options):
             if "forward" in vars(changed):
-                raise InputError(
-                    expected(
-                        type(changed).__name__,
-                        "a block that is not checkpointed yet",
-                        "one whose forward was exchanged",
-                        "Remove the other checkpointing first.",
-                    )
-                )
-            changed.forward = _Forward(changed, run)
-            applied.blocks.append(changed)
+                wanted = "a block that is not checkpointed yet"
+                found = "one whose forward was exchanged"
+                remedy = "Remove the other checkpointing first."
+                raise InputError(type(changed).__name__, wanted, found, remedy)
+            applied.exchange(changed, _Forward(changed, run))
     return applied
 
 
@@ -250,12 +245,7 @@ def _operator(policy_name: str, written: str) -> str:
     space, _, rest = written.replace("::", ".").partition(".")
     known = bool(rest) and hasattr(getattr(torch.ops, space), rest.partition(".")[0])
     if not known:
-        raise InputError(
-            expected(
-                "memory.checkpointing",
-                "operators of torch such as aten.mm after 'save:'",
-                f"'{written}' in '{policy_name}'",
-                "Name operators as torch.ops does.",
-            )
-        )
+        wanted = "operators of torch such as aten.mm after 'save:'"
+        found = f"'{written}' in '{policy_name}'"
+        raise InputError("memory.checkpointing", wanted, found, "Name operators as torch.ops does.")
     return f"{space}::{rest.partition('.')[0]}"

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 import shardwright
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.tracker.private import own_buffers, own_parameters
 
 LONGEST = 160  # letters of another's message that are repeated
@@ -35,20 +35,14 @@ class Untraceable(Exception):  # noqa: N818 - what a module is, named by its use
         self.path, self.cause = path, cause
 
 
-class _Reason(NamedTuple):
-    wanted: str
-    found: str
-    remedy: str
-
-
 def explained(error: Untraceable, module: nn.Module, where: str, called: str) -> UnsupportedError:
     """The error as a person reads it; ``called`` says with what the module was called."""
-    reason = _reason(error.cause, called)
+    wanted, found, remedy = _reason(error.cause, called)
     if isinstance(error.cause, DataDependentOutputException):
         kind = named(module, error.path).rpartition("(")[2].rstrip(")")
-        reason = reason._replace(remedy=_REMEDIES.get(kind, reason.remedy))
+        remedy = _REMEDIES.get(kind, remedy)
     place = f"{where}: {named(module, error.path)}{place_of(error.cause) or ''}"
-    return UnsupportedError(expected(place, reason.wanted, reason.found, reason.remedy))
+    return UnsupportedError(place, wanted, found, remedy)
 
 
 def named(module: nn.Module, path: str) -> str:
@@ -75,16 +69,14 @@ def check_module(module: nn.Module, where: str, tables: Collection[str] = ()) ->
         place = f"{where}: {named(module, path)}"
         if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
             remedy = "Return it as it is; compile units after sw.apply."
-            raise UnsupportedError(expected(place, "a module as it is", "a compiled one", remedy))
+            raise UnsupportedError(place, "a module as it is", "a compiled one", remedy)
         is_sparse = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
         if is_sparse and path not in tables:
             raise UnsupportedError(
-                expected(
-                    place,
-                    "a dense gradient",
-                    "sparse=True, whose size depends on the ids of a batch",
-                    "Build it with sparse=False, or let it be routed: give train.table_optimizer.",
-                )
+                place,
+                "a dense gradient",
+                "sparse=True, whose size depends on the ids of a batch",
+                "Build it with sparse=False, or let it be routed: give train.table_optimizer.",
             )
         for name, tensor in _own(part):
             _check_tensor(tensor, f"{place}, tensor '{name}'")
@@ -98,27 +90,23 @@ def _own(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _check_tensor(tensor: torch.Tensor, place: str) -> None:
     if is_lazy(tensor):
         raise UnsupportedError(
-            expected(
-                place,
-                "a shape",
-                "a lazy one that its first batch would decide",
-                "Give the module its sizes, or call it once in the function.",
-            )
+            place,
+            "a shape",
+            "a lazy one that its first batch would decide",
+            "Give the module its sizes, or call it once in the function.",
         )
     if tensor.device.type not in ("cpu", "meta"):
         raise UnsupportedError(
-            expected(
-                place,
-                "a tensor on the CPU, where nothing is allocated for it",
-                f"one on '{tensor.device}'",
-                "Build the model without a device; memory.lowering names the one to estimate.",
-            )
+            place,
+            "a tensor on the CPU, where nothing is allocated for it",
+            f"one on '{tensor.device}'",
+            "Build the model without a device; memory.lowering names the one to estimate.",
         )
     if tensor.layout is not torch.strided or tensor.is_complex():
         found = "a complex one" if tensor.is_complex() else f"layout {tensor.layout}"
         remedy = "Keep its real and imaginary parts, as torch.view_as_real gives them."
         remedy = remedy if tensor.is_complex() else "Keep its values in a dense one."
-        raise UnsupportedError(expected(place, "a dense tensor of real numbers", found, remedy))
+        raise UnsupportedError(place, "a dense tensor of real numbers", found, remedy)
 
 
 @contextmanager
@@ -153,44 +141,38 @@ def no_gradient(result: object, where: str) -> InputError:
     found = "one without a gradient"
     if not isinstance(result, torch.Tensor):
         found = f"{type(result).__name__} without a tensor that has one"
-    return InputError(
-        expected(
-            where,
-            "a floating-point result that depends on trained parameters",
-            found,
-            "Let requires_grad be true for what is trained, and use no torch.no_grad().",
-        )
-    )
+    wanted = "a floating-point result that depends on trained parameters"
+    remedy = "Let requires_grad be true for what is trained, and use no torch.no_grad()."
+    return InputError(where, wanted, found, remedy)
 
 
-def _reason(error: Exception, called: str) -> _Reason:
+def _reason(error: Exception, called: str) -> tuple[str, str, str]:
+    """What was wanted, what was found, and the remedy."""
     text = str(error)
     if isinstance(error, DynamicOutputShapeException):
-        return _Reason(
-            "shapes that do not depend on values",
-            f"{error.func}, whose result is as large as its values say",
-            "Write it with fixed shapes: a capacity, torch.where, or a product with the mask.",
-        )
+        wanted = "shapes that do not depend on values"
+        remedy = "Write it with fixed shapes: a capacity, torch.where, or a product with the mask."
+        return (wanted, f"{error.func}, whose result is as large as its values say", remedy)
     if isinstance(error, DataDependentOutputException):
-        return _Reason(
+        return (
             "a forward that does not read values of tensors",
             f"{error.func}, as of .item(), .tolist() or an if on a tensor",
             "Put a number there for the estimate, or compute with the tensor.",
         )
     if _without_fake(error):
         found = error.func if isinstance(error, UnsupportedOperatorException) else first_line(error)
-        return _Reason(
+        return (
             "operators that have a fake implementation",
             str(found),
             "Register one with torch.library.register_fake, or use an operator of torch.",
         )
     if _touches_memory(text):
-        return _Reason(
+        return (
             "a forward of torch's operators alone",
             f"an access to a tensor's memory ({first_line(error)})",
             "Replace numpy and pointers by operators, or give the kernel a fake implementation.",
         )
-    return _Reason(
+    return (
         f"a module that runs on fake tensors with {called}",
         first_line(error),
         "Return (module, inputs) or (module, inputs, loss) from the function if it takes others.",

@@ -36,33 +36,19 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwright.core.errors import InputError, UnsupportedError, expected
 from shardwright.core.work import Work
-from shardwright.trace.checkpointing import Policy, policy
-from shardwright.trace.fused import Fused, Held
+from shardwright.trace.checkpointing import Applied, Policy, policy
 from shardwright.trace.lowering.kernels import Kernels
 from shardwright.trace.lowering.lowered import Lowering, alone
-from shardwright.trace.work import tell
+from shardwright.trace.work import Fused, Held, tell
 
 
-@dataclass(slots=True)
-class Compiled:
-    """Compiled blocks; ``remove`` undoes it. ``notes`` names the blocks that could not be traced,
-    which run as they are, and ``operators`` what the graphs consist of."""
+@dataclass
+class Compiled(Applied):
+    """Compiled blocks. ``notes`` names those that could not be traced, which run as they are, and
+    ``operators`` what the graphs consist of."""
 
-    blocks: list[nn.Module] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     operators: set[str] = field(default_factory=set)
-
-    def remove(self) -> None:
-        """The blocks run as they did before."""
-        for block in self.blocks:
-            del block.forward
-        self.blocks.clear()
-
-    def __enter__(self) -> Compiled:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.remove()
 
 
 def apply_compile(
@@ -88,17 +74,14 @@ def apply_compile(
     for place, block in enumerate(blocks, start=1):
         if "forward" in vars(block):
             raise InputError(
-                expected(
-                    type(block).__name__,
-                    "a block as it was written",
-                    "one whose forward was exchanged",
-                    "Let apply_compile do the checkpointing.",
-                )
+                type(block).__name__,
+                "a block as it was written",
+                "one whose forward was exchanged",
+                "Let apply_compile do the checkpointing.",
             )
         here = chosen if chosen.kind != "none" and place % chosen.every == 0 else None
         run = _Block(block, here, kernels or Kernels(), cache, result)
-        block.forward = run
-        result.blocks.append(block)
+        result.exchange(block, run)
     return result
 
 
@@ -333,5 +316,4 @@ def compiled_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     stand-in takes and keeps as much and computes nothing. ``logits`` [B, T, V] in any dtype,
     ``targets`` [B, T].
     """
-    result: torch.Tensor = _CompiledLoss.apply(logits, targets)
-    return result
+    return _CompiledLoss.apply(logits, targets)

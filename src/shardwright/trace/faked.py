@@ -26,8 +26,7 @@ class FakeMode(FakeTensorMode):
             more = mat.element_size() // 2
             strides = [stride if stride == 1 else stride * more for stride in mat.stride()]
             how = {"dtype": torch.bfloat16, "device": mat.device}
-            made: torch.Tensor = run(_EMPTY, types, (mat.shape, strides), how)
-            return made
+            return run(_EMPTY, types, (mat.shape, strides), how)
 
         given = (bf16(args[0]), bf16(args[1]), *args[2:])
         asked = kwargs or {}

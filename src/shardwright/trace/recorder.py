@@ -35,14 +35,21 @@ from shardwright.core.recording import Piece, Point, Touch
 from shardwright.core.timeline import Kind
 from shardwright.trace.tables import RoutedRows
 from shardwright.trace.work import NO_OPERATORS, NOTHING, work_of
-from shardwright.tracker.log import DECLARED, GUESSED, Holding
 from shardwright.tracker.private import (
     DEVICE,
     answered_device,
     key_of,
     operator_name,
 )
-from shardwright.tracker.storages import BEFORE, Follower, given_tensors, is_constant
+from shardwright.tracker.storages import (
+    BEFORE,
+    DECLARED,
+    GUESSED,
+    Follower,
+    Holding,
+    given_tensors,
+    is_constant,
+)
 from shardwright.tracker.tensors import map_tensors, tensors_in
 
 HOOKED = "_shardwright_hooked"  # results whose gradient names the module that made them
@@ -211,7 +218,6 @@ class Recorder(Follower):
             self.touches.insert(place, Touch("take", slot, size, held.kind, name, self.module))
 
     def free(self, held: Holding) -> None:
-        """A storage is gone."""
         if held.size and held.operation is not BEFORE:
             self._free(held, held.size)
 
@@ -374,8 +380,7 @@ class _Boundary:
         if given and torch.is_grad_enabled():
             left = iter(_Leave.apply(self.left, *given))
             arguments, keywords = map_tensors(
-                lambda tensor: next(left) if tensor.requires_grad else tensor,
-                (arguments, keywords),
+                lambda tensor: next(left) if tensor.requires_grad else tensor, (arguments, keywords)
             )
         return arguments, keywords
 

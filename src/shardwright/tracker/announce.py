@@ -47,8 +47,7 @@ _threads = threading.local()
 
 def thread_rank() -> int | None:
     """The rank of this thread; None where a process has one rank, whatever its threads do."""
-    found: int | None = getattr(_threads, "rank", None)
-    return found
+    return getattr(_threads, "rank", None)
 
 
 @contextmanager

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwright.core.errors import InputError, expected
-from shardwright.core.footprint import (
-    Alive,
-    AllocatorMemory,
-    ModuleMemory,
-    PhasePeak,
-    Sample,
-    Snapshot,
-    Tracked,
-)
+from shardwright.core import footprint
+from shardwright.core.errors import InputError
 from shardwright.core.timeline import Kind, Phase
+from shardwright.tracker import private, storages
 from shardwright.tracker.announce import is_listening, listening
-from shardwright.tracker.log import DECLARED, GUESSED, MOVED, Holding, Log
 from shardwright.tracker.owners import Owners
-from shardwright.tracker.private import (
-    fake_mode_of,
-    in_backward,
-    plain_parts,
-    present_fake_mode,
-    quiet_propagation,
-)
 from shardwright.tracker.reading import Reading, as_text
-from shardwright.tracker.storages import Follower, device_type_of, is_constant
 
 _DEFAULT: dict[str, Kind] = {
     "exchange_ids": "communication",
@@ -47,7 +31,7 @@ TOP = 20  # how many of the largest tensors are listed
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
-class MemoryTracker(Follower):
+class MemoryTracker(storages.Follower):
     """What is alive, and what for, while a model trains, on real tensors and on fake ones::
 
         with MemoryTracker(model, optimizer, inputs=(x, y)) as tracker:
@@ -78,16 +62,16 @@ class MemoryTracker(Follower):
         granularity: int | None = None,
     ) -> None:
         if granularity is not None and granularity < 1:
-            raise InputError(expected("granularity", "1 byte or more", str(granularity)))
+            raise InputError("granularity", "1 byte or more", str(granularity))
         super().__init__(granularity=granularity, mixed=model is None, device_type="")
-        self.log = Log()
+        self.log = storages.Log()
         self.owners = None if model is None else Owners(self, model, optimizer, inputs)
         self._phases: list[Phase] = []
         self._regions: list[Kind] = []
         self._state = "new"
         self._around = ExitStack()
-        self._device_meter: DeviceMeter | None = None
-        self._device: AllocatorMemory | None = None
+        self._read_device: Callable[[], footprint.AllocatorMemory] | None = None
+        self._device: footprint.AllocatorMemory | None = None
 
     # ---- naming it -------------------------------------------------------------------------------
 
@@ -98,7 +82,7 @@ class MemoryTracker(Follower):
             return self._phases[-1]
         if self.owners is None:
             return "setup"
-        return "backward" if in_backward() else self.owners.phase
+        return "backward" if private.in_backward() else self.owners.phase
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -135,7 +119,7 @@ class MemoryTracker(Follower):
 
     def adopt(self, tensor: torch.Tensor, kind: Kind) -> None:
         """Count the storage of ``tensor`` as ``kind``, whatever it counted as before."""
-        self.storages.assign(tensor, kind, DECLARED)
+        self.storages.assign(tensor, kind, storages.DECLARED)
 
     # ---- following storages ----------------------------------------------------------------------
 
@@ -146,37 +130,34 @@ class MemoryTracker(Follower):
         if self.owners is None:
             return False
         self.owners.heed(function, arguments)
-        return (self.in_region or in_backward()) and not is_constant(function)
+        return (self.in_region or private.in_backward()) and not storages.is_constant(function)
 
     @property
     def module(self) -> str | None:
         """The path of the module at work, None outside of all."""
         return None if self.owners is None else self.owners.modules.at_work()
 
-    def made_by(self, operation: object) -> Holding:
+    def made_by(self, operation: object) -> storages.Holding:
         """A holding of what ``operation`` makes now, by where in the step that is."""
         if self._regions:
-            return Holding(self._regions[-1], MOVED, operation, self.module)
+            return storages.Holding(self._regions[-1], storages.MOVED, operation, self.module)
         phase = self.phase
         kind = _DEFAULT.get(phase, "temporary")
-        if phase == "backward" and in_backward() and torch.is_grad_enabled():
+        if phase == "backward" and private.in_backward() and torch.is_grad_enabled():
             kind = "activation"  # what a checkpoint computes again
         elif phase == "setup" and self.owners is not None:
             kind = "input"
-        return Holding(kind, GUESSED, operation, self.module)
+        return storages.Holding(kind, storages.GUESSED, operation, self.module)
 
-    def resize(self, held: Holding, size: int) -> None:
-        """A storage has ``size`` bytes from now on."""
+    def resize(self, held: storages.Holding, size: int) -> None:
         self.log.turn(self.phase)
         self.log.resize(held, size, self.module)
 
-    def change(self, held: Holding, new: Holding, size: int) -> None:
-        """A storage is used for something else from now on, whatever module is at work."""
+    def change(self, held: storages.Holding, new: storages.Holding, size: int) -> None:
         self.log.resize(held, 0, None)
         self.log.resize(new, size, None)
 
-    def free(self, held: Holding) -> None:
-        """A storage is gone; any thread may say so."""
+    def free(self, held: storages.Holding) -> None:
         self.log.go(held)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
@@ -188,19 +169,11 @@ class MemoryTracker(Follower):
     def __enter__(self) -> MemoryTracker:
         if self._state != "new":
             raise InputError(
-                expected(
-                    "MemoryTracker", "a new one", "one that was entered before", "Make another."
-                )
+                "MemoryTracker", "a new one", "one that was entered before", "Make another."
             )
         if is_listening():
-            raise InputError(
-                expected(
-                    "MemoryTracker",
-                    "one at a time",
-                    "one inside another",
-                    "End the outer one first, or give it the whole model.",
-                )
-            )
+            remedy = "End the outer one first, or give it the whole model."
+            raise InputError("MemoryTracker", "one at a time", "one inside another", remedy)
         with ExitStack() as around:
             self._begin(around)
             super().__enter__()
@@ -211,7 +184,7 @@ class MemoryTracker(Follower):
 
     def _begin(self, around: ExitStack) -> None:
         around.callback(self.close)
-        around.enter_context(quiet_propagation(self._pause))
+        around.enter_context(private.quiet_propagation(self._pause))
         around.enter_context(listening(self._hear))
         if self.owners is None:
             return
@@ -220,23 +193,25 @@ class MemoryTracker(Follower):
         # for.
         first = self.owners.first_tensor
         if first is not None:
-            self.storages.mode = fake_mode_of(first)
-            self.storages.device_type = next(map(device_type_of, plain_parts(first)))
+            self.storages.mode = private.fake_mode_of(first)
+            self.storages.device_type = next(
+                map(storages.device_type_of, private.plain_parts(first))
+            )
         else:
-            self.storages.mode = present_fake_mode()
+            self.storages.mode = private.present_fake_mode()
         self.log.turn(self.phase)
         around.enter_context(self.owners.heard())
         device = None if first is None else first.device
-        self._device_meter = meter_for(device, fake=self.is_fake)
+        self._read_device = meter_for(device, fake=self.is_fake)
 
     def _hear(self, tensor: torch.Tensor, kind: Kind) -> None:
         """A runtime says what its memory is for; without a model only its meter is believed."""
         if self.owners is not None:
-            self.storages.assign(tensor, kind, DECLARED)
+            self.storages.assign(tensor, kind, storages.DECLARED)
 
     def __exit__(self, *exception: Any) -> None:
-        if self._device_meter is not None:
-            self._device = self._device_meter.read()
+        if self._read_device is not None:
+            self._device = self._read_device()
         self._around.close()
 
     def close(self) -> None:
@@ -267,32 +242,32 @@ class MemoryTracker(Follower):
         return {name: peak.by_category for name, peak in self._read().phases().items()}
 
     @property
-    def peak(self) -> PhasePeak:
+    def peak(self) -> footprint.PhasePeak:
         """The moment when most was alive."""
         return self._read().peak()
 
     @property
-    def snapshots(self) -> tuple[Snapshot, ...]:
+    def snapshots(self) -> tuple[footprint.Snapshot, ...]:
         """Every state that a module reached: before and after what hooks do around its forward and
         its backward, and the peaks of both."""
         return self._read().snapshots()
 
-    def by_module(self) -> tuple[ModuleMemory, ...]:
+    def by_module(self) -> tuple[footprint.ModuleMemory, ...]:
         """Every module of the model, whether it was used or not."""
         return self._read().by_module()
 
-    def alive_at_peak(self, top: int = TOP) -> tuple[Alive, ...]:
+    def alive_at_peak(self, top: int = TOP) -> tuple[footprint.Alive, ...]:
         """The largest tensors that were alive at the peak, equal ones together."""
         return self._read().alive_at_peak(top)
 
-    def timeline(self) -> tuple[tuple[Kind, ...], tuple[Sample, ...]]:
+    def timeline(self) -> tuple[tuple[Kind, ...], tuple[footprint.Sample, ...]]:
         """Kinds, and their live bytes after everything that happened."""
         return self._read().timeline()
 
-    def result(self, top: int = TOP) -> Tracked:
+    def result(self, top: int = TOP) -> footprint.Tracked:
         """All of it as one value."""
         reading = self._read()
-        return Tracked(
+        return footprint.Tracked(
             model=reading.root,
             fake=self.is_fake,
             peak=reading.peak(),
@@ -312,34 +287,34 @@ class MemoryTracker(Follower):
         return Reading(self.log, None if self.owners is None else self.owners.modules)
 
 
-class DeviceMeter:
-    """Peaks of ``torch.cuda`` from its making on; making one resets them."""
+def device_meter(device: torch.device) -> Callable[[], footprint.AllocatorMemory]:
+    """Reads peaks of ``torch.cuda`` from now on, which are reset."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        torch.cuda.reset_peak_memory_stats(device)
-        self.first = self._now()
+    def now() -> dict[str, Any]:
+        torch.cuda.synchronize(device)
+        return dict(torch.cuda.memory_stats(device))
 
-    def read(self) -> AllocatorMemory:
-        """The figures until now."""
-        now, first = self._now(), self.first
-        return AllocatorMemory(
-            device=torch.cuda.get_device_name(self.device),
+    def read() -> footprint.AllocatorMemory:
+        last = now()
+        return footprint.AllocatorMemory(
+            device=torch.cuda.get_device_name(device),
             before=first["active_bytes.all.current"],
-            active_peak=now["active_bytes.all.peak"],
-            allocated_peak=now["allocated_bytes.all.peak"],
-            reserved_peak=now["reserved_bytes.all.peak"],
-            retries=now["num_alloc_retries"] - first["num_alloc_retries"],
-            out_of_memory=now["num_ooms"] - first["num_ooms"],
+            active_peak=last["active_bytes.all.peak"],
+            allocated_peak=last["allocated_bytes.all.peak"],
+            reserved_peak=last["reserved_bytes.all.peak"],
+            retries=last["num_alloc_retries"] - first["num_alloc_retries"],
+            out_of_memory=last["num_ooms"] - first["num_ooms"],
         )
 
-    def _now(self) -> dict[str, Any]:
-        torch.cuda.synchronize(self.device)
-        return dict(torch.cuda.memory_stats(self.device))
+    torch.cuda.reset_peak_memory_stats(device)
+    first = now()
+    return read
 
 
-def meter_for(device: torch.device | None, *, fake: bool) -> DeviceMeter | None:
+def meter_for(
+    device: torch.device | None, *, fake: bool
+) -> Callable[[], footprint.AllocatorMemory] | None:
     """A meter where real tensors live on a GPU."""
     if fake or device is None or device.type != "cuda" or not torch.cuda.is_available():
         return None
-    return DeviceMeter(device)
+    return device_meter(device)

@@ -13,19 +13,20 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_iter
 
 from shardwright.core.footprint import State
-from shardwright.tracker.log import Log
 from shardwright.tracker.private import counting_nodes, in_backward, node_number, when_complete
+from shardwright.tracker.storages import Log
+
+if TYPE_CHECKING:
+    from shardwright.tracker.owners import Owners
 
 _UNNUMBERED = 2**63  # nodes that add up gradients run as soon as they can and have no place
 
@@ -49,22 +50,6 @@ class ModuleCall(NamedTuple):
     end: int
 
 
-class Listener(Protocol):
-    """Who wants to know where the model is."""
-
-    def begin_forward(self) -> None:
-        """A forward of the model begins, or of a part of it that is called on its own."""
-
-    def begin_model(self, arguments: Any) -> None:
-        """The forward of the whole model begins."""
-
-    def end_model(self, output: Any) -> None:
-        """The forward of the whole model is over."""
-
-    def meet(self, path: str, module: nn.Module) -> None:
-        """A module has its parameters as it computes with them."""
-
-
 class _Frame(NamedTuple):
     """A forward that is under way; ``backward`` is None where it is computed again."""
 
@@ -78,7 +63,7 @@ class _Frame(NamedTuple):
 class Modules:
     """Marks and calls of every module of a model; ``end`` takes all hooks away again."""
 
-    def __init__(self, model: nn.Module, log: Log, listener: Listener) -> None:
+    def __init__(self, model: nn.Module, log: Log, listener: Owners) -> None:
         self.model = model
         self.log = log
         self.listener = listener
@@ -153,7 +138,7 @@ class Modules:
                 self.listener.begin_model(arguments)
             self._counts[path] = self._counts.get(path, 0) + 1
         call = self._counts.get(path, 1)
-        backward = None if recomputed else self.backwards.expect(path, self.iteration, call)
+        backward = None if recomputed else Backward(self.backwards, path, self.iteration, call)
         given = _with_gradient(arguments)
         self._frames.append(_Frame(path, call, self.log.now, given, backward))
         self._own_nodes()
@@ -293,18 +278,11 @@ class Backwards:
         self.opened: dict[int, Backward] = {}
         self._handles: list[Any] = []
 
-    def expect(self, path: str, iteration: int, call: int) -> Backward:
-        """A forward has begun that may have a backward."""
-        return Backward(self, path, iteration, call)
-
     def watch_inputs(
-        self,
-        backward: Backward,
-        given: Sequence[torch.Tensor],
-        final: Sequence[torch.Tensor],
+        self, backward: Backward, given: Sequence[torch.Tensor], final: Sequence[torch.Tensor]
     ) -> None:
         """``given`` by the caller by position, and ``final`` as the module's own code gets them."""
-        same = len(given) == len(final) and all(map(_is, given, final))
+        same = len(given) == len(final) and all(map(is_, given, final))
         if same or not given:
             callbacks = [(final, backward.leave)]
         else:
@@ -335,7 +313,3 @@ class Backwards:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -23,19 +23,11 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.timeline import Kind, Phase
-from shardwright.tracker.log import DECLARED, INFERRED, MOVED
+from shardwright.tracker import private
 from shardwright.tracker.modules import Modules
-from shardwright.tracker.private import (
-    after_backward,
-    fsdp_groups,
-    in_backward,
-    is_compiled,
-    own_parameters,
-    wrapping_groups,
-)
-from shardwright.tracker.storages import given_tensors, is_constant
+from shardwright.tracker.storages import DECLARED, INFERRED, MOVED, given_tensors, is_constant
 
 if TYPE_CHECKING:
     from shardwright.tracker.memory import MemoryTracker
@@ -47,15 +39,13 @@ class Owners:
 
     def __init__(self, tracker: MemoryTracker, model: Any, optimizer: Any, inputs: Any) -> None:
         if not isinstance(model, nn.Module):
-            raise InputError(expected("model", "a torch.nn.Module", type(model).__name__))
+            raise InputError("model", "a torch.nn.Module", type(model).__name__)
         optimizers = [] if optimizer is None else optimizer
         self.optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
         for given in self.optimizers:
             if not isinstance(given, torch.optim.Optimizer):
                 found = type(given).__name__
-                raise InputError(
-                    expected("optimizer", "a torch.optim.Optimizer, or several", found)
-                )
+                raise InputError("optimizer", "a torch.optim.Optimizer, or several", found)
         self.tracker = tracker
         self.storages = tracker.storages
         self.model = model
@@ -95,14 +85,12 @@ class Owners:
 
     def _refuse(self) -> None:
         for path, module in self.model.named_modules():
-            if is_compiled(module):
+            if private.is_compiled(module):
                 raise UnsupportedError(
-                    expected(
-                        f"module '{path or type(module).__name__}'",
-                        "a module that runs operation by operation",
-                        "a compiled one, whose memory no dispatch mode sees",
-                        "Track the model without torch.compile.",
-                    )
+                    f"module '{path or type(module).__name__}'",
+                    "a module that runs operation by operation",
+                    "a compiled one, whose memory no dispatch mode sees",
+                    "Track the model without torch.compile.",
                 )
 
     # ---- what is there at first ------------------------------------------------------------------
@@ -116,7 +104,9 @@ class Owners:
         for optimizer in self.optimizers:
             # An optimizer may have parameters that are none of the model's, such as the flat ones
             # of a runtime: they are weights all the same.
-            for number, parameter in enumerate(_parameters_of(optimizer)):
+            for number, parameter in enumerate(
+                chain.from_iterable(g["params"] for g in optimizer.param_groups)
+            ):
                 if parameter not in self._names:
                     self._own.append(parameter)
                     self._names[parameter] = f"parameter {number} of the optimizer"
@@ -172,7 +162,7 @@ class Owners:
     def meet(self, path: str, module: nn.Module) -> None:
         """A module has its parameters as it computes with them: those that were not there at first
         are gathered ones."""
-        for name, parameter in own_parameters(module).items():
+        for name, parameter in private.own_parameters(module).items():
             if parameter is None:
                 continue
             fqn = self._names.setdefault(parameter, f"{path}.{name}" if path else name)
@@ -196,12 +186,14 @@ class Owners:
     def heed(self, function: Any, arguments: tuple[Any, ...]) -> None:
         """An operation ran: count what it was given if nobody made it, and what a collective
         moved."""
-        backward = in_backward()
+        backward = private.in_backward()
         # autograd has no hook for the end of a backward. A callback that is queued while one runs
         # is called when it ends, and must be queued anew in each.
         if backward and not self._awaiting_end:
             self._awaiting_end = True
-            after_backward(self._expect_end)
+            # FSDP2 and DDP queue callbacks of their own, in which the last units reduce. One that
+            # is queued by a callback comes after all that are there.
+            private.after_backward(partial(private.after_backward, self._end_backward))
         # Gradients are enabled in a backward only while a checkpointed forward runs again (or a
         # second derivative is taken).
         computing = torch.is_grad_enabled() if backward else self.phase == "forward"
@@ -220,12 +212,6 @@ class Owners:
             self.storages.meet(tensor)
 
     # ---- the end of a backward, and steps --------------------------------------------------------
-
-    def _expect_end(self) -> None:
-        """The pass is over, but for what others do then: come after them."""
-        # FSDP2 and DDP queue callbacks of their own, in which the last units reduce. One that is
-        # queued by a callback comes after all that are there.
-        after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self._ended = self.tracker.log.now
@@ -254,7 +240,7 @@ class Owners:
             around.callback(handle.remove)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not in_backward():
+        if not private.in_backward():
             self._settle()
         self._steps += 1
         self.tracker.begin("step")
@@ -265,7 +251,7 @@ class Owners:
             self._steps -= 1
             self.tracker.end()
         self._stepped = True
-        if not in_backward():
+        if not private.in_backward():
             self.phase = "setup"
             self.tracker.log.turn(self.tracker.phase)
 
@@ -277,11 +263,6 @@ class Owners:
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_iter(values) if isinstance(leaf, torch.Tensor))
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 _GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_")
@@ -330,7 +311,7 @@ _FSDP2 = "torch.distributed.fsdp"  # without it there are no units of FSDP2
 @contextmanager
 def following_fsdp2(tracker: MemoryTracker, model: nn.Module) -> Iterator[None]:
     """Mark the kinds of what FSDP2 holds for ``model``, and of what it makes."""
-    groups = fsdp_groups(model) if _FSDP2 in sys.modules else []
+    groups = private.fsdp_groups(model) if _FSDP2 in sys.modules else []
     if not groups:
         yield
         return
@@ -343,7 +324,7 @@ def following_fsdp2(tracker: MemoryTracker, model: nn.Module) -> Iterator[None]:
         "reshard": watch.reshard,
         "post_backward": watch.reduce,
     }
-    with wrapping_groups(methods):
+    with private.wrapping_groups(methods):
         yield
 
 

@@ -28,44 +28,6 @@ from torch.utils._python_dispatch import (
 
 from shardwright.tracker.announce import thread_rank
 
-__all__ = [
-    "DEVICE",
-    "FakeTensor",
-    "FakeTensorMode",
-    "OpOverload",
-    "Wrapped",
-    "accumulated_hooks",
-    "after_backward",
-    "answered_device",
-    "any_accumulated_hooks",
-    "any_gradient_hooks",
-    "counting_nodes",
-    "fake_mode_of",
-    "following_resizes",
-    "fsdp2_holds_all_reduced",
-    "fsdp_groups",
-    "gradient_hooks",
-    "has_still",
-    "hook_counts",
-    "in_backward",
-    "is_compiled",
-    "key_of",
-    "node_number",
-    "operator_name",
-    "own_buffers",
-    "own_children",
-    "own_parameters",
-    "plain_parts",
-    "present_fake_mode",
-    "quiet_propagation",
-    "schema_of",
-    "unwraps_itself",
-    "when_complete",
-    "without_dispatch_modes",
-    "without_modes",
-    "wrapping_groups",
-]
-
 _META = torch.device("meta")
 _DTENSOR = "torch.distributed.tensor"  # without it there is nothing to be worked out
 

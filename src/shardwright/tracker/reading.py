@@ -10,21 +10,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardwright.core.footprint import (
-    STATES,
-    Alive,
-    ModuleMemory,
-    PhasePeak,
-    Sample,
-    Snapshot,
-    State,
-    Tracked,
-)
+from shardwright.core import footprint
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import Kind, Phase, category, in_order
-from shardwright.tracker.log import Holding, Log
 from shardwright.tracker.modules import Modules
 from shardwright.tracker.private import plain_parts
+from shardwright.tracker.storages import Holding, Log
 
 Peak = tuple[int, int]  # bytes, and the first moment that has them
 
@@ -48,12 +39,12 @@ class Reading:
 
     # ---- peaks -----------------------------------------------------------------------------------
 
-    def peak(self) -> PhasePeak:
+    def peak(self) -> footprint.PhasePeak:
         """The highest moment of all."""
         moment = self._highest(Span(0, len(self.totals) - 1))[1]
         return self._peak_at(self._phase_at(moment), moment)
 
-    def phases(self) -> dict[Phase, PhasePeak]:
+    def phases(self) -> dict[Phase, footprint.PhasePeak]:
         """The highest moment of every phase."""
         found: dict[Phase, Peak] = {}
         for phase, span in self._phase_spans():
@@ -62,7 +53,7 @@ class Reading:
                 found[phase] = peak
         return {phase: self._peak_at(phase, moment) for phase, (_, moment) in found.items()}
 
-    def iterations(self) -> tuple[PhasePeak, ...]:
+    def iterations(self) -> tuple[footprint.PhasePeak, ...]:
         """The highest moment of every iteration."""
         marks = self.log.iterations or [(0, 1)]
         ends = [begin for begin, _ in marks[1:]] + [len(self.totals) - 1]
@@ -90,9 +81,9 @@ class Reading:
             name = phase
         return name
 
-    def _peak_at(self, phase: str, moment: int) -> PhasePeak:
+    def _peak_at(self, phase: str, moment: int) -> footprint.PhasePeak:
         kinds = self.log.kinds_at([moment])[moment]
-        return PhasePeak(phase, self.totals[moment], kinds, self._where(moment))
+        return footprint.PhasePeak(phase, self.totals[moment], kinds, self._where(moment))
 
     def _where(self, moment: int) -> str:
         if not moment:
@@ -107,7 +98,7 @@ class Reading:
 
     # ---- what was alive --------------------------------------------------------------------------
 
-    def alive_at_peak(self, top: int) -> tuple[Alive, ...]:
+    def alive_at_peak(self, top: int) -> tuple[footprint.Alive, ...]:
         """The largest of what was alive at the highest moment; equal names count together."""
         moment = self._highest(Span(0, len(self.totals) - 1))[1]
         sizes: Counter[tuple[str, str, Kind]] = Counter()
@@ -117,7 +108,7 @@ class Reading:
             sizes[key] += size
             counts[key] += 1
         return tuple(
-            Alive(name, module, kind, size, counts[name, module, kind])
+            footprint.Alive(name, module, kind, size, counts[name, module, kind])
             for (name, module, kind), size in sizes.most_common(top)
         )
 
@@ -126,7 +117,7 @@ class Reading:
         name = held.name or (f"{module}: {held.label}" if module else held.label)
         return name, module, held.kind
 
-    def timeline(self) -> tuple[tuple[Kind, ...], tuple[Sample, ...]]:
+    def timeline(self) -> tuple[tuple[Kind, ...], tuple[footprint.Sample, ...]]:
         """Kinds, and their live bytes after every change; frees have no name."""
         held_kinds = {held.kind for held, _, _ in self.log.entries}
         kinds = tuple(sorted(held_kinds | {held.kind for held, _ in self.log.earlier}))
@@ -140,37 +131,39 @@ class Reading:
             phase = phases.get(index, phase)
             live[held.kind] += change
             name = self._where(index + 1) if change > 0 else ""
-            found.append(Sample(name, phase, tuple(live[kind] for kind in kinds)))
+            found.append(footprint.Sample(name, phase, tuple(live[kind] for kind in kinds)))
         return kinds, tuple(found)
 
     # ---- modules ---------------------------------------------------------------------------------
 
-    def snapshots(self) -> tuple[Snapshot, ...]:
+    def snapshots(self) -> tuple[footprint.Snapshot, ...]:
         """Every state of every module, in the order they were reached, peaks last."""
         if self.modules is None:
             return ()
         forward, backward = self._module_peaks()
-        rows: list[tuple[int, str, State, int, int]] = [
+        rows: list[tuple[int, str, footprint.State, int, int]] = [
             (m.moment, m.module, m.state, m.iteration, m.call) for m in self.modules.marks
         ]
         rows.sort(key=lambda row: row[0])  # stable: marks of one moment keep their order
-        for peaks, state in ((forward, STATES[2]), (backward, STATES[9])):
+        for peaks, state in ((forward, footprint.STATES[2]), (backward, footprint.STATES[9])):
             for (path, iteration), (_, moment) in peaks.items():
                 rows.append((moment, path, state, iteration, 0))
         kinds = self.log.kinds_at(row[0] for row in rows)
         return tuple(
-            Snapshot(self.called(path), state, iteration, call, self.totals[moment], kinds[moment])
+            footprint.Snapshot(
+                self.called(path), state, iteration, call, self.totals[moment], kinds[moment]
+            )
             for moment, path, state, iteration, call in rows
         )
 
-    def by_module(self) -> tuple[ModuleMemory, ...]:
+    def by_module(self) -> tuple[footprint.ModuleMemory, ...]:
         """Every module of the model, in its order."""
         if self.modules is None:
             return ()
         forward, backward = map(_over_iterations, self._module_peaks())
         saved = self._saved()
         return tuple(
-            ModuleMemory(
+            footprint.ModuleMemory(
                 name=self.called(path),
                 kind=type(module).__name__,
                 parameters=_parameter_bytes(module),
@@ -193,7 +186,7 @@ class Reading:
             if mark.state == "before pre-backward":
                 level = (self.totals[mark.moment], mark.moment)
                 _raise(backward, (mark.module, mark.iteration), level)
-        numbers = _Steps(self.log.iterations)
+        begins = [begin for begin, _ in self.log.iterations]
         for phase, span in self._phase_spans():
             if phase not in ("backward", "reduce"):
                 continue
@@ -203,7 +196,7 @@ class Reading:
                 # it.
                 if change > 0 and module is not None:
                     peak = (self.totals[index + 1], index + 1)
-                    iteration = numbers.at(index)
+                    iteration = self.log.iterations[max(0, bisect_right(begins, index) - 1)][1]
                     for path in _with_parents(module):
                         _raise(backward, (path, iteration), peak)
         return forward, backward
@@ -211,7 +204,9 @@ class Reading:
     def _saved(self) -> dict[str, int]:
         """By path, the most activations that one forward left."""
         assert self.modules is not None
-        marks = [m for m in self.modules.marks if m.state in ("before pre-forward", STATES[4])]
+        marks = [
+            m for m in self.modules.marks if m.state in ("before pre-forward", footprint.STATES[4])
+        ]
         kinds = self.log.kinds_at(mark.moment for mark in marks)
         before: dict[tuple[str, int, int], int] = {}
         found: dict[str, int] = {}
@@ -226,17 +221,6 @@ class Reading:
                 left = level - before[key]
                 found[mark.module] = max(left, found.get(mark.module, 0))
         return found
-
-
-class _Steps:
-    """Which iteration a moment belongs to, asked in order or not."""
-
-    def __init__(self, marks: Sequence[tuple[int, int]]) -> None:
-        self.begins = [begin for begin, _ in marks]
-        self.numbers = [number for _, number in marks]
-
-    def at(self, moment: int) -> int:
-        return self.numbers[max(0, bisect_right(self.begins, moment) - 1)]
 
 
 def _raise(peaks: dict[tuple[str, int], Peak], key: tuple[str, int], peak: Peak) -> None:
@@ -270,12 +254,12 @@ def _parameter_bytes(module: nn.Module) -> int:
 _WIDEST = 48  # characters of a name
 
 
-def as_text(tracked: Tracked) -> str:
+def as_text(tracked: footprint.Tracked) -> str:
     """Peaks by phase and category, modules, what was alive at the peak, and the device's word."""
     return "\n".join(_lines(tracked)) + "\n"
 
 
-def _lines(tracked: Tracked) -> Iterator[str]:
+def _lines(tracked: footprint.Tracked) -> Iterator[str]:
     how = "fake tensors" if tracked.fake else "real tensors"
     peak = tracked.peak
     yield f"{tracked.model or 'Memory'}: peak {format_bytes(peak.bytes)} in {peak.phase}, {how}"
@@ -308,7 +292,7 @@ def _lines(tracked: Tracked) -> Iterator[str]:
     yield from _device(tracked)
 
 
-def _device(tracked: Tracked) -> Iterator[str]:
+def _device(tracked: footprint.Tracked) -> Iterator[str]:
     device = tracked.device
     if device is None:
         return

@@ -14,28 +14,141 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from shardwright.core.errors import UnsupportedError, expected
-from shardwright.core.timeline import Kind
-from shardwright.tracker.log import GUESSED, INFERRED, Holding, operation_name
-from shardwright.tracker.private import (
-    FakeTensor,
-    FakeTensorMode,
-    OpOverload,
-    following_resizes,
-    key_of,
-    operator_name,
-    plain_parts,
-    unwraps_itself,
-)
+from shardwright.core.errors import UnsupportedError
+from shardwright.core.timeline import Kind, Phase
+from shardwright.tracker import private
+
+GUESSED = 0  # by the phase that a storage was made in
+MOVED = 1  # by the collective that moved it
+INFERRED = 2  # by the place it was found in
+DECLARED = 3  # by the model, the optimizer or the runtime that owns it
+
+
+class Holding:
+    """A storage: what it is for, how sure that is, its bytes now, and who made it.
+
+    ``raw`` are its own bytes, ``size`` those that count: rounded up to ``grain``. ``operation``
+    is what made it, until ``name`` says which tensor it is.
+    """
+
+    __slots__ = ("certainty", "grain", "kind", "module", "name", "operation", "raw", "size")
+
+    def __init__(self, kind: Kind, certainty: int, operation: object, module: str | None) -> None:
+        self.kind: Kind = kind
+        self.certainty = certainty
+        self.operation = operation
+        self.module = module  # None outside of modules
+        self.name = ""
+        self.raw = -1
+        self.grain = 1
+        self.size = 0
+
+    @property
+    def label(self) -> str:
+        """Its name, or the operation that made it."""
+        return self.name or operation_name(self.operation)
+
+
+def operation_name(operation: object) -> str:
+    """``aten.mm`` for an operator, ``resize_`` for a text."""
+    if isinstance(operation, str):
+        return operation
+    schema = private.schema_of(operation)
+    name = schema.name if schema is not None else getattr(operation, "__name__", str(operation))
+    return str(name).replace("::", ".")
+
+
+# A moment of a log is a number of entries: 0 before the first, ``len(entries)`` now. What a storage
+# is for is often found out after it was made (a gradient, when it is put in its place), so kinds
+# are looked up when the log is read and hold from the storage's first byte on.
+
+
+class Log:
+    """``entries`` (a storage, bytes more or less, the module at work), and at which of them a phase
+    or an iteration began.
+
+    ``earlier`` are holdings that were there before the first entry and were found later.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Holding, int, str | None]] = []
+        self.earlier: list[tuple[Holding, int]] = []
+        self.turns: list[tuple[int, Phase]] = []
+        self.iterations: list[tuple[int, int]] = []
+        self._phase: Phase | None = None
+
+    @property
+    def now(self) -> int:
+        """The present moment."""
+        return len(self.entries)
+
+    def turn(self, phase: Phase) -> None:
+        """What comes belongs to ``phase``."""
+        if phase != self._phase:
+            self._phase = phase
+            self.turns.append((len(self.entries), phase))
+
+    def resize(self, held: Holding, size: int, module: str | None) -> None:
+        """A storage has ``size`` bytes from now on."""
+        before, held.size = held.size, size
+        if before == size:
+            return
+        # Torch takes memory of the new size and copies, before it frees the old one.
+        self.entries.append((held, size or -before, module))
+        if before and size:
+            self.entries.append((held, -before, None))
+
+    def go(self, held: Holding) -> None:
+        """A storage is freed; any thread may say so."""
+        # A bare append: a storage may go in any thread, and appending to a list is the one thing
+        # here that needs no lock.
+        if held.size:
+            self.entries.append((held, -held.size, None))
+
+    def put_earlier(self, held: Holding) -> None:
+        """What came last was there from the beginning."""
+        if held.size and self.entries[-1][0] is held:
+            self.entries.pop()
+            self.earlier.append((held, held.size))
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def totals(self) -> list[int]:
+        """Live bytes at every moment."""
+        base = sum(size for _, size in self.earlier)
+        return list(accumulate((change for _, change, _ in list(self.entries)), initial=base))
+
+    def kinds_at(self, moments: Iterable[int]) -> dict[int, dict[Kind, int]]:
+        """Live bytes by kind at some moments, kinds without any left out."""
+        live: Counter[Kind] = Counter()
+        for held, size in self.earlier:
+            live[held.kind] += size
+        found: dict[int, dict[Kind, int]] = {}
+        position = 0
+        for moment in sorted(set(moments)):
+            for held, change, _ in self.entries[position:moment]:
+                live[held.kind] += change
+            position = moment
+            found[moment] = {kind: size for kind, size in live.items() if size}
+        return found
+
+    def alive_at(self, moment: int) -> dict[Holding, int]:
+        """Bytes of every holding that was alive at ``moment``."""
+        sizes = Counter(dict(self.earlier))
+        for held, change, _ in self.entries[:moment]:
+            sizes[held] += change
+        return {held: size for held, size in sizes.items() if size}
+
 
 CUDA_GRANULARITY = 512  # bytes: the CUDA caching allocator's smallest block, kMinBlockSize
 _FRESH = torch.ops.aten.lift_fresh.default  # its argument is a constant that was just made
@@ -107,7 +220,7 @@ class Follower(TorchDispatchMode):
         # A resize of a storage passes by no dispatch mode, so it is heard apart: FSDP2 frees
         # gathered parameters by resizing their storages to nothing, and would otherwise seem to
         # keep all of them.
-        self._following.enter_context(following_resizes(self._resized))
+        self._following.enter_context(private.following_resizes(self._resized))
         super().__enter__()
         return self
 
@@ -122,7 +235,7 @@ class Follower(TorchDispatchMode):
         self.storages.resized(storage, take_up=False)
 
 
-_unwraps = cache(unwraps_itself)
+_unwraps = cache(private.unwraps_itself)
 
 
 class Storages:
@@ -131,15 +244,10 @@ class Storages:
     ``granularity`` None: as the allocator of each device rounds."""
 
     def __init__(
-        self,
-        follower: Follower,
-        *,
-        granularity: int | None,
-        mixed: bool,
-        device_type: str | None,
+        self, follower: Follower, *, granularity: int | None, mixed: bool, device_type: str | None
     ) -> None:
         self.follower = follower
-        self.mode: FakeTensorMode | None = None
+        self.mode: private.FakeTensorMode | None = None
         self.mixed = mixed
         self.device_type = device_type
         self._granularity = granularity
@@ -162,7 +270,10 @@ class Storages:
 
     def held(self, tensor: torch.Tensor) -> Holding | None:
         """What a tensor is known for now; None for one that is not followed."""
-        found = (self._known.get(key_of(p.untyped_storage())) for p in plain_parts(tensor))
+        found = (
+            self._known.get(private.key_of(p.untyped_storage()))
+            for p in private.plain_parts(tensor)
+        )
         return next((held for held in found if held is not None), None)
 
     def release(self) -> None:
@@ -187,7 +298,7 @@ class Storages:
             elif certainty > held.certainty:
                 held.kind, held.certainty = kind, certainty
             elif certainty == held.certainty >= INFERRED and kind != held.kind:
-                held = self._change(key_of(storage), held, kind)
+                held = self._change(private.key_of(storage), held, kind)
             if name and name != held.name and not held.name.endswith(_OTHERS):
                 held.name = f"{held.name}{_OTHERS}" if held.name else name
 
@@ -213,7 +324,7 @@ class Storages:
 
     def resized(self, storage: torch.UntypedStorage, *, take_up: bool) -> None:
         """A storage was resized; ``take_up`` one that was not followed."""
-        held = self._known.get(key_of(storage))
+        held = self._known.get(private.key_of(storage))
         if held is not None:
             self._measure(held, storage)
         elif take_up:
@@ -225,15 +336,15 @@ class Storages:
         self, tensor: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.UntypedStorage, Holding | None]]:
         """The parts of a tensor that count, their storages, and what these are known for."""
-        for part in plain_parts(tensor):
+        for part in private.plain_parts(tensor):
             if self._counts(part):
                 storage = part.untyped_storage()
-                yield part, storage, self._known.get(key_of(storage))
+                yield part, storage, self._known.get(private.key_of(storage))
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor, as it is or as it would be, is what is asked for."""
         if not self.mixed:
-            mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+            mode = tensor.fake_mode if isinstance(tensor, private.FakeTensor) else None
             if mode is not self.mode:
                 return False
         if self.device_type is None:
@@ -244,7 +355,7 @@ class Storages:
     def _add(
         self, storage: torch.UntypedStorage, tensor: torch.Tensor | None, held: Holding
     ) -> Holding:
-        key = key_of(storage)
+        key = private.key_of(storage)
         device = (self.device_type or "") if tensor is None else device_type_of(tensor)
         held.grain = self._granularity or granularity_of(device)
         self._known[key] = held
@@ -279,29 +390,25 @@ class Storages:
 
 def _unknown_size(size: object, held: Holding) -> UnsupportedError:
     made = operation_name(held.operation)
-    return UnsupportedError(
-        expected(
-            f"module '{held.module}'" if held.module else "MemoryTracker",
-            "tensors of known size",
-            f"one of {size} bytes ({made if made == BEFORE else f'by {made}'})",
-            "Give the fake mode static shapes.",
-        )
-    )
+    where = f"module '{held.module}'" if held.module else "MemoryTracker"
+    wanted = "tensors of known size"
+    found = f"one of {size} bytes ({made if made == BEFORE else f'by {made}'})"
+    return UnsupportedError(where, wanted, found, "Give the fake mode static shapes.")
 
 
 def device_type_of(tensor: torch.Tensor) -> str:
     """Where a tensor is, or as a fake one says it would be."""
-    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    device = tensor.fake_device if isinstance(tensor, private.FakeTensor) else tensor.device
     return str(device.type)
 
 
 def _is_of(storage: torch.UntypedStorage, given: tuple[Any, ...]) -> bool:
     """Whether an operation was given ``storage``, rather than having made it."""
-    key = key_of(storage)
+    key = private.key_of(storage)
     return any(
-        key_of(part.untyped_storage()) == key
+        private.key_of(part.untyped_storage()) == key
         for tensor in given_tensors(given)
-        for part in plain_parts(tensor)
+        for part in private.plain_parts(tensor)
     )
 
 
@@ -331,10 +438,10 @@ LINE, ALIASED = 16, 256  # floats in a cache line; rows of a multiple of these g
 STATES, CELLS, GATES = 3, 2, 4  # buffers of an LSTM: over both widths, over its own; its gates
 
 
-def complete(function: OpOverload, arguments: Sequence[Any], result: Any) -> None:
+def complete(function: private.OpOverload, arguments: Sequence[Any], result: Any) -> None:
     """Give the results of a fake kernel the memory that the real one's have."""
-    known = _WORKSPACES.get(operator_name(function))
-    if known is None or not isinstance(result[known[0]], FakeTensor):
+    known = _WORKSPACES.get(private.operator_name(function))
+    if known is None or not isinstance(result[known[0]], private.FakeTensor):
         return
     storage = result[known[0]].untyped_storage()
     # A fake kernel returns a workspace without bytes where the real one's size is known only to its
@@ -367,5 +474,5 @@ def _padded(width: int) -> int:
 
 # By operator, which of its results, and their bytes by its arguments.
 _WORKSPACES: dict[str, tuple[int, Callable[[Sequence[Any]], int]]] = {
-    "aten::mkldnn_rnn_layer": (3, lstm_workspace),
+    "aten::mkldnn_rnn_layer": (3, lstm_workspace)
 }

@@ -33,7 +33,7 @@ from shardwright.runtime.checkpoint.region import Box, TensorPart, dtype_of
 from shardwright.runtime.checkpoint.write import commit, write_rank
 from shardwright.runtime.embeddings.disk import mapped
 from shardwright.runtime.model_parts import STATE
-from shardwright.runtime.optimizer_groups import joined
+from shardwright.runtime.optimizer_dict import joined
 from shardwright.runtime.saving import Resumed
 from shardwright.train.resuming import DataPlace, start_after
 

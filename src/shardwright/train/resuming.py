@@ -29,9 +29,8 @@ from shardwright.job.job import Job, checkpoint_folder, data_files
 from shardwright.launcher.folder import measurement_file
 from shardwright.runtime.checkpoint.files import MANIFEST, read_manifest
 from shardwright.runtime.checkpoint.folders import complete_steps, step_folder
-from shardwright.runtime.random_state import random_states, set_random_states
 from shardwright.runtime.saves import Saves
-from shardwright.runtime.saving import Resumed
+from shardwright.runtime.saving import Resumed, random_states, set_random_states
 
 RATE = "learning_rate"
 

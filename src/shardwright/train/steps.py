@@ -25,10 +25,10 @@ from shardwright.job.job import checkpoint_folder
 from shardwright.job.train import rate_factor
 from shardwright.launcher.exhausted import out_of_memory
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.embeddings.ahead import start_sparse_data_dist
+from shardwright.runtime.embeddings.shard import start_sparse_data_dist
 from shardwright.runtime.model_parts import tables_in
-from shardwright.runtime.random_state import random_states, set_random_states
 from shardwright.runtime.saves import Saves
+from shardwright.runtime.saving import random_states, set_random_states
 from shardwright.train.loop import Measured
 from shardwright.train.profiling import Profiler
 from shardwright.train.resuming import RunStart, facts_of

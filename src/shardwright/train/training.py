@@ -57,8 +57,7 @@ from shardwright.runtime.comm import Comm
 from shardwright.runtime.devices import Devices
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.optimizer import make_optimizer, optimizer_parameters
-from shardwright.runtime.random_state import random_states, set_random_states
-from shardwright.runtime.saving import load_checkpoint
+from shardwright.runtime.saving import load_checkpoint, random_states, set_random_states
 from shardwright.tracker.announce import thread_rank
 from shardwright.train.hosts import Hosts
 from shardwright.train.loop import Measured, measure, metered

@@ -15,19 +15,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu, relu, silu
 
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 from shardwright.core.llama import Activation, LlamaShape, LocalShape
 
 Device = torch.device | str | None
 Context = Any
-Moves = Callable[[torch.Tensor], torch.Tensor]
-ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+Moves = Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "squared_relu": lambda x: relu(x).square(),
@@ -104,36 +104,29 @@ def norm(shape: LlamaShape, width: int, device: Device, dtype: torch.dtype) -> n
     return kind(width, shape.norm_eps, device=device, dtype=dtype)
 
 
-class Drops(Protocol):
-    """A module that drops a share of its results while it trains."""
-
-    dropout: float
-    training: bool
-
-
-def dropped(of: Drops, x: torch.Tensor) -> torch.Tensor:
+def dropped(of: nn.Module, x: Tensor) -> Tensor:
     """``x`` with the share of it 0 that a module drops; as it is where that is none."""
     # No nn.Dropout: modules are listed by estimates, and one that does nothing is none.
     return dropout(x, of.dropout, of.training) if of.dropout else x
 
 
-def has_data(tensor: torch.Tensor) -> bool:
+def has_data(tensor: Tensor) -> bool:
     """Whether a tensor has values: not on the meta device, not a fake one of a trace."""
-    return not tensor.is_meta and type(tensor) in (torch.Tensor, nn.Parameter)
+    return not tensor.is_meta and type(tensor) in (Tensor, nn.Parameter)
 
 
 ADAPTER_SCALE = 2.0  # lora_alpha over the rank
 TOKENS = 1  # the dimension of a stream [B, T, D] that sequence parallelism cuts
 
 
-def enter(x: torch.Tensor, local: LocalShape) -> torch.Tensor:
+def enter(x: Tensor, local: LocalShape) -> Tensor:
     """All tokens of the tensor ranks: gathered once for all products that read them, and kept."""
     if local.sequence_parallel:
         return all_gather(x, TOKENS, local.tensor)
     return copy_to_ranks(x, local.tensor)
 
 
-def leave(x: torch.Tensor, local: LocalShape) -> torch.Tensor:
+def leave(x: Tensor, local: LocalShape) -> Tensor:
     """The sum over the tensor ranks: of this rank's tokens, or of all."""
     if local.sequence_parallel:
         return reduce_scatter(x, TOKENS, local.tensor)
@@ -160,7 +153,7 @@ class Embedding(nn.Module):
             )
         self.dropout = shape.dropout or 0.0
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         """Rows of the table."""
         if self.local.tensor == 1:
             rows = nn.functional.embedding(tokens, self.weight)
@@ -172,13 +165,13 @@ class Embedding(nn.Module):
             length = tokens.shape[TOKENS] * self.local.context
             if length > len(self.positions):
                 wanted = f"at most the {len(self.positions)} positions of the model"
-                raise UnsupportedError(expected("batch.sequence", wanted, str(length)))
+                raise UnsupportedError("batch.sequence", wanted, str(length))
             # As the first rank sees it: other ranks' tokens have as many rows of the same table.
             rows = rows + self.positions[: rows.shape[TOKENS]]
         return dropped(self, rows)
 
 
-def rows_here(weight: torch.Tensor, tokens: torch.Tensor, vocab: int) -> torch.Tensor:
+def rows_here(weight: Tensor, tokens: Tensor, vocab: int) -> Tensor:
     """Rows of the ``weight`` that is here of a table of ``vocab`` rows, 0 for others' tokens."""
     return _RowsHere.apply(weight, tokens, vocab)
 
@@ -191,9 +184,7 @@ class _RowsHere(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Context, weight: torch.Tensor, tokens: torch.Tensor, vocab: int
-    ) -> torch.Tensor:
+    def forward(ctx: Context, weight: Tensor, tokens: Tensor, vocab: int) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.vocab, ctx.here = vocab, weight.shape[0]
         # As rank 0 sees it: which words are here changes no byte, and one trace stands for all
@@ -203,7 +194,7 @@ class _RowsHere(torch.autograd.Function):
         return rows.masked_fill_(foreign[..., None], 0.0)
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
         # A padded last rank may have more rows than there are words.
         size = max(ctx.vocab, ctx.here)
@@ -219,12 +210,7 @@ class MLP(nn.Module):
     activation is the shape's, of a gate or of what is between two matrices."""
 
     def __init__(
-        self,
-        shape: LlamaShape,
-        wide: int,
-        device: Device,
-        dtype: torch.dtype,
-        bias: bool = False,
+        self, shape: LlamaShape, wide: int, device: Device, dtype: torch.dtype, bias: bool = False
     ) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[shape.activation]
@@ -234,7 +220,7 @@ class MLP(nn.Module):
         if not shape.ungated:
             self.w3 = linear(shape, (shape.dim, wide), bias, device, dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Gate, product, and back; or there and back."""
         # No result has a name: where nothing is kept, each goes as soon as it is used.
         if self.w3 is None:
@@ -251,12 +237,12 @@ class FeedForward(MLP):
         super().__init__(shape, shape.ffn_dim // local.tensor, device, dtype, shape.mlp_bias)
         self.local = local
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         return leave(super().forward(enter(x, self.local)), self.local)
 
 
-def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+def capped(logits: Tensor, cap: float) -> Tensor:
     """Logits between ``-cap`` and ``cap``; as they are where it is 0."""
     return torch.tanh(logits / cap) * cap if cap else logits
 
@@ -267,22 +253,22 @@ def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
 # whom bytes travel.
 
 
-def _empty_gathered(x: torch.Tensor, degree: int, group: str = "tensor") -> torch.Tensor:
+def _empty_gathered(x: Tensor, degree: int, group: str = "tensor") -> Tensor:
     """The pieces of ``degree`` ranks one after another in the first dimension."""
     return x.new_empty((x.shape[0] * degree, *x.shape[1:]))
 
 
-def _empty_scattered(x: torch.Tensor, degree: int, group: str = "tensor") -> torch.Tensor:
+def _empty_scattered(x: Tensor, degree: int, group: str = "tensor") -> Tensor:
     """This rank's piece of the sum, cut in the first dimension."""
     return x.new_empty((x.shape[0] // degree, *x.shape[1:]))
 
 
-def _empty_reduced(x: torch.Tensor, group: str = "tensor") -> torch.Tensor:
+def _empty_reduced(x: Tensor, group: str = "tensor") -> Tensor:
     """The sum, in a buffer of its own."""
     return torch.empty_like(x)
 
 
-def _empty_exchanged(x: torch.Tensor, rows: int, group: str = "expert") -> torch.Tensor:
+def _empty_exchanged(x: Tensor, rows: int, group: str = "expert") -> Tensor:
     """``rows`` received from all ranks."""
     return x.new_empty((rows, *x.shape[1:]))
 
@@ -302,50 +288,46 @@ reduced = operator("all_reduce", _empty_reduced)
 exchanged = operator("all_to_all", _empty_exchanged)
 
 
-def all_gather(x: torch.Tensor, dim: int, degree: int) -> torch.Tensor:
+def all_gather(x: Tensor, dim: int, degree: int) -> Tensor:
     """``x`` of all ranks side by side in ``dim``; its gradient is reduced and scattered."""
-    there, back = (
-        partial(_gather, dim=dim, degree=degree),
-        partial(_scatter, dim=dim, degree=degree),
-    )
+    there = partial(_gather, dim=dim, degree=degree)
+    back = partial(_scatter, dim=dim, degree=degree)
     return x if degree == 1 else _Exchange.apply(x, there, back)
 
 
-def reduce_scatter(x: torch.Tensor, dim: int, degree: int) -> torch.Tensor:
+def reduce_scatter(x: Tensor, dim: int, degree: int) -> Tensor:
     """This rank's part of the sum of ``x``, cut in ``dim``; its gradient is gathered."""
-    there, back = (
-        partial(_scatter, dim=dim, degree=degree),
-        partial(_gather, dim=dim, degree=degree),
-    )
+    there = partial(_scatter, dim=dim, degree=degree)
+    back = partial(_gather, dim=dim, degree=degree)
     return x if degree == 1 else _Exchange.apply(x, there, back)
 
 
-def all_reduce(x: torch.Tensor, degree: int) -> torch.Tensor:
+def all_reduce(x: Tensor, degree: int) -> Tensor:
     """The sum of ``x`` over ranks that then work alike; its gradient passes as it is."""
     return x if degree == 1 else _Exchange.apply(x, reduced, _as_it_is)
 
 
-def copy_to_ranks(x: torch.Tensor, degree: int) -> torch.Tensor:
+def copy_to_ranks(x: Tensor, degree: int) -> Tensor:
     """``x`` as it is, to ranks that each use it for their part; its gradient is summed."""
     return x if degree == 1 else _Exchange.apply(x, lambda it: it.view_as(it), reduced)
 
 
-def gather_alike(x: torch.Tensor, dim: int, degree: int) -> torch.Tensor:
+def gather_alike(x: Tensor, dim: int, degree: int) -> Tensor:
     """``x`` of all ranks side by side in ``dim`` for ranks that then work alike; of its gradient
     every rank keeps its own part, which DTensor clones, so that the whole gradient can go."""
     size = x.shape[dim]
 
-    def back(grad: torch.Tensor) -> torch.Tensor:
+    def back(grad: Tensor) -> Tensor:
         return grad.narrow(dim, 0, size).clone()
 
     return x if degree == 1 else _Exchange.apply(x, partial(_gather, dim=dim, degree=degree), back)
 
 
-def all_to_all(x: torch.Tensor, rows: int, degree: int) -> torch.Tensor:
+def all_to_all(x: Tensor, rows: int, degree: int) -> Tensor:
     """Rows of ``x`` sent to the ranks they belong to; ``rows`` come back."""
     sent = x.shape[0]
 
-    def exchange(it: torch.Tensor, rows: int) -> torch.Tensor:
+    def exchange(it: Tensor, rows: int) -> Tensor:
         return exchanged(it.contiguous(), rows)
 
     there, back = partial(exchange, rows=rows), partial(exchange, rows=sent)
@@ -356,20 +338,20 @@ class _Exchange(torch.autograd.Function):
     """What goes ``there`` forward and ``back`` backward; neither may keep the tensor."""
 
     @staticmethod
-    def forward(ctx: Context, x: torch.Tensor, there: Moves, back: Moves) -> torch.Tensor:
+    def forward(ctx: Context, x: Tensor, there: Moves, back: Moves) -> Tensor:
         ctx.back = back
         return there(x)
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.back(grad), None, None
 
 
-def _as_it_is(grad: torch.Tensor) -> torch.Tensor:
+def _as_it_is(grad: Tensor) -> Tensor:
     return grad
 
 
-def _gather(x: torch.Tensor, dim: int, degree: int) -> torch.Tensor:
+def _gather(x: Tensor, dim: int, degree: int) -> Tensor:
     """The buffer that arrives; where pieces are not rows, a second one in which they lie right."""
     # Pieces arrive one after another. Where only dimensions of size 1 lie before ``dim`` that is
     # their order already.
@@ -380,7 +362,7 @@ def _gather(x: torch.Tensor, dim: int, degree: int) -> torch.Tensor:
     return torch.cat(flat.chunk(degree), dim=dim)
 
 
-def _scatter(x: torch.Tensor, dim: int, degree: int) -> torch.Tensor:
+def _scatter(x: Tensor, dim: int, degree: int) -> Tensor:
     """Pieces are laid one after another first, then summed into a buffer of their own."""
     dim %= x.dim()
     if dim:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from shardwright.core.llama import (
@@ -85,7 +85,7 @@ class LlamaBlock(nn.Module):
         self.dropout = shape.dropout or 0.0
         self.is_moe = shape.is_moe(layer)
 
-    def forward(self, x: torch.Tensor, cos: Rotation, sin: Rotation) -> torch.Tensor:
+    def forward(self, x: Tensor, cos: Rotation, sin: Rotation) -> Tensor:
         """This rank's part of the stream [B, T, D], cosines and sines [T, head_dim / 2]."""
         found = self.attention(self.attention_norm(x), cos, sin)
         if self.post_attention_norm is not None:
@@ -118,12 +118,8 @@ class FurtherBlock(LlamaBlock):
         self.eh_proj = Linear(2 * shape.dim, wide, bias=False, device=device, dtype=dtype)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        cos: Rotation,
-        sin: Rotation,
-        following: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, cos: Rotation, sin: Rotation, following: Tensor | None = None
+    ) -> Tensor:
         """This rank's part of the stream and of the embedding of the tokens that follow."""
         assert following is not None, "it is called with what follows"
         both = torch.cat((self.enorm(following), self.hnorm(x)), -1)
@@ -131,8 +127,7 @@ class FurtherBlock(LlamaBlock):
         wide = gather_alike(wide, -1, self.local.tensor)
         # A part of what was gathered, which stays as long as it does.
         wide = wide.narrow(TOKENS, 0, x.shape[TOKENS])
-        found: torch.Tensor = self.norm(super().forward(wide, cos, sin))
-        return found
+        return self.norm(super().forward(wide, cos, sin))
 
 
 class Llama(Started):
@@ -193,7 +188,7 @@ class Llama(Started):
         if all(has_data(parameter) for parameter in self.parameters()):
             self.reset_parameters()
 
-    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """Tokens or a stream in, logits or a stream out. With blocks for further tokens ``targets``
         [B, T] too, and what logits are made of out: of every block, [(1 + blocks) B, T, D]."""
         if self.local.first:
@@ -208,7 +203,7 @@ class Llama(Started):
             streams.append(block(streams[-1], self.cos, self.sin, following))
         return torch.cat(streams)
 
-    def head(self, x: torch.Tensor) -> torch.Tensor:
+    def head(self, x: Tensor) -> Tensor:
         """The stream [B, T, D] -> logits [B, T, V]; of one rank's words where the loss is parallel,
         and none yet but what they are made of, [B, T, D], where it is chunked."""
         local = self.local
@@ -222,7 +217,7 @@ class Llama(Started):
             logits = gather_alike(logits, -1, local.tensor)
         return logits.float() if local.fp32_logits else logits
 
-    def loss(self, found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss(self, found: Tensor, targets: Tensor) -> Tensor:
         """The loss of what :meth:`forward` gave, by the kind of loss of the local shape. Logits in
         fp32 stay as long as it: steps name them, ``logits = model(tokens)``, until they return."""
         if self.local.loss == "chunked":
@@ -241,7 +236,7 @@ class Llama(Started):
             vars(result)["logits"] = found
         return result
 
-    def _further_loss(self, found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _further_loss(self, found: Tensor, targets: Tensor) -> Tensor:
         """The loss, and so much of the mean of those of further tokens, which come first."""
         streams, blocks = found.chunk(1 + self.shape.further), self.shape.further
         losses = []
@@ -255,7 +250,7 @@ class Llama(Started):
         *further, own = losses
         return own + FURTHER / blocks * sum(further, own.new_zeros(()))
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+    def _logits(self, x: Tensor) -> Tensor:
         logits = columns(x, (self.output,), self.local, narrow=False)[0]
         return logits if self.local.own_words else gather_alike(logits, -1, self.local.tensor)
 
@@ -290,7 +285,7 @@ class Llama(Started):
         if self.shape.tied_embeddings and self.embeds and self.local.last:
             self.output.weight = self.tok_embeddings.weight
 
-    def _start(self, fqn: str) -> torch.Tensor:
+    def _start(self, fqn: str) -> Tensor:
         """Norms are 1, biases 0, weights normal; what is added to the stream is smaller."""
         shape = tuple(self.get_parameter(fqn).shape)
         if len(shape) == 1 or fqn.endswith(NOTHING):
@@ -304,12 +299,12 @@ class Llama(Started):
 # ---- losses --------------------------------------------------------------------------------------
 
 
-def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy in nats, computed in fp32: logits [B, T, V], targets [B, T] int64."""
     return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def parallel_loss(logits: torch.Tensor, targets: torch.Tensor, degree: int) -> torch.Tensor:
+def parallel_loss(logits: Tensor, targets: Tensor, degree: int) -> Tensor:
     """The same of logits [B, T, V / degree] that are never gathered.
 
     Per token a maximum, a sum and the target's logit go to the other ranks, as in torch's
@@ -319,12 +314,8 @@ def parallel_loss(logits: torch.Tensor, targets: torch.Tensor, degree: int) -> t
 
 
 def chunked_loss(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    degree: int = 1,
-    cap: float = 0.0,
-) -> torch.Tensor:
+    hidden: Tensor, weight: Tensor, targets: Tensor, degree: int = 1, cap: float = 0.0
+) -> Tensor:
     """The loss of the logits ``hidden`` [B, T, D] times ``weight`` [V, D] transposed, a chunk of
     tokens at a time: their gradients are computed at once, so the logits need not be kept.
 
@@ -333,14 +324,14 @@ def chunked_loss(
     return _ChunkedLoss.apply(hidden.flatten(0, 1), weight, targets.flatten(), degree, cap)
 
 
-def _log_probabilities(logits: torch.Tensor, degree: int) -> torch.Tensor:
+def _log_probabilities(logits: Tensor, degree: int) -> Tensor:
     """Of fp32 logits [tokens, words]: what exceeds the log of the sum over all ranks' words."""
     shifted = logits - all_reduce(logits.amax(-1, keepdim=True), degree)
     total = all_reduce(shifted.exp().sum(-1, keepdim=True), degree)
     return shifted - total.log()
 
 
-def _here(targets: torch.Tensor, words: int) -> torch.Tensor:
+def _here(targets: Tensor, words: int) -> Tensor:
     """Targets as columns of this rank; those of other ranks stand at the first."""
     return targets.where(targets < words, 0)[:, None]
 
@@ -349,16 +340,14 @@ class _ParallelLoss(torch.autograd.Function):
     """Keeps the log-probabilities of this rank's words in fp32."""
 
     @staticmethod
-    def forward(
-        ctx: Context, logits: torch.Tensor, targets: torch.Tensor, degree: int
-    ) -> torch.Tensor:
+    def forward(ctx: Context, logits: Tensor, targets: Tensor, degree: int) -> Tensor:
         found = _log_probabilities(logits, degree)
         ctx.save_for_backward(found, targets)
         picked = all_reduce(found.gather(-1, _here(targets, found.shape[1])), degree)
         return -picked.mean()
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         found, targets = ctx.saved_tensors
         # A second tensor of the size of the logits, since torch's loss_parallel makes one.
         at_target = torch.zeros_like(found)
@@ -372,12 +361,12 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
         degree: int,
         cap: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         tokens = len(targets)
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden)
@@ -406,7 +395,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return total / tokens
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad)

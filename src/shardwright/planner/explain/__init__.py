@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from shardwright.core.errors import InputError, expected, not_one_of, there_are
+from shardwright.core.errors import InputError, not_one_of, there_are
 from shardwright.job.plan import Plan
 from shardwright.planner.explain import limits, ranks, tables
 from shardwright.planner.explain.basis import Fact, basis
@@ -57,6 +57,6 @@ def explain_statistic(
         raise InputError(not_one_of("--statistic", name, STATISTICS))
     if table is not None and all(table not in (t.name, t.fqn) for t in plan.tables):
         near = there_are(table, [t.name for t in plan.tables])
-        raise InputError(expected("--tensor", "a table of the plan", f"'{table}'", near))
+        raise InputError("--tensor", "a table of the plan", f"'{table}'", near)
     subject = Subject(plan, draft_of(plan), statistics(plan), Holdings(plan), rank, table)
     return list(STATISTICS[name](subject))

@@ -79,11 +79,8 @@ def _unit_names(plan: Plan) -> str:
 def _of_tables(plan: Plan, tables: tuple[TableSpec, ...]) -> Iterator[Fact]:
     job, units = plan.job, plan.units
     yield from _kinds(job)
-    yield Fact(
-        "dtype",
-        _counted(tables, lambda table: table.dtype) + ("; units fp32" if units else ""),
-        _key(job, "dtype", "fp32"),
-    )
+    value = _counted(tables, lambda table: table.dtype) + ("; units fp32" if units else "")
+    yield Fact("dtype", value, _key(job, "dtype", "fp32"))
     outputs = _counted(tables, lambda t: t.output_dtype or f"{t.dtype}, as the table")
     yield Fact("output dtype", outputs, _key(job, "output_dtype", None))
     pooled = _counted(tables, lambda table: "pooled" if table.pooled else "sequence")
@@ -144,11 +141,8 @@ def _machine(plan: Plan) -> Iterator[Fact]:
     for tier, nbytes in zip(("hbm", "ddr", "ssd"), cluster.capacity, strict=True):
         if nbytes:
             given = getattr(section, f"{tier}_cap") is not None
-            yield Fact(
-                f"{tier.upper()} of a rank",
-                exact_bytes(nbytes),
-                f"cluster.{tier}_cap" if given else preset,
-            )
+            what = f"{tier.upper()} of a rank"
+            yield Fact(what, exact_bytes(nbytes), f"cluster.{tier}_cap" if given else preset)
 
 
 def _memory(plan: Plan) -> Iterator[Fact]:
@@ -176,11 +170,8 @@ def _memory(plan: Plan) -> Iterator[Fact]:
     of = f"of profile '{plan.job.planner.constants}'"
     if plan.units:
         of = f"for a {plan.job.model.kind}"
-    yield Fact(
-        "reservation",
-        f"{kind}: {text.get(kind) or ', '.join(numbers)}",
-        _said(section.kind is not None, "planner.reservation.kind", f"the rule {of}"),
-    )
+    origin = _said(section.kind is not None, "planner.reservation.kind", f"the rule {of}")
+    yield Fact("reservation", f"{kind}: {text.get(kind) or ', '.join(numbers)}", origin)
     kept_left = {"HBM": kept.hbm_left, "DDR": kept.ddr_left, "SSD": kept.ssd_left}
     left = [f"{n:,} B {tier}" for tier, n in kept_left.items() if n]
     yield Fact("left for the plan", f"{', '.join(left)} per rank", "capacity less reservation")
@@ -222,11 +213,8 @@ def _kernels(plan: Plan, tables: tuple[TableSpec, ...]) -> Iterator[Fact]:
     slow = (
         "" if plan.search.slow_kernels else "; in host memory only what no faster kernel replaces"
     )
-    yield Fact(
-        "kernels chosen",
-        text + (slow if plan.cluster.compute_device == "cuda" else ""),
-        _key(plan.job, "compute_kernels", None, "free"),
-    )
+    value = text + (slow if plan.cluster.compute_device == "cuda" else "")
+    yield Fact("kernels chosen", value, _key(plan.job, "compute_kernels", None, "free"))
     shares: dict[tuple[float, str], int] = {}
     for chosen, table in zip(plan.tables, tables, strict=True):
         found = load_factor(plan, chosen, table)
@@ -272,11 +260,8 @@ def _units(plan: Plan) -> Iterator[Fact]:
 def _search(plan: Plan) -> Iterator[Fact]:
     section, search = plan.job.planner, plan.search
     over = f"{search.options:,} options of the tables" if plan.tables else "cuts and placements"
-    yield Fact(
-        "search",
-        f"{search.name} over {over}",
-        _said(section.search != "bounded", "planner.search"),
-    )
+    value = f"{search.name} over {over}"
+    yield Fact("search", value, _said(section.search != "bounded", "planner.search"))
     for why in search.skipped:
         yield Fact("not searched to its end", why, "the search")
     rules = section.constraints

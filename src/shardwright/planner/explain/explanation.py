@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from shardwright.core.amount import Amount, Step, derivation, leaf
-from shardwright.core.errors import MismatchError, expected
+from shardwright.core.errors import MismatchError
 from shardwright.job.plan import Plan
 from shardwright.planner.draft import Draft
 from shardwright.planner.statistics.ranks import RankGroup
@@ -70,10 +70,8 @@ def finished(
 
 def disagreement(where: str, stored: Any, found: Any) -> MismatchError:
     """What is raised where a number comes out otherwise than it was written down."""
-    return MismatchError(
-        expected(where, f"{stored} as stored", f"{found} when recomputed")
-        + " The plan is of another version; make it again."
-    )
+    remedy = "The plan is of another version; make it again."
+    return MismatchError(where, f"{stored} as stored", f"{found} when recomputed", remedy)
 
 
 def same(where: str, stored: Any, found: Any) -> None:

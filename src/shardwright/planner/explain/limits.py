@@ -65,8 +65,8 @@ from shardwright.planner.statistics.memory import (
     with_more,
 )
 from shardwright.planner.statistics.records import MemoryLedger
-from shardwright.planner.strategy.spacing import bounded_space
 from shardwright.planner.strategy.steps import shared_seconds, step_seconds, unit_floors
+from shardwright.planner.strategy.tables import bounded_space
 
 RELAXED = (
     "relaxed: shards may be spread over the ranks at will, so only sums matter; a byte of a scarce "

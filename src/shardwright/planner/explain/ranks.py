@@ -24,7 +24,7 @@ from shardwright.planner.explain.explanation import (
     ranks_label,
 )
 from shardwright.planner.pricing.evaluate import constants_of
-from shardwright.planner.statistics import ranks
+from shardwright.planner.statistics import ranks, records
 from shardwright.planner.statistics.memory import filled
 from shardwright.planner.statistics.ranks import (
     RankGroup,
@@ -34,13 +34,6 @@ from shardwright.planner.statistics.ranks import (
     path_of,
     share_filled,
     unevenness,
-)
-from shardwright.planner.statistics.records import (
-    MEASURE_WORDS,
-    CriticalTerm,
-    Measure,
-    RankStatistics,
-    unit_of,
 )
 from shardwright.planner.statistics.tables import STORED, on_rank, traffic
 from shardwright.planner.step_draft import StepDraft
@@ -126,7 +119,7 @@ def _sum(name: str, terms: list[Any]) -> Any:
     return summed(name, terms, "s") if terms else leaf(0, name, "s", "nothing adds to it")
 
 
-def _seconds(subject: Subject, record: RankStatistics) -> Explanation:
+def _seconds(subject: Subject, record: records.RankStatistics) -> Explanation:
     parts = []
     for part in parts_of(subject.plan):
         terms = alike(part, _table_parts(subject, record.rank, part), "s", TABLE)
@@ -141,7 +134,7 @@ def _seconds(subject: Subject, record: RankStatistics) -> Explanation:
     )
 
 
-def _idle(subject: Subject, record: RankStatistics) -> Explanation:
+def _idle(subject: Subject, record: records.RankStatistics) -> Explanation:
     slowest = leaf(
         subject.plan.max_rank_seconds, "seconds_of_slowest_rank", "s", "the slowest rank's"
     )
@@ -155,7 +148,7 @@ def _idle(subject: Subject, record: RankStatistics) -> Explanation:
     )
 
 
-def _bytes(subject: Subject, record: RankStatistics) -> Iterator[Explanation]:
+def _bytes(subject: Subject, record: records.RankStatistics) -> Iterator[Explanation]:
     plan, rank = subject.plan, record.rank
     for tier, name in zip(TIERS, STORED, strict=True):
         stored = getattr(record, name)
@@ -180,7 +173,7 @@ def _bytes(subject: Subject, record: RankStatistics) -> Iterator[Explanation]:
             )
 
 
-def _traffic(subject: Subject, record: RankStatistics) -> Iterator[Explanation]:
+def _traffic(subject: Subject, record: records.RankStatistics) -> Iterator[Explanation]:
     moved = {
         placed.choice.table.name: [
             traffic(subject.plan, placed, run) for _, run, _ in placed.on_rank(record.rank)
@@ -244,7 +237,7 @@ def explain_critical_path(subject: Subject) -> Iterator[Explanation]:
     )
 
 
-def _term(subject: Subject, record: CriticalTerm) -> Any:
+def _term(subject: Subject, record: records.CriticalTerm) -> Any:
     """What a term takes on its slowest rank, table by table."""
     group, _, part = record.name.rpartition(" ")
     tables = _table_parts(subject, record.rank, part)
@@ -277,10 +270,10 @@ MEASURES = {  # words and range
 }
 
 
-def _groups(subject: Subject, of: Measure) -> list[RankGroup]:
+def _groups(subject: Subject, of: records.Measure) -> list[RankGroup]:
     """The ranks by what they have of a measure."""
     values = {totals.rank: getattr(totals, of) for totals in subject.plan.ranks}
-    return rank_groups(of, values, unit_of(of))
+    return rank_groups(of, values, records.unit_of(of))
 
 
 def _part(subject: Subject, part: str) -> list[RankGroup]:
@@ -293,7 +286,7 @@ def explain_imbalance(subject: Subject) -> Iterator[Explanation]:
         found: Any = unevenness(record.of, _groups(subject, record.of))
         for field, (words, note) in MEASURES.items():
             yield finished(
-                f"{MEASURE_WORDS[record.of]}: {words}",
+                f"{records.MEASURE_WORDS[record.of]}: {words}",
                 getattr(record, field),
                 getattr(found, field),
                 within=NEAR,
@@ -313,7 +306,7 @@ def explain_spreads(subject: Subject) -> Iterator[Explanation]:
             ("high_median", "high median of all ranks", (), (HALF,)),
         ):
             stored, amount = getattr(record, field), getattr(found, field)
-            title = f"{MEASURE_WORDS[record.of]}: {words}"
+            title = f"{records.MEASURE_WORDS[record.of]}: {words}"
             yield finished(title, stored, amount, ranks=on, notes=notes, within=REORDERED * stored)
 
 

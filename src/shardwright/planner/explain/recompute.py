@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from shardwright.core.batch import INDEX_BYTES
-from shardwright.core.errors import InputError, MismatchError, ShardwrightError, expected, there_are
+from shardwright.core.errors import InputError, MismatchError, ShardwrightError, there_are
 from shardwright.core.model import ModelSpec
 from shardwright.core.placement import Roles, describe
 from shardwright.core.recording import Recording, check_recording
@@ -31,7 +31,7 @@ from shardwright.planner.problem import Problem, make_problem
 from shardwright.planner.search.proof import is_proven
 from shardwright.planner.statistics.tables import as_planned, ranks_of
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.spacing import bounded_space
+from shardwright.planner.strategy.tables import bounded_space
 from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.units import UnitSpace, cut_evenly
 from shardwright.planner.variation import ModelOf, changed
@@ -86,8 +86,7 @@ def unknown(plan: Plan, name: str) -> InputError:
     """Of a name that no table and no unit of the plan has."""
     known = [u.name for u in plan.units] + [t.name for t in plan.tables]
     remedy = there_are(name, known)
-    wanted = "a table or unit of the plan"
-    return InputError(expected("--tensor or --unit", wanted, f"'{name}'", remedy))
+    return InputError("--tensor or --unit", "a table or unit of the plan", f"'{name}'", remedy)
 
 
 def problem_of(plan: Plan) -> Problem:
@@ -101,7 +100,7 @@ def problem_of(plan: Plan) -> Problem:
         return _problem(plan, plan.job, plan.model)
     except ShardwrightError as error:
         wanted = "the job that the plan was made from"
-        raise MismatchError(expected("plan: job", wanted, f"'{error}'", AGAIN)) from None
+        raise MismatchError("plan: job", wanted, f"'{error}'", AGAIN) from None
 
 
 def _check_batch(job: Job, recording: Recording) -> None:
@@ -133,12 +132,12 @@ def model_recorded(plan: Plan, job: Job, again: ModelOf | None) -> ModelSpec:
     """
     where = f"plan: its model with checkpointing '{checkpointing_of(job)[0]}'"
     if again is None:
-        raise InputError(expected(where, "a way to record it", "none"))
+        raise InputError(where, "a way to record it", "none")
     model = again(job)
     bare = (msgspec.structs.replace(each, bucket_size=0) for each in (plan.model, model))
     own, its = ([(u.name, u.tensors) for u in each.units] for each in bare)
     if own != its:
-        raise MismatchError(expected(where, "the plan's units", "others", AGAIN))
+        raise MismatchError(where, "the plan's units", "others", AGAIN)
     return model
 
 
@@ -148,18 +147,18 @@ def _placed(problem: Problem, index: int, chosen: TablePlan) -> Placed:
     choices = _choices(problem, index, chosen)
     counts = [shard.run.count for shard in chosen.shards]
     if not counts or min(counts) < 1:
-        raise MismatchError(expected(f"{where} shards", "runs of one shard or more", str(counts)))
+        raise MismatchError(f"{where} shards", "runs of one shard or more", str(counts))
     wanted = _identity(chosen.sharding_type, chosen.compute_kernel, chosen.shards[0].run.columns)
     choice = next((c for c in choices if _identity_of(c) == wanted), None)
     if choice is None:
         known = ", ".join(dict.fromkeys(_identity_of(c) for c in choices))
-        raise MismatchError(expected(where, f"one of {known}", wanted, AGAIN))
+        raise MismatchError(where, f"one of {known}", wanted, AGAIN)
     world_size = problem.cluster.world_size
     inside = all(s.rank >= 0 and s.rank + s.run.count <= world_size for s in chosen.shards)
     if sum(counts) != choice.option.count or not inside:
         wanted = f"{choice.option.count} ranks below {world_size}"
         first = [(shard.rank, shard.run.count) for shard in chosen.shards[:3]]
-        raise MismatchError(expected(f"{where} ranks", wanted, f"runs {first}"))
+        raise MismatchError(f"{where} ranks", wanted, f"runs {first}")
     return Placed(choice, ranks_of(chosen))
 
 
@@ -190,14 +189,13 @@ def choice_of(unit: UnitPlan, space: UnitSpace) -> UnitChoice:
     alike = {(found.series or found.name, found.optimizer) for found in members}
     if len(alike) != 1:
         got = " and ".join(repr(name) for name in unit.members[:3]) or "none"
-        raise MismatchError(expected(f"{where} members", "layers of one series", got, AGAIN))
+        raise MismatchError(f"{where} members", "layers of one series", got, AGAIN)
     choices = space.choices(members)
     wanted = _way(unit.roles, unit.reshard_after_forward, unit.offloaded is True)
     for choice in choices:
         if _way_of(choice) == wanted:
             return choice
-    known = " or ".join(map(_way_of, choices))
-    raise MismatchError(expected(where, known, wanted, AGAIN))
+    raise MismatchError(where, " or ".join(map(_way_of, choices)), wanted, AGAIN)
 
 
 def _check_cut(plan: Plan, space: UnitSpace) -> None:
@@ -209,15 +207,15 @@ def _check_cut(plan: Plan, space: UnitSpace) -> None:
             break
     else:
         wanted = f"layers cut evenly into units of {' or '.join(map(str, space.sizes))} at most"
-        raise MismatchError(expected("plan: units", wanted, "another cut", AGAIN))
+        raise MismatchError("plan: units", wanted, "another cut", AGAIN)
     if plan.prefetch not in space.prefetches:
         wanted = " or ".join(map(str, space.prefetches))
-        raise MismatchError(expected("plan: prefetch", wanted, str(plan.prefetch), AGAIN))
+        raise MismatchError("plan: prefetch", wanted, str(plan.prefetch), AGAIN)
     ran = {unit.checkpointing for unit in plan.units if unit.checkpointed}
     known = {"full" if name.startswith("layers:") else name for name in checkpointing_of(plan.job)}
     if not ran <= known:
         wanted = " or ".join(sorted(known))
-        raise MismatchError(expected("plan: checkpointing", wanted, ", ".join(sorted(ran)), AGAIN))
+        raise MismatchError("plan: checkpointing", wanted, ", ".join(sorted(ran)), AGAIN)
 
 
 def _way_of(choice: UnitChoice) -> str:
@@ -232,10 +230,9 @@ def _way(roles: Roles, reshard: bool, offloaded: bool) -> str:
 def _check(plan: Plan, draft: Draft) -> None:
     """Everything that is stored must come out again."""
     if plan.cluster != draft.problem.cluster:
-        raise MismatchError(
-            expected("plan: cluster", "the constants of its job's preset", "other ones")
-            + " The preset changed since; make the plan again."
-        )
+        wanted = "the constants of its job's preset"
+        remedy = "The preset changed since; make the plan again."
+        raise MismatchError("plan: cluster", wanted, "other ones", remedy)
     _check_search(plan, draft.problem)
     again = assemble(draft, bound_of(draft.problem), plan.search)
     for part in RECOMPUTED:
@@ -255,12 +252,10 @@ def _check_search(plan: Plan, problem: Problem) -> None:
         same("plan: search.tried", least, plan.max_rank_seconds)
     if not 1 <= search.feasible <= search.proposals:
         wanted = f"from 1 to {search.proposals}, the proposals"
-        raise MismatchError(expected("plan: search.feasible", wanted, str(search.feasible)))
+        raise MismatchError("plan: search.feasible", wanted, str(search.feasible))
     if not _is_proven(plan, problem):
         wanted = "what no plan takes less than"
-        raise MismatchError(
-            expected("plan: search.proved_seconds", wanted, f"{search.proved_seconds}")
-        )
+        raise MismatchError("plan: search.proved_seconds", wanted, f"{search.proved_seconds}")
 
 
 def _is_proven(plan: Plan, problem: Problem) -> bool:
@@ -277,9 +272,7 @@ def _is_proven(plan: Plan, problem: Problem) -> bool:
 def _ordered(plan: Plan) -> list[Any]:
     """Events in an order that no rounding of seconds can change."""
     if not all(0 < run.count <= plan.world_size for run in plan.timeline):
-        raise MismatchError(
-            expected("plan: timeline", f"runs of 1 to {plan.world_size} ranks", "another")
-        )
+        raise MismatchError("plan: timeline", f"runs of 1 to {plan.world_size} ranks", "another")
     # Seconds come last in an event and may differ in their last bits: what stands before them
     # orders it.
     events: list[Any] = msgspec.to_builtins(decode(plan.timeline))

@@ -12,17 +12,11 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import UNSET
 
-from shardwright.core.errors import InputError, ShardwrightError, expected
+from shardwright.core.errors import InputError, ShardwrightError
 from shardwright.core.model import ModelSpec
 from shardwright.core.placement import TwoZeros, Zero
 from shardwright.core.quantities import SAME_SECONDS, format_seconds
-from shardwright.job.job import (
-    CHOSEN_FROM,
-    Job,
-    checkpointing_of,
-    memory_of,
-    parallel_of,
-)
+from shardwright.job.job import CHOSEN_FROM, Job, checkpointing_of, memory_of, parallel_of
 from shardwright.job.model_of_job import key_of, model_of
 from shardwright.job.plan import Plan, UnitPlan
 from shardwright.planner.draft import Draft, Found
@@ -30,14 +24,7 @@ from shardwright.planner.explain.recompute import model_recorded
 from shardwright.planner.planner import WHOLE_STAGES, find, surely_or_perhaps
 from shardwright.planner.problem import hosts_of
 from shardwright.planner.search.watch import Watch
-from shardwright.planner.variation import (
-    ModelOf,
-    Variation,
-    changed,
-    checkpointed,
-    once,
-    shared,
-)
+from shardwright.planner.variation import ModelOf, Variation, changed, checkpointed, once, shared
 
 STAGES: dict[str, Zero | TwoZeros] = {
     "zero1": 1,
@@ -138,7 +125,7 @@ def at_stage(plan: Plan, job: Job, wanted: str) -> Job:
     if replicas == 1:
         replicas = next((n for n in range(2, world) if world % n == 0), 1)
     if replicas == 1:
-        raise InputError(expected(wanted, "ranks that are replicas of several shards", f"{world}"))
+        raise InputError(wanted, "ranks that are replicas of several shards", f"{world}")
     return shared(job, STAGES[wanted], replicas)
 
 
@@ -147,8 +134,7 @@ def check_dtypes(plan: Plan) -> None:
     and not all parameters are fp32."""
     dtypes = {tensor.dtype for unit in plan.model.units for tensor in unit.tensors}
     if plan.job.memory is UNSET and dtypes - {"fp32"}:
-        wanted = "a section of the job that says what is computed in"
-        raise InputError(expected("memory", wanted, "none"))
+        raise InputError("memory", "a section of the job that says what is computed in", "none")
 
 
 def replanned(

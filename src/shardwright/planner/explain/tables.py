@@ -79,12 +79,7 @@ def _explain_table(
 
 
 def _explain_shard(
-    plan: Plan,
-    problem: Problem,
-    chosen: TablePlan,
-    placed: Placed,
-    index: int,
-    ranks: list[int],
+    plan: Plan, problem: Problem, chosen: TablePlan, placed: Placed, index: int, ranks: list[int]
 ) -> Iterator[Explanation]:
     choice = placed.choice
     run, cost = choice.option.runs[index], choice.costs[index]

@@ -215,11 +215,7 @@ def _tensors(plan: Plan, choice: UnitChoice, where: str) -> Explanation:
 
 
 def _checkpointing(
-    plan: Plan,
-    amounts: UnitAmounts,
-    choice: UnitChoice,
-    where: str,
-    again: ModelOf | None,
+    plan: Plan, amounts: UnitAmounts, choice: UnitChoice, where: str, again: ModelOf | None
 ) -> Iterator[Explanation]:
     """Bytes that its blocks do not keep for their backward, and seconds of computing again, beside
     the same blocks without checkpointing; nothing where they cannot be recorded here."""

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from shardwright.core.errors import InputError, ShardwrightError, expected, not_one_of
+from shardwright.core.errors import InputError, ShardwrightError, not_one_of
 from shardwright.core.model import ComputeKernel
 from shardwright.core.option import Option
 from shardwright.core.quantities import SAME_SECONDS, exact_bytes, format_seconds
@@ -48,7 +48,7 @@ from shardwright.planner.search.space import Item, Space, shard_ranks
 from shardwright.planner.search.state import SearchState
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.spacing import space_of
+from shardwright.planner.strategy.tables import space_of
 from shardwright.planner.unit_choice import UnitChoice, unit_choices
 from shardwright.planner.variation import ModelOf
 
@@ -90,11 +90,7 @@ class WhyNot:
 
 
 def why_not(
-    plan: Plan,
-    name: str,
-    wanted: str,
-    again: ModelOf | None = None,
-    watch: Watch | None = None,
+    plan: Plan, name: str, wanted: str, again: ModelOf | None = None, watch: Watch | None = None
 ) -> WhyNot:
     """What ``wanted`` would do to a table or a unit: with everything else in place, and with the
     rest free to move, searched for at most ``planner.time_limit`` or 30 seconds.
@@ -133,13 +129,9 @@ def _of_table(plan: Plan, name: str, wanted: str, again: ModelOf | None, watch: 
         return replace(answer, reason=f"{wanted} is not possible: {reason}.")
     trials, reason = _moved(draft, problem, index, choices)
     watch.over()
+    forced = forced_table(plan, index, _field(wanted), wanted)
     anew = replanned(
-        plan,
-        forced_table(plan, index, _field(wanted), wanted),
-        lambda found: _option(found.tables[index].choice),
-        wanted,
-        again,
-        watch,
+        plan, forced, lambda found: _option(found.tables[index].choice), wanted, again, watch
     )
     if not trials:
         text = f"{wanted} is not possible with {IN_PLACE}: {reason}."
@@ -220,13 +212,9 @@ def _judged(answer: WhyNot, draft: Draft, option: str, trial: Draft) -> WhyNot:
     elif abs(after - before) <= SAME_SECONDS * before:
         verdict = "as good"
         text = f"{fits} and is as good: {format_seconds(before)} per step either way."
+    missing = max(fullest.over, 0)
     return replace(
-        answer,
-        verdict=verdict,
-        reason=text,
-        option=option,
-        seconds=after,
-        missing=max(fullest.over, 0),
+        answer, verdict=verdict, reason=text, option=option, seconds=after, missing=missing
     )
 
 
@@ -362,8 +350,7 @@ def _staged(plan: Plan, unit: UnitPlan, draft: StepDraft, job: Job) -> Iterator[
     """The unit and all that are sharded at another stage, that of a job, the rest as it is."""
     check_dtypes(plan)
     if plan.model.bucket_size != (job.planner.dense.bucket_size or 0):
-        where = "planner.dense.bucket_size"
-        raise InputError(expected(where, "a stage that keeps parameters whole", "3"))
+        raise InputError("planner.dense.bucket_size", "a stage that keeps parameters whole", "3")
     problem = make_problem(job, plan.model, slow=plan.search.slow_kernels)
     space = problem.unit_space
     for reshard in (False, True) if space.context.zero == 3 else (False,):

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwright.core.amount import Lift, bare, leaf, named, total
 from shardwright.core.cluster import Tier
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 from shardwright.core.model import TableSpec
 from shardwright.core.option import Option
 from shardwright.core.sharding import TYPES, traits
@@ -51,13 +51,9 @@ def derive(context: PricingContext, table: TableSpec, option: Option, run_index:
 
 def _check(table: TableSpec, option: Option) -> None:
     if option.sharding_type not in SHARDING_TYPES:
-        raise UnsupportedError(
-            expected(
-                f"tables '{table.name}'.sharding_types",
-                f"one of {', '.join(SHARDING_TYPES)} for the additive cost",
-                option.sharding_type,
-            )
-        )
+        where = f"tables '{table.name}'.sharding_types"
+        wanted = f"one of {', '.join(SHARDING_TYPES)} for the additive cost"
+        raise UnsupportedError(where, wanted, option.sharding_type)
 
 
 def _evaluate(

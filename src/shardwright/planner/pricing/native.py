@@ -112,13 +112,7 @@ def price(
 
     found = priced(cases, facts_of, scheme_of, costs_of)
     return [
-        Choice(
-            table,
-            option,
-            each,
-            _everywhere(context, option, facts, scheme),
-            dedup=scheme.dedup,
-        )
+        Choice(table, option, each, _everywhere(context, option, facts, scheme), dedup=scheme.dedup)
         for (table, option), (facts, scheme, each) in zip(cases, found, strict=True)
     ]
 

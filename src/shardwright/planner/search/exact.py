@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 from shardwright.planner.search.search import SearchOutcome
 from shardwright.planner.search.space import Assignment, ItemOption, Space
 
@@ -74,14 +74,8 @@ def solve(space: Space, start: SearchOutcome, seconds: float) -> tuple[Assignmen
     useful = _useful(space, start)
     size = sum(len(numbers) for numbers in useful) * (space.ranks + 1)
     if size > MAX_VARIABLES:
-        raise UnsupportedError(
-            expected(
-                "planner.search 'exact'",
-                f"at most {MAX_VARIABLES:,} variables",
-                f"{size:,}",
-                "Use 'bounded', which proves a bound as well.",
-            )
-        )
+        where, remedy = "planner.search 'exact'", "Use 'bounded', which proves a bound as well."
+        raise UnsupportedError(where, f"at most {MAX_VARIABLES:,} variables", f"{size:,}", remedy)
     scale = start.bound.seconds or 1.0
     program, choices = _build(space, useful, scale)
     program.upper[0] = _ceiling(space, start) / scale
@@ -249,12 +243,7 @@ def _solver(program: _Program, seconds: float) -> Any:
         import highspy
     except ImportError:
         raise UnsupportedError(
-            expected(
-                "planner.search 'exact'",
-                "HiGHS installed",
-                "no highspy",
-                "Install shardwright[exact].",
-            )
+            "planner.search 'exact'", "HiGHS installed", "no highspy", "Install shardwright[exact]."
         ) from None
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(program.columns), len(program.rows)
@@ -300,11 +289,7 @@ def _begin_with(
 
 
 def _assignment(
-    space: Space,
-    program: _Program,
-    choices: list[list[int]],
-    useful: list[list[int]],
-    values: Any,
+    space: Space, program: _Program, choices: list[list[int]], useful: list[list[int]], values: Any
 ) -> Assignment:
     # The solver's numbers are whole only within its tolerance: the largest of an item's choices is
     # the one that is 1, and counts are rounded.

@@ -94,11 +94,6 @@ def best_moves(
         yield min(found, key=lambda move: move.change, default=None)
 
 
-def swap_partners(costs: Floats) -> Ints:
-    """The ranks of lowest cost, in order of their numbers."""
-    return least_first(costs, min(SWAP_PARTNERS, len(costs)))
-
-
 def relocation(state: SearchState, rank: int, costs: Floats, others: Ints) -> Move | None:
     """The best place for one of the rank's single blocks among ``others``."""
     return relocations(state, [rank], costs, others)[0]
@@ -130,8 +125,7 @@ def _relocations(
     left = state.cost(state.load[own.ranks] - own.seconds, state.memory[own.ranks] - own.storage)
     left -= costs[own.ranks]
     joined = state.cost(
-        state.load[others] + own.seconds[:, None],
-        state.memory[others] + own.storage[:, None, :],
+        state.load[others] + own.seconds[:, None], state.memory[others] + own.storage[:, None, :]
     )
     change = left[:, None] + joined - costs[others]
     change[own.ranks[:, None] == others] = np.inf

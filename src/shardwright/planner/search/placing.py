@@ -18,14 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.planner.search.space import (
-    Bools,
-    Floats,
-    Ints,
-    OptionBlock,
-    Space,
-    open_slots,
-)
+from shardwright.planner.search.space import Bools, Floats, Ints, OptionBlock, Space, open_slots
 from shardwright.planner.search.state import MAX_RATIO, NEAR_SLOTS, SearchState, least_first
 
 ROUNDED_UP = 1 + 1e-9  # times, that rounding may take

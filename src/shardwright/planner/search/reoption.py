@@ -220,10 +220,7 @@ def _weigh_alone(state: SearchState, item: int, option: int) -> tuple[Any, Any]:
 
 
 def _lots(
-    state: SearchState,
-    ways: Sequence[Way],
-    width: int,
-    bare: Mapping[int, tuple[Floats, Floats]],
+    state: SearchState, ways: Sequence[Way], width: int, bare: Mapping[int, tuple[Floats, Floats]]
 ) -> Lots:
     """The blocks of options, and the ``bare`` ranks without the item that has them."""
     options = [state.space.items[item].options[option] for item, option in ways]

@@ -376,7 +376,8 @@ def _step(state: SearchState, reoption: bool) -> bool:
     costs = state.rank_costs()
     order = least_first(-costs, min(RANKS_TRIED, len(costs)))
     order = order[np.argsort(-costs[order], kind="stable")]
-    near, enough = moves.swap_partners(costs), -moves.EPSILON * costs.sum()
+    near = least_first(costs, min(moves.SWAP_PARTNERS, len(costs)))
+    enough = -moves.EPSILON * costs.sum()
     move = moves.helping_move(state, order.tolist(), costs, near, enough)
     if move is not None:
         move.apply(state)

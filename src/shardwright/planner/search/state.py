@@ -309,11 +309,9 @@ class SearchState:
                 for item in sorted(self.on_rank[rank])
                 if (block := self.blocks(item)[0]).width == 1
             ]
-            self._singles[rank] = Singles(
-                [item for item, _ in found],
-                np.array([block.seconds[0] for _, block in found]),
-                np.array([block.storage[0] for _, block in found]).reshape(-1, 3),
-            )
+            seconds = np.array([block.seconds[0] for _, block in found])
+            storage = np.array([block.storage[0] for _, block in found]).reshape(-1, 3)
+            self._singles[rank] = Singles([item for item, _ in found], seconds, storage)
         return self._singles[rank]
 
     def allowed(self, item: int) -> Bools | None:

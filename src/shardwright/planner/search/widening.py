@@ -71,11 +71,8 @@ def search_widening(
     if least.best is None or least.bound.seconds > 1 + ROUNDING or not fits:
         return replace(outcome, tried=outcome.tried + least.tried)
     found = search(whole, watch, Earlier(least.best), roomy=roomy)
-    return replace(
-        found,
-        tried=outcome.tried + least.tried + found.tried,
-        feasible=outcome.feasible + found.feasible,
-    )
+    tried = outcome.tried + least.tried + found.tried
+    return replace(found, tried=tried, feasible=outcome.feasible + found.feasible)
 
 
 def _widened(
@@ -124,11 +121,8 @@ def _widely(kept: Sequence[Sequence[int]], found: SearchOutcome) -> Earlier | No
 
 def _added(outcome: SearchOutcome, before: SearchOutcome) -> SearchOutcome:
     """The outcome, with the starts of another search counted."""
-    return replace(
-        outcome,
-        tried=outcome.tried + before.tried,
-        feasible=outcome.feasible + before.feasible,
-    )
+    tried = outcome.tried + before.tried
+    return replace(outcome, tried=tried, feasible=outcome.feasible + before.feasible)
 
 
 UNLIMITED = 2**62

@@ -18,7 +18,7 @@ from shardwright.planner.search.bound import Bound, relaxed
 from shardwright.planner.search.space import Space
 from shardwright.planner.statistics.records import LedgerLine, MemoryLedger, MemoryPrice, PeakTier
 from shardwright.planner.statistics.tables import Holdings
-from shardwright.planner.strategy.spacing import bounded_space
+from shardwright.planner.strategy.tables import bounded_space
 
 GIB = 2**30
 

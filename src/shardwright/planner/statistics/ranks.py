@@ -34,31 +34,18 @@ from shardwright.core.quantities import SAME_SECONDS
 from shardwright.core.timeline import PHASES
 from shardwright.job.plan import Plan
 from shardwright.planner import profiles
+from shardwright.planner.statistics import records
 from shardwright.planner.statistics.memory import filled
-from shardwright.planner.statistics.records import (
-    MEASURE_WORDS,
-    Bottleneck,
-    CriticalPath,
-    CriticalTerm,
-    Measure,
-    PartMaximum,
-    RankSpread,
-    RankStatistics,
-    RankWaiting,
-    TableShare,
-    Unevenness,
-    unit_of,
-)
 from shardwright.planner.statistics.tables import Holdings, on_rank, traffic
 
 
-def rank_statistics(plan: Plan, held: Holdings) -> tuple[RankStatistics, ...]:
+def rank_statistics(plan: Plan, held: Holdings) -> tuple[records.RankStatistics, ...]:
     """Every rank, in order."""
     ids, rows = _traffic(plan, held)
     shards = _shards(plan, held)
     left = plan.reserved
     return tuple(
-        RankStatistics(
+        records.RankStatistics(
             rank=totals.rank,
             seconds=totals.seconds,
             parts=totals.parts,
@@ -111,32 +98,32 @@ def _shards(plan: Plan, held: Holdings) -> list[tuple[str, NDArray[np.int64]]]:
     return list(counts.items())
 
 
-def measured(plan: Plan) -> Iterator[tuple[Measure, list[float]]]:
+def measured(plan: Plan) -> Iterator[tuple[records.Measure, list[float]]]:
     """Seconds and the bytes of every memory that is used, of each rank."""
-    for measure in MEASURE_WORDS:
+    for measure in records.MEASURE_WORDS:
         values = [getattr(totals, measure) for totals in plan.ranks]
         if sum(values):
             yield measure, values
 
 
-def all_unevenness(plan: Plan) -> tuple[Unevenness, ...]:
+def all_unevenness(plan: Plan) -> tuple[records.Unevenness, ...]:
     """How far seconds and bytes are from lying evenly on the ranks."""
     found = (unevenness(measure, each_rank(values)) for measure, values in measured(plan))
     return tuple(one for one in found if one is not None)
 
 
-def spreads(plan: Plan) -> tuple[RankSpread, ...]:
+def spreads(plan: Plan) -> tuple[records.RankSpread, ...]:
     """Largest, smallest, mean and medians of seconds and bytes."""
     return tuple(spread(measure, each_rank(values)) for measure, values in measured(plan))
 
 
-def spread(of: Measure, groups: Sequence[RankGroup]) -> RankSpread:
+def spread(of: records.Measure, groups: Sequence[RankGroup]) -> records.RankSpread:
     """The same of one measure."""
-    unit = unit_of(of)
+    unit = records.unit_of(of)
     values = [group.value for group in groups]
     most, least = largest("largest", values, unit), smallest("smallest", values, unit)
     low, high = medians(groups)
-    return RankSpread(
+    return records.RankSpread(
         of,
         most,
         ranks_with(groups, plain(most)),
@@ -178,19 +165,19 @@ def parts_of(plan: Plan) -> dict[str, list[float]]:
     }
 
 
-def part_maxima(plan: Plan) -> tuple[PartMaximum, ...]:
+def part_maxima(plan: Plan) -> tuple[records.PartMaximum, ...]:
     """The slowest ranks of each part."""
     parts = parts_of(plan).items()
     return tuple(part_maximum(part, each_rank(values)) for part, values in parts)
 
 
-def part_maximum(part: str, groups: Sequence[RankGroup]) -> PartMaximum:
+def part_maximum(part: str, groups: Sequence[RankGroup]) -> records.PartMaximum:
     """The same of one part."""
     most = largest(f"most_{part}", [group.value for group in groups], "s")
-    return PartMaximum(part, most, ranks_with(groups, plain(most)), mean(part, groups, "s"))
+    return records.PartMaximum(part, most, ranks_with(groups, plain(most)), mean(part, groups, "s"))
 
 
-def sum_of_maxima(parts: Sequence[PartMaximum]) -> Any:
+def sum_of_maxima(parts: Sequence[records.PartMaximum]) -> Any:
     """Seconds of a step whose every part takes as long as on the slowest rank for it."""
     return summed("sum_of_maxima", [part.seconds for part in parts], "s")
 
@@ -204,7 +191,7 @@ def excess(groups: Sequence[RankGroup]) -> Any:
     return named("excess", most / usual - 1)
 
 
-def critical_path(plan: Plan, held: Holdings) -> CriticalPath:
+def critical_path(plan: Plan, held: Holdings) -> records.CriticalPath:
     """What all ranks wait for together.
 
     TorchRec's costs: the communication of each module and sharding type and all compute, forward
@@ -214,32 +201,32 @@ def critical_path(plan: Plan, held: Holdings) -> CriticalPath:
         terms = tuple(profiles.torchrec.critical_terms(held.tables, plan.world_size))
     else:
         terms = tuple(
-            CriticalTerm(part, part in EXCHANGES, max(values), values.index(max(values)))
+            records.CriticalTerm(part, part in EXCHANGES, max(values), values.index(max(values)))
             for part, values in parts_of(plan).items()
         )
     return path_of(terms)
 
 
-def path_of(terms: tuple[CriticalTerm, ...]) -> CriticalPath:
+def path_of(terms: tuple[records.CriticalTerm, ...]) -> records.CriticalPath:
     """The sums of terms."""
     communication = [term.seconds for term in terms if term.communication]
     compute = [term.seconds for term in terms if not term.communication]
-    return CriticalPath(
+    return records.CriticalPath(
         summed("communication", communication, "s"), summed("compute", compute, "s"), terms
     )
 
 
-def bottlenecks(plan: Plan, held: Holdings) -> tuple[Bottleneck, ...]:
+def bottlenecks(plan: Plan, held: Holdings) -> tuple[records.Bottleneck, ...]:
     """What fills the worst ranks: the slowest ones, and those with most bytes."""
     tier = plan.cluster.decisive_tier
-    most: tuple[tuple[Measure, list[float]], ...] = (
+    most: tuple[tuple[records.Measure, list[float]], ...] = (
         ("seconds", [totals.seconds for totals in plan.ranks]),
         ("hbm_bytes" if tier == "hbm" else "ddr_bytes", [*filled(plan, tier)]),
     )
     return tuple(_bottleneck(held, of, values) for of, values in most)
 
 
-def _bottleneck(held: Holdings, of: Measure, values: list[float]) -> Bottleneck:
+def _bottleneck(held: Holdings, of: records.Measure, values: list[float]) -> records.Bottleneck:
     total = max(values)
     rank = values.index(total)
     shares = []
@@ -247,13 +234,13 @@ def _bottleneck(held: Holdings, of: Measure, values: list[float]) -> Bottleneck:
         amount = on_rank(placed, rank, of)
         if amount:
             name, kind = placed.choice.table.name, placed.choice.option.sharding_type
-            shares.append(TableShare(name, kind, amount))
+            shares.append(records.TableShare(name, kind, amount))
     shares.sort(key=lambda share: -share.amount)
     alike = ranks_with(each_rank(values), total)
-    return Bottleneck(of, rank, alike, total, tuple(shares[:MOST_TABLES]))
+    return records.Bottleneck(of, rank, alike, total, tuple(shares[:MOST_TABLES]))
 
 
-def waiting(plan: Plan) -> RankWaiting:
+def waiting(plan: Plan) -> records.RankWaiting:
     """How long ranks wait for the slowest one, and where that one loses most."""
     seconds = [totals.seconds for totals in plan.ranks]
     slowest = seconds.index(max(seconds))
@@ -266,7 +253,9 @@ def waiting(plan: Plan) -> RankWaiting:
         part = ""
     here, there = lost.get(part, (0.0, 0.0))
     mean_seconds = mean("idle", waits, "s")
-    return RankWaiting(slowest, mean_seconds, longest.ranks[0], longest.value, part, here, there)
+    return records.RankWaiting(
+        slowest, mean_seconds, longest.ranks[0], longest.value, part, here, there
+    )
 
 
 def idle(groups: Sequence[RankGroup], slowest: Any) -> list[RankGroup]:
@@ -307,7 +296,7 @@ def mean(name: str, groups: Sequence[RankGroup], unit: str, adds: Fold = math.fs
     return named(f"mean_{name}", whole / number_of(groups), unit)
 
 
-def unevenness(of: Measure, groups: Sequence[RankGroup]) -> Unevenness | None:
+def unevenness(of: records.Measure, groups: Sequence[RankGroup]) -> records.Unevenness | None:
     """All measures of values of which none is negative; None if their sum is 0.
 
     ``largest_deviation`` is TorchRec's total variation: the largest deviation of a share from the
@@ -315,7 +304,7 @@ def unevenness(of: Measure, groups: Sequence[RankGroup]) -> Unevenness | None:
     where one rank has all: k - 1 and ln k. A share of 0 adds no entropy.
     """
     added = [group.times(group.value) for group in groups]
-    whole = summed(f"{of}_of_all_ranks", added, unit_of(of))
+    whole = summed(f"{of}_of_all_ranks", added, records.unit_of(of))
     if not plain(whole):
         return None
     ranks = number_of(groups)
@@ -323,7 +312,7 @@ def unevenness(of: Measure, groups: Sequence[RankGroup]) -> Unevenness | None:
     shares = [group._replace(value=_share(group, whole)) for group in groups]
     away = [share._replace(value=_deviation(share, even)) for share in shares]
     highest = (plain(ranks) - 1) / plain(ranks)
-    return Unevenness(
+    return records.Unevenness(
         of,
         largest("largest_deviation", [group.value for group in away], ""),
         summed("total_distance", [group.times(group.value) for group in away], ""),
@@ -348,13 +337,8 @@ def _chi(away: Sequence[RankGroup], ranks: Any) -> Any:
     if count == 1:
         return noted(0.0, "chi", "", "one rank is always even", like=ranks)
     furthest = each_rank([1 - 1 / count] + [1 / count] * (count - 1))
-    most = noted(
-        _chi_square(furthest, count),
-        "chi_of_one_rank_with_all",
-        "",
-        "ranks - 1, rounding apart",
-        like=ranks,
-    )
+    value = _chi_square(furthest, count)
+    most = noted(value, "chi_of_one_rank_with_all", "", "ranks - 1, rounding apart", like=ranks)
     return named("chi", _chi_square(away, ranks) / most)
 
 

@@ -41,7 +41,7 @@ from shardwright.planner.search.state import restored
 from shardwright.planner.search.watch import Watch
 from shardwright.planner.search.widening import least_memory
 from shardwright.planner.step_draft import StepDraft
-from shardwright.planner.strategy.spacing import assignment_of, placed_tables, space_of
+from shardwright.planner.strategy.tables import assignment_of, placed_tables, space_of
 from shardwright.planner.unit_choice import UnitChoice
 from shardwright.planner.units import Arrangement, Unit, UnitSpace, fastest_first, worthwhile
 

@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shardwright.core.document import decode_json, encode_document, read_bytes
-from shardwright.core.errors import InputError, MismatchError, expected
+from shardwright.core.errors import InputError, MismatchError
 from shardwright.runtime.checkpoint.region import (
     CODES,
     DTYPES,
@@ -148,10 +148,10 @@ def read_manifest(path: Path, step: int) -> Manifest:
     zeroed = raw.replace(manifest.sha256.encode(), _NO_DIGEST.encode(), 1)
     check_digest(path, manifest.sha256, hashlib.sha256(zeroed).hexdigest())
     if manifest.step != step:
-        raise MismatchError(expected(f"{path}: step", f"{step}", f"{manifest.step}"))
+        raise MismatchError(f"{path}: step", f"{step}", f"{manifest.step}")
     if len(manifest.lists) != manifest.world_size:
         wanted = f"{manifest.world_size}, one per rank"
-        raise InputError(expected(f"{path}: lists", wanted, f"{len(manifest.lists)}"))
+        raise InputError(f"{path}: lists", wanted, f"{len(manifest.lists)}")
     return manifest
 
 
@@ -166,9 +166,9 @@ def read_list(path: Path, digest: FileDigest, manifest: Manifest, rank: int) -> 
     for what in ("step", "world_size"):
         if getattr(found, what) != getattr(manifest, what):
             wanted = f"{getattr(manifest, what)} as in {MANIFEST}"
-            raise MismatchError(expected(f"{path}: {what}", wanted, f"{getattr(found, what)}"))
+            raise MismatchError(f"{path}: {what}", wanted, f"{getattr(found, what)}")
     if found.rank != rank:
-        raise MismatchError(expected(f"{path}: rank", f"{rank}", f"{found.rank}"))
+        raise MismatchError(f"{path}: rank", f"{rank}", f"{found.rank}")
     return found
 
 
@@ -176,33 +176,22 @@ def check_size(path: Path, nbytes: int, found: int) -> None:
     """Raise MismatchError unless a file is as long as was written down."""
     if found != nbytes:
         raise MismatchError(
-            expected(
-                str(path),
-                f"{nbytes} bytes",
-                f"{found}",
-                f"The file is not what was saved: {AWAY}",
-            )
+            str(path), f"{nbytes} bytes", f"{found}", f"The file is not what was saved: {AWAY}"
         )
 
 
 def check_digest(path: Path, sha256: str, found: str) -> None:
     """Raise MismatchError unless a file's sha256 is what was written down."""
     if found != sha256:
-        raise MismatchError(
-            expected(
-                str(path),
-                f"sha256 {sha256[:12]}...",
-                f"{found[:12]}...",
-                f"The file was changed after it was saved: {AWAY}",
-            )
-        )
+        remedy = f"The file was changed after it was saved: {AWAY}"
+        raise MismatchError(str(path), f"sha256 {sha256[:12]}...", f"{found[:12]}...", remedy)
 
 
 def _decode(raw: bytes, path: Path, kind: type[T], schema: str) -> T:
     try:
         found = decode_json(raw, _Tag).schema
         if found != schema:
-            raise InputError(expected(f"{path}: schema", f"'{schema}'", f"'{found}'"))
+            raise InputError(f"{path}: schema", f"'{schema}'", f"'{found}'")
         return decode_json(raw, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path}: not a valid {schema.partition('/')[0]}: {error}.") from None
@@ -260,13 +249,13 @@ def check_shard(path: Path, file: FileDigest, pieces: Sequence[StoredPart]) -> N
     declared = sum(math.prod(p.sizes) * dtype_of(p.dtype, p.tensor).itemsize for p in pieces)
     if declared >= file.nbytes:
         wanted = f"more than the {declared} bytes of its tensors"
-        raise MismatchError(expected(str(path), wanted, f"{file.nbytes}"))
+        raise MismatchError(str(path), wanted, f"{file.nbytes}")
     try:
         check_size(path, file.nbytes, path.stat().st_size)
         with path.open("rb") as opened:
             found = hashlib.file_digest(opened, "sha256").hexdigest()
     except OSError as error:
-        raise InputError(expected(str(path), "a readable file", f"'{error.strerror}'")) from None
+        raise InputError(str(path), "a readable file", f"'{error.strerror}'") from None
     check_digest(path, file.sha256, found)
     with open_shard(path) as shard:
         _check_header(path, shard, pieces)
@@ -275,17 +264,17 @@ def check_shard(path: Path, file: FileDigest, pieces: Sequence[StoredPart]) -> N
 def _check_header(path: Path, shard: Any, pieces: Sequence[StoredPart]) -> None:
     keys = {piece.key for piece in pieces}
     if len(keys) != len(pieces):
-        raise InputError(expected(str(path), "each part once in the rank's list", "one twice"))
+        raise InputError(str(path), "each part once in the rank's list", "one twice")
     if differing := keys.symmetric_difference(shard.keys()):
         key = min(differing)
         found = "only in the list" if key in keys else "only in the file"
-        raise MismatchError(expected(f"{path}: {key}", "the tensors of the rank's list", found))
+        raise MismatchError(f"{path}: {key}", "the tensors of the rank's list", found)
     for piece in pieces:
         stored = shard.get_slice(piece.key)
         wanted = (CODES[piece.dtype], tuple(piece.sizes))
         found_look = (stored.get_dtype(), tuple(stored.get_shape()))
         if found_look != wanted:
-            raise MismatchError(expected(f"{path}: {piece.key}", f"{wanted}", f"{found_look}"))
+            raise MismatchError(f"{path}: {piece.key}", f"{wanted}", f"{found_look}")
 
 
 class MappedShard:
@@ -323,7 +312,7 @@ class MappedShard:
         dtype = _BY_CODE.get(entry["dtype"])
         if dtype is None:
             known = ", ".join(_BY_CODE)
-            raise InputError(expected(f"tensor '{name}'", f"one of {known}", entry["dtype"]))
+            raise InputError(f"tensor '{name}'", f"one of {known}", entry["dtype"])
         # A map has no address for nothing.
         if start == end:
             return torch.empty(entry["shape"], dtype=dtype)
@@ -347,6 +336,6 @@ def open_shard(path: Path) -> Iterator[MappedShard]:
         with safe_open(path, framework="np") as opened:
             yield MappedShard(path, opened)
     except SafetensorError as error:
-        raise InputError(expected(str(path), "a safetensors file", f"'{error}'")) from None
+        raise InputError(str(path), "a safetensors file", f"'{error}'") from None
     except OSError as error:
-        raise InputError(expected(str(path), "a readable file", f"'{error}'")) from None
+        raise InputError(str(path), "a readable file", f"'{error}'") from None

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.runtime.checkpoint.files import MANIFEST, list_name
 
 LOCK_FILE = ".saving.lock"
@@ -159,7 +159,7 @@ def newest_step(folder: Path) -> int:
         log.warning("%s: a save that is not finished; ignored", path)
     if not steps:
         wanted = f"a folder step-N with a {MANIFEST}"
-        raise InputError(expected(str(folder), wanted, "none", "Save a checkpoint there first."))
+        raise InputError(str(folder), wanted, "none", "Save a checkpoint there first.")
     return steps[-1]
 
 
@@ -195,7 +195,7 @@ def refuse_existing(final: Path) -> None:
     """Raise InputError if there is anything of this name."""
     if os.path.lexists(final):
         remedy = "A checkpoint is never overwritten; save another step or elsewhere."
-        raise InputError(expected(str(final), "a step that is not saved yet", "one", remedy))
+        raise InputError(str(final), "a step that is not saved yet", "one", remedy)
 
 
 def give_name(temporary: Path, final: Path) -> None:

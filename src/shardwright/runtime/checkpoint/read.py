@@ -17,33 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardwright.core.errors import (
-    InputError,
-    MismatchError,
-    RunError,
-    ShardwrightError,
-    expected,
-)
+from shardwright.core.errors import InputError, MismatchError, RunError, ShardwrightError
+from shardwright.runtime.checkpoint import files
 from shardwright.runtime.checkpoint.agreement import (
     global_rank,
     rank_and_size,
     reason,
     together,
     total,
-)
-from shardwright.runtime.checkpoint.files import (
-    MANIFEST,
-    MAX_STEP,
-    Manifest,
-    RankList,
-    StoredPart,
-    check_shard,
-    check_size,
-    list_name,
-    open_shard,
-    read_list,
-    read_manifest,
-    shard_name,
 )
 from shardwright.runtime.checkpoint.folders import newest_step, step_folder
 from shardwright.runtime.checkpoint.region import (
@@ -69,7 +50,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: list[tuple[int, StoredPart]] = field(default_factory=list)
+    pieces: list[tuple[int, files.StoredPart]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +58,18 @@ class Stored:
     """The manifest, every rank's list, and the tensors by name."""
 
     folder: Path
-    manifest: Manifest
-    lists: tuple[RankList, ...]
+    manifest: files.Manifest
+    lists: tuple[files.RankList, ...]
     tensors: dict[str, StoredTensor]
 
     def shard(self, rank: int) -> Path:
         """A rank's tensor file."""
-        return self.folder / shard_name(rank)
+        return self.folder / files.shard_name(rank)
 
     def check_shards(self, ranks: Iterable[int]) -> None:
         """Raise unless the tensor files of ``ranks`` are what was saved, byte by byte."""
         for rank in ranks:
-            check_shard(self.shard(rank), self.lists[rank].file, self.lists[rank].pieces)
+            files.check_shard(self.shard(rank), self.lists[rank].file, self.lists[rank].pieces)
 
 
 def open_stored(folder: Path, step: int) -> Stored:
@@ -98,24 +79,27 @@ def open_stored(folder: Path, step: int) -> Stored:
     files that belong there, each of its size, and the parts hold every element exactly once.
     """
     sizes = dict(_files(folder))
-    if MANIFEST not in sizes:
-        raise InputError(expected(str(folder), f"a {MANIFEST}", "none", "It is not complete."))
-    manifest = read_manifest(folder / MANIFEST, step)
+    if files.MANIFEST not in sizes:
+        raise InputError(str(folder), f"a {files.MANIFEST}", "none", "It is not complete.")
+    manifest = files.read_manifest(folder / files.MANIFEST, step)
     ranks = range(manifest.world_size)
-    wanted = {MANIFEST, *map(list_name, ranks), *map(shard_name, ranks)}
+    wanted = {files.MANIFEST, *map(files.list_name, ranks), *map(files.shard_name, ranks)}
     if missing := wanted - sizes.keys():
-        raise MismatchError(expected(str(folder), f"the file {min(missing)}", "none"))
+        raise MismatchError(str(folder), f"the file {min(missing)}", "none")
     if extra := sizes.keys() - wanted:
         raise MismatchError(
-            expected(str(folder), f"the files of {len(ranks)} ranks", f"{min(extra)!r} as well")
+            str(folder), f"the files of {len(ranks)} ranks", f"{min(extra)!r} as well"
         )
     lists = tuple(
-        read_list(folder / list_name(rank), manifest.lists[rank], manifest, rank) for rank in ranks
+        files.read_list(folder / files.list_name(rank), manifest.lists[rank], manifest, rank)
+        for rank in ranks
     )
     # Sizes cost nothing, digests minutes: a file that was cut short is refused before any is
     # hashed.
     for rank, found in enumerate(lists):
-        check_size(folder / shard_name(rank), found.file.nbytes, sizes[shard_name(rank)])
+        files.check_size(
+            folder / files.shard_name(rank), found.file.nbytes, sizes[files.shard_name(rank)]
+        )
     return Stored(folder, manifest, lists, _tensors(folder, lists))
 
 
@@ -123,31 +107,29 @@ def _files(folder: Path) -> Iterator[tuple[str, int]]:
     """Names and sizes; a link or a folder is refused."""
     # A link can lead out of the folder, and be another one when it is read again.
     if folder.is_symlink():
-        raise InputError(expected(str(folder), "a folder", "a symbolic link"))
+        raise InputError(str(folder), "a folder", "a symbolic link")
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if not entry.is_file(follow_symlinks=False):
                     found = "a symbolic link" if entry.is_symlink() else "something else"
-                    raise InputError(expected(entry.path, "a plain file", found))
+                    raise InputError(entry.path, "a plain file", found)
                 yield entry.name, entry.stat(follow_symlinks=False).st_size
     except OSError as error:
-        raise InputError(
-            expected(str(folder), "a readable folder", f"'{error.strerror}'")
-        ) from None
+        raise InputError(str(folder), "a readable folder", f"'{error.strerror}'") from None
 
 
-def _tensors(folder: Path, lists: Iterable[RankList]) -> dict[str, StoredTensor]:
+def _tensors(folder: Path, lists: Iterable[files.RankList]) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for found in lists:
         for piece in found.pieces:
-            where = f"{folder / list_name(found.rank)}: {piece.tensor}"
+            where = f"{folder / files.list_name(found.rank)}: {piece.tensor}"
             dtype_of(piece.dtype, where)
             check_region(where, piece.shape, piece.offsets, piece.sizes)
             tensor = tensors.setdefault(piece.tensor, StoredTensor(piece.dtype, piece.shape))
             if (tensor.dtype, tensor.shape) != (piece.dtype, piece.shape):
                 wanted = f"{tensor.dtype} {tensor.shape} as on other ranks"
-                raise MismatchError(expected(where, wanted, f"{piece.dtype} {piece.shape}"))
+                raise MismatchError(where, wanted, f"{piece.dtype} {piece.shape}")
             tensor.pieces.append((found.rank, piece))
     for name, tensor in tensors.items():
         _check_cover(f"{folder}: {name}", tensor)
@@ -159,21 +141,16 @@ def _check_cover(where: str, tensor: StoredTensor) -> None:
     elements = math.prod(tensor.shape)
     if not elements:
         if len(regions) != 1:
-            raise InputError(expected(where, "a tensor without elements once", f"{len(regions)}"))
+            raise InputError(where, "a tensor without elements once", f"{len(regions)}")
         return
     covered = sum(math.prod(region.sizes) for region in regions)
     # Counting corners takes every part to hold something.
     if any(0 in region.sizes for region in regions):
-        raise InputError(expected(where, "parts that have elements", "one without"))
+        raise InputError(where, "parts that have elements", "one without")
     if covered != elements or not tiles(tensor.shape, regions):
-        raise MismatchError(
-            expected(
-                where,
-                f"every one of {elements} elements exactly once",
-                f"parts of {covered} elements in all" if covered != elements else "an overlap",
-                "All ranks have to list what they hold.",
-            )
-        )
+        wanted = f"every one of {elements} elements exactly once"
+        found = f"parts of {covered} elements in all" if covered != elements else "an overlap"
+        raise MismatchError(where, wanted, found, "All ranks have to list what they hold.")
 
 
 FEW = 3  # names that a message lists
@@ -185,7 +162,7 @@ Wanted = Sequence[TensorPart] | Callable[[Stored], Sequence[TensorPart]]
 class Copy(NamedTuple):
     """A rectangle that is read from a stored part into a part that is held."""
 
-    piece: StoredPart
+    piece: files.StoredPart
     held: TensorPart
     area: Shared
 
@@ -215,7 +192,7 @@ def read_checkpoint(
 
     def failure(error: Exception) -> ShardwrightError:
         where = f"{folder} on rank {global_rank(comm, rank)}"
-        return InputError(expected(where, "a readable checkpoint", f"'{reason(error)}'"))
+        return InputError(where, "a readable checkpoint", f"'{reason(error)}'")
 
     # Ranks that ask for different steps would each fill theirs, and nobody would notice.
     if comm is not None:
@@ -288,8 +265,8 @@ def _chosen(folder: Path, step: int | None, rank: int) -> int:
     """The step to read; only rank 0 looks for the newest."""
     if step is None:
         return newest_step(folder) if rank == 0 else 0
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise InputError(expected("step", f"an integer from 0 to {MAX_STEP}", f"{step!r}"))
+    if type(step) is not int or not 0 <= step <= files.MAX_STEP:
+        raise InputError("step", f"an integer from 0 to {files.MAX_STEP}", f"{step!r}")
     return step
 
 
@@ -316,9 +293,7 @@ def _check_names(stored: Stored, names: Iterable[str], unread: Sequence[str]) ->
             for where, some in (("the checkpoint", absent), ("the model", unread))
             if some
         ]
-        raise MismatchError(
-            expected(str(stored.folder), "the tensors of the model", " and ".join(found))
-        )
+        raise MismatchError(str(stored.folder), "the tensors of the model", " and ".join(found))
 
 
 def _few(names: Sequence[str]) -> str:
@@ -336,7 +311,7 @@ def copies_of(
         where = f"{stored.folder}: {part.name}"
         if found.shape != tuple(part.shape):
             wanted = f"shape {tuple(part.shape)} as in the model"
-            raise MismatchError(expected(where, wanted, f"{found.shape}"))
+            raise MismatchError(where, wanted, f"{found.shape}")
         saved = dtype_of(found.dtype, where)
         check_readable(where, saved, part.tensor.dtype, allow_smaller)
         # By file and not by tensor: each file is opened once, and mapped as far as it is copied.
@@ -352,15 +327,14 @@ def _fill_all(stored: Stored, copies: dict[int, list[Copy]], rank: int) -> None:
     except Exception as error:  # of any kind: verified files do not fail but for the machine
         found = f"'{reason(error)}' on rank {rank}"
         remedy = "Tensors are filled in part; read the checkpoint again."
-        wanted = "to read what was verified"
-        raise RunError(expected(str(stored.folder), wanted, found, remedy)) from error
+        raise RunError(str(stored.folder), "to read what was verified", found, remedy) from error
 
 
 @torch.no_grad()
 def fill(stored: Stored, copies: dict[int, list[Copy]]) -> None:
     """Copy from verified files, touching of them what is copied alone."""
     for rank in sorted(copies):
-        with open_shard(stored.shard(rank)) as shard:
+        with files.open_shard(stored.shard(rank)) as shard:
             for piece, held, (box, source, target) in copies[rank]:
                 saved = window(shard.get_tensor(piece.key), source, box)
                 window(held.tensor, target, box).copy_(saved)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwright.core.errors import InputError, MismatchError, expected
+from shardwright.core.errors import InputError, MismatchError
 
 MAX_DIMS = 12  # a tensor cut in all of them has 2**12 corners per part
 MAX_ELEMENTS = 2**62
@@ -59,13 +59,13 @@ def check_region(where: str, shape: Ints, offsets: Ints, sizes: Ints) -> None:
     """Raise InputError unless the region lies inside a tensor of ``shape``."""
     if len(shape) > MAX_DIMS or math.prod(shape) > MAX_ELEMENTS or min(shape, default=0) < 0:
         wanted = f"a shape of at most {MAX_DIMS} dimensions and 2^62 elements"
-        raise InputError(expected(where, wanted, f"{shape}"))
+        raise InputError(where, wanted, f"{shape}")
     inside = (math.prod(shape),) if is_range(shape, offsets) else shape
     if not len(offsets) == len(sizes) == len(inside) or any(
         o < 0 or s < 0 or o + s > n for o, s, n in zip(offsets, sizes, inside, strict=True)
     ):
         found = f"offsets {offsets}, sizes {sizes}"
-        raise InputError(expected(where, f"a part of a tensor of shape {shape}", found))
+        raise InputError(where, f"a part of a tensor of shape {shape}", found)
 
 
 def as_range(shape: Ints, offsets: Ints, sizes: Ints) -> tuple[int, int] | None:
@@ -211,14 +211,14 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
     """torch's name of a dtype that can be stored."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise InputError(expected(where, f"a dtype of {', '.join(DTYPES)}", name))
+        raise InputError(where, f"a dtype of {', '.join(DTYPES)}", name)
     return name
 
 
 def dtype_of(name: str, where: str) -> torch.dtype:
     """The dtype that a manifest names."""
     if name not in DTYPES:
-        raise InputError(expected(where, f"a dtype of {', '.join(DTYPES)}", f"'{name}'"))
+        raise InputError(where, f"a dtype of {', '.join(DTYPES)}", f"'{name}'")
     return DTYPES[name]
 
 
@@ -234,7 +234,7 @@ def check_readable(
         return
     remedy = "Pass allow_smaller_dtype=True to round." if floating else ""
     raise MismatchError(
-        expected(where, f"a dtype that holds every value of {_name(saved)}", _name(wanted), remedy)
+        where, f"a dtype that holds every value of {_name(saved)}", _name(wanted), remedy
     )
 
 
@@ -300,9 +300,7 @@ def checked(held: Sequence[TensorPart]) -> list[TensorPart]:
         _check(part)
         look = (part.shape, part.tensor.dtype)
         if looks.setdefault(part.name, look) != look:
-            raise InputError(
-                expected(part.name, f"one shape and dtype, {looks[part.name]}", f"{look}")
-            )
+            raise InputError(part.name, f"one shape and dtype, {looks[part.name]}", f"{look}")
         if 0 in part.shape:
             empty = (0,) * len(part.shape)
             whole_part = part._replace(
@@ -312,7 +310,7 @@ def checked(held: Sequence[TensorPart]) -> list[TensorPart]:
         elif 0 not in part.sizes:
             if (part.name, part.region) in kept:
                 found = f"offsets {part.offsets}, sizes {part.sizes} twice"
-                raise InputError(expected(part.name, "each part once per rank", found))
+                raise InputError(part.name, "each part once per rank", found)
             kept[part.name, part.region] = part
     return list(kept.values())
 
@@ -325,19 +323,17 @@ def _plain(part: TensorPart) -> TensorPart:
 def _check(part: TensorPart) -> None:
     name, tensor = part.name, part.tensor
     if not name or not name.isprintable():
-        raise InputError(expected("tensor", "a name of printable characters", repr(name)))
+        raise InputError("tensor", "a name of printable characters", repr(name))
     check_region(name, part.shape, part.offsets, part.sizes)
     dtype_name(tensor.dtype, name)
     if tensor.device.type == "meta" or tensor.layout != torch.strided:
         found = f"one on {tensor.device}, {tensor.layout}"
-        raise InputError(expected(name, "a dense tensor with data", found))
+        raise InputError(name, "a dense tensor with data", found)
     if tensor.numel() != math.prod(part.sizes):
         wanted = f"a tensor of {math.prod(part.sizes)} elements"
-        raise InputError(expected(name, wanted, f"one of {tensor.numel()}"))
+        raise InputError(name, wanted, f"one of {tensor.numel()}")
     if not tensor.is_contiguous() and tuple(tensor.shape) != part.sizes:
-        raise InputError(
-            expected(name, f"a contiguous tensor or one of shape {part.sizes}", "a strided one")
-        )
+        raise InputError(name, f"a contiguous tensor or one of shape {part.sizes}", "a strided one")
 
 
 def window(tensor: torch.Tensor, part: BoxAt, box: Box) -> torch.Tensor:

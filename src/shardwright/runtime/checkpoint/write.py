@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from shardwright.core.document import encode_document
-from shardwright.core.errors import InputError, RunError, ShardwrightError, expected
+from shardwright.core.errors import InputError, RunError, ShardwrightError
+from shardwright.runtime.checkpoint import files, folders
 from shardwright.runtime.checkpoint.agreement import (
     global_rank,
     rank_and_size,
@@ -30,28 +31,6 @@ from shardwright.runtime.checkpoint.agreement import (
     together,
     together_numbered,
     total,
-)
-from shardwright.runtime.checkpoint.files import (
-    MANIFEST,
-    MAX_STEP,
-    RANK_SCHEMA,
-    RankList,
-    digest_of,
-    list_name,
-    piece_of,
-    sealed,
-    shard_name,
-    write_shard,
-)
-from shardwright.runtime.checkpoint.folders import (
-    Newest,
-    give_name,
-    new_number,
-    retain,
-    room,
-    step_folder,
-    sync,
-    temporary_folder,
 )
 from shardwright.runtime.checkpoint.read import open_stored
 from shardwright.runtime.checkpoint.region import TensorPart, checked
@@ -103,7 +82,7 @@ def save_in_parts(
     facts: Mapping[str, str],
     scalars: Mapping[str, Any],
     keep: int | None = None,
-    newest: Newest | None = None,
+    newest: folders.Newest | None = None,
     copied: bool = False,
 ) -> Generator[SaveWork, None, Path]:
     """Save what all ranks hold as ``folder/step-N``, whose path is returned, in parts: every
@@ -123,7 +102,7 @@ def save_in_parts(
     """
     rank, size = rank_and_size(comm)
     folder = Path(folder)
-    final = step_folder(folder, step)
+    final = folders.step_folder(folder, step)
     if comm is not None:
         said = {f"fact '{name}'": value for name, value in facts.items()}
         comm.agree(str(final), {"step": str(step), "keep": str(keep), **said})
@@ -132,29 +111,29 @@ def save_in_parts(
         found = f"'{reason(error)}' on rank {global_rank(comm, rank)}"
         whole = "earlier checkpoints are whole, and " if folder.is_dir() else ""
         remedy = f"Nothing was saved; {whole}training can go on."
-        return RunError(expected(str(final), "every rank to save its part", found, remedy))
+        return RunError(str(final), "every rank to save its part", found, remedy)
 
     with contextlib.ExitStack() as until_saved:
-        number = new_number()
+        number = folders.new_number()
 
         def prepare() -> tuple[list[TensorPart], dict[str, Any]]:
             _check_call(step, facts, keep)
             own = checked(held), plain(scalars)
             if rank == 0:
-                until_saved.enter_context(room(folder, step, number))
+                until_saved.enter_context(folders.room(folder, step, number))
             return own
 
         def commit_by_first() -> None:
             # Held before it has its final name: between the rename and the lock another run's
             # `keep` could remove it.
             if rank == 0:
-                with (newest or Newest()).becomes(temporary / list_name(0)):
+                with (newest or folders.Newest()).becomes(temporary / files.list_name(0)):
                     commit(temporary, final, step, size, facts)
                 if keep is not None:
-                    retain(folder, keep, step)
+                    folders.retain(folder, keep, step)
 
         (own, values), number = together_numbered(comm, "prepare", prepare, failure, number)
-        temporary = temporary_folder(folder, step, number)
+        temporary = folders.temporary_folder(folder, step, number)
         mine = without_copies(own, comm)
         if copied:
             mine = together(comm, "copy", lambda: [_on_host(part) for part in mine], failure)
@@ -187,10 +166,10 @@ def write_rank(
     scalars: dict[str, Any],
 ) -> None:
     """Write one rank's tensors and list, which the disk has on return."""
-    file = write_shard(temporary / shard_name(rank), held)
-    pieces = tuple(piece_of(part) for part in held)
-    found = RankList(RANK_SCHEMA, step, rank, world_size, file, pieces, scalars)
-    _write(temporary / list_name(rank), encode_document(found))
+    file = files.write_shard(temporary / files.shard_name(rank), held)
+    pieces = tuple(files.piece_of(part) for part in held)
+    found = files.RankList(files.RANK_SCHEMA, step, rank, world_size, file, pieces, scalars)
+    _write(temporary / files.list_name(rank), encode_document(found))
 
 
 def commit(
@@ -199,28 +178,29 @@ def commit(
     """Write the manifest, check everything as a reader would, and give the folder its name."""
     # Read back from the disk, so the manifest has what is there and not what was meant to be.
     lists = tuple(
-        digest_of((temporary / list_name(rank)).read_bytes()) for rank in range(world_size)
+        files.digest_of((temporary / files.list_name(rank)).read_bytes())
+        for rank in range(world_size)
     )
-    _write(temporary / MANIFEST, sealed(step, facts, lists))
+    _write(temporary / files.MANIFEST, files.sealed(step, facts, lists))
     # As a reader would: what it would refuse must not become a checkpoint.
     open_stored(temporary, step)
-    sync(temporary)
-    give_name(temporary, final)
+    folders.sync(temporary)
+    folders.give_name(temporary, final)
     try:
-        sync(final.parent)
+        folders.sync(final.parent)
     except OSError:
         final.rename(temporary)  # not known to be on the disk: then it is not saved
         raise
 
 
 def _check_call(step: int, facts: Mapping[str, str], keep: int | None) -> None:
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise InputError(expected("step", f"an integer from 0 to {MAX_STEP}", f"{step!r}"))
+    if type(step) is not int or not 0 <= step <= files.MAX_STEP:
+        raise InputError("step", f"an integer from 0 to {files.MAX_STEP}", f"{step!r}")
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise InputError(expected("keep", "at least 1 checkpoint", f"{keep!r}"))
+        raise InputError("keep", "at least 1 checkpoint", f"{keep!r}")
     for name, value in plain(facts).items():
         if not isinstance(value, str):
-            raise InputError(expected(f"facts.{name}", "text", f"{value!r:.60}"))
+            raise InputError(f"facts.{name}", "text", f"{value!r:.60}")
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -252,12 +232,12 @@ def _plain(where: str, value: Any) -> Any:
         return [_plain(f"{where}[{i}]", item) for i, item in enumerate(value)]
     if isinstance(value, Mapping):
         return {_key(where, key): _plain(f"{where}.{key}", v) for key, v in value.items()}
-    raise InputError(expected(where, _WANTED, f"{type(value).__name__} {value!r:.60}"))
+    raise InputError(where, _WANTED, f"{type(value).__name__} {value!r:.60}")
 
 
 def _key(where: str, key: Any) -> str:
     if not isinstance(key, str) or not _encodes(key):
-        raise InputError(expected(where, "names as text", f"{key!r:.60}"))
+        raise InputError(where, "names as text", f"{key!r:.60}")
     return key
 
 
@@ -280,7 +260,7 @@ def claim(held: TensorPart) -> Claim:
     """What the other ranks get to know about a part."""
     # A hash travels and not the description: names are long, and the parts of all ranks are known
     # to all ranks. Two parts with one hash would be one, at a chance of 2^-64 a pair.
-    text = repr(piece_of(held)).encode()
+    text = repr(files.piece_of(held)).encode()
     number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
     return Claim(number, held.tensor.nbytes)
 

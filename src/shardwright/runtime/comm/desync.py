@@ -23,7 +23,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from shardwright.core.errors import MismatchError, PeerError, expected
+from shardwright.core.errors import MismatchError, PeerError
 from shardwright.runtime.comm.torch_groups import default_store
 
 SECONDS: Final = 2.0
@@ -82,13 +82,11 @@ def compare(
     if differing:
         names = ", ".join(str(ranks[index]) for index in differing)
         raise MismatchError(
-            expected(
-                f"collective {_unpacked(rows[0]).sequence}",
-                "the same on every rank",
-                f"{_unpacked(rows[0])} on rank {ranks[0]} "
-                f"but {_unpacked(rows[differing[0]])} on rank {names}",
-                "Call modules in the same order, with the same shapes, on every rank.",
-            )
+            f"collective {_unpacked(rows[0]).sequence}",
+            "the same on every rank",
+            f"{_unpacked(rows[0])} on rank {ranks[0]} "
+            f"but {_unpacked(rows[differing[0]])} on rank {names}",
+            "Call modules in the same order, with the same shapes, on every rank.",
         )
 
 
@@ -190,16 +188,12 @@ def peer_error(
     if absence.elsewhere:
         places = [f"rank {rank} at {said}" for rank, said in sorted(absence.elsewhere.items())]
         found += f", and {'; '.join(places)}"
-    return PeerError(
-        expected(
-            where,
-            f"all {len(ranks)} ranks at collective {sequence}",
-            found,
-            "See what that rank says; this one could go on."
-            if absence.silent
-            else "SHARDWRIGHT_LOG=debug compares every collective before it starts.",
-        )
+    remedy = (
+        "See what that rank says; this one could go on."
+        if absence.silent
+        else "SHARDWRIGHT_LOG=debug compares every collective before it starts."
     )
+    return PeerError(where, f"all {len(ranks)} ranks at collective {sequence}", found, remedy)
 
 
 def apart(
@@ -210,11 +204,9 @@ def apart(
     if places:
         wanted = "every rank to be here"
         found = f"{'; '.join(places)}: here {why}"
-        return MismatchError(expected(f"{where} on rank {own}", wanted, found, remedy))
+        return MismatchError(f"{where} on rank {own}", wanted, found, remedy)
     silent = ", ".join(map(str, absence.silent or ())) or "any other"
-    return PeerError(
-        expected(f"{where} on rank {own}", "all ranks", f"no sign of rank {silent}", remedy)
-    )
+    return PeerError(f"{where} on rank {own}", "all ranks", f"no sign of rank {silent}", remedy)
 
 
 def timed_out(error: BaseException) -> bool:

@@ -22,13 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.core.errors import (
-    InputError,
-    MismatchError,
-    UnsupportedError,
-    check_type,
-    expected,
-)
+from shardwright.core.errors import InputError, MismatchError, UnsupportedError, check_type
 from shardwright.runtime.comm.peers import Collectives, Peers
 from shardwright.runtime.comm.pending import Pending
 from shardwright.runtime.comm.torch_groups import flattened
@@ -57,7 +51,7 @@ def meet(
             raise
         where = f"MASTER_PORT={os.environ.get('MASTER_PORT')}"
         remedy = "Name another: torchrun --master-port."
-        raise InputError(expected(where, "a port that is free", "one in use", remedy)) from error
+        raise InputError(where, "a port that is free", "one in use", remedy) from error
     # torchrun's store outlives its workers: a rank must not meet one that was restarted
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), found)
 
@@ -82,7 +76,7 @@ def flat(mesh: DeviceMesh) -> DeviceMesh:
     in ascending order, for then a group has them in another."""
     ranks = mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
-        raise InputError(expected("mesh", "its ranks in ascending order", str(mesh.mesh.tolist())))
+        raise InputError("mesh", "its ranks in ascending order", str(mesh.mesh.tolist()))
     if mesh.ndim == 1:
         return mesh
     # The group of all ranks is there. Another one would be one more communicator, with memory of
@@ -374,13 +368,10 @@ class Comm(Collectives):
             ]
             if differing:
                 raise MismatchError(
-                    expected(
-                        what,
-                        f"the same {name} on every rank",
-                        f"another one on rank {', '.join(map(str, differing))} "
-                        f"than on rank {ranks[0]}",
-                        "Start every rank from the same plan, code and versions.",
-                    )
+                    what,
+                    f"the same {name} on every rank",
+                    f"another one on rank {', '.join(map(str, differing))} than on rank {ranks[0]}",
+                    "Start every rank from the same plan, code and versions.",
                 )
         return all(row[-1].equal(rows[0, -1]) for row in rows[: self.shards.size])
 
@@ -396,20 +387,11 @@ def check_mesh(mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or [f"dim {index}" for index in range(mesh.ndim)]
     dims = ", ".join(f"{name} {mesh.size(index)}" for index, name in enumerate(names))
     if mesh.ndim > 2:
-        raise UnsupportedError(
-            expected(
-                "mesh",
-                "a 1-D mesh, or a 2-D one of (replicate, shard)",
-                f"{mesh.ndim} dimensions ({dims})",
-                "Pass a 1-D or 2-D sub-mesh of it, such as mesh['replicate', 'shard'].",
-            )
-        )
+        wanted = "a 1-D mesh, or a 2-D one of (replicate, shard)"
+        remedy = "Pass a 1-D or 2-D sub-mesh of it, such as mesh['replicate', 'shard']."
+        raise UnsupportedError("mesh", wanted, f"{mesh.ndim} dimensions ({dims})", remedy)
     if mesh.get_coordinate() is None:
+        found = f"ranks {mesh.mesh.flatten().tolist()} ({dims}) on rank {dist.get_rank()}"
         raise InputError(
-            expected(
-                "mesh",
-                "a mesh that this rank is in",
-                f"ranks {mesh.mesh.flatten().tolist()} ({dims}) on rank {dist.get_rank()}",
-                "Call it on the ranks of the mesh only.",
-            )
+            "mesh", "a mesh that this rank is in", found, "Call it on the ranks of the mesh only."
         )

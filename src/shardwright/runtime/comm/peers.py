@@ -29,28 +29,16 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.launcher.worker import from_a_peer
-from shardwright.runtime.comm import desync
+from shardwright.runtime.comm import desync, ways
 from shardwright.runtime.comm.pending import Pending, Transfers
 from shardwright.runtime.comm.torch_groups import THREADS, Operations, limit_waits, sub_group
-from shardwright.runtime.comm.ways import (
-    ALL_TO_ALL,
-    MIB,
-    POINT_TO_POINT,
-    USUAL_ON_GLOO,
-    Paths,
-    fastest_paths,
-    fixed_paths,
-    sends_and_receives,
-    sum_parts,
-    way_at,
-)
 from shardwright.runtime.probe import Probe
 from shardwright.runtime.torch_private import address_of
 
 _BYTES: Final = torch.uint8
-_BACKEND_ONLY: Final = Paths()
+_BACKEND_ONLY: Final = ways.Paths()
 _REMEMBERED: Final = 4  # labels for a message
 LONGEST: Final = timedelta(minutes=30)  # that a wait takes where the backend does not say
 _PROBE_TAG: Final = (1 << 30) - 1  # that no other message has
@@ -71,7 +59,7 @@ class _Channel:
         self.step: int | None = None
         self.reducing: ref[Any] | None = None
         self.told: set[str] = set()
-        self.paths: Paths | None = None
+        self.paths: ways.Paths | None = None
         self.limit: timedelta | None = None
         self.narrowed: dict[range, dist.ProcessGroup] = {}
         self.absence: desync.Absence | None = None
@@ -167,7 +155,7 @@ class Collectives:
         if len(sizes) != self.size or local.shape != (sizes[self.rank],):
             wanted = f"{self.size} sizes and a 1-D tensor of sizes[{self.rank}] elements"
             found = f"sizes {list(sizes)} and shape {tuple(local.shape)}"
-            raise InputError(expected(label, wanted, found, "Pass what every rank holds."))
+            raise InputError(label, wanted, found, "Pass what every rank holds.")
         owners = [rank for rank, size in enumerate(sizes) if size]
         if 2 * len(owners) <= self.size:
             full = local.new_empty(sum(sizes))
@@ -218,7 +206,7 @@ class Peers(Collectives):
         self.is_fake, self.config = False, ""
         self._device_type = device_type
         self._cpu = device_type == "cpu"
-        self._forced = None if paths is None else fixed_paths(paths)
+        self._forced = None if paths is None else ways.fixed_paths(paths)
         debug = os.environ.get("SHARDWRIGHT_LOG") == "debug" if checked is None else checked
         if group is None:
             self.channel, self._gloo, self._checked = _Channel(), False, False
@@ -232,7 +220,7 @@ class Peers(Collectives):
         self.is_fake = "fake" in config
         # what a fake group stands for there, and what threads do as planned
         on_gloo = self._gloo or (self._cpu and (self.is_fake or THREADS in config))
-        self._usual = USUAL_ON_GLOO if on_gloo and self.size > 1 else _BACKEND_ONLY
+        self._usual = ways.USUAL_ON_GLOO if on_gloo and self.size > 1 else _BACKEND_ONLY
         self._checked = debug and self.size > 1 and not self.is_fake
 
     def tell(self, what: str, text: str) -> None:
@@ -246,7 +234,7 @@ class Peers(Collectives):
         """The way of each collective in words."""
         return self._ways().table()
 
-    def _ways(self) -> Paths:
+    def _ways(self) -> ways.Paths:
         return self._forced or self.channel.paths or self._usual
 
     def prepare(self, nbytes: int) -> None:
@@ -256,10 +244,10 @@ class Peers(Collectives):
         on one rank, and on backends other than gloo's for the CPU it does nothing.
         """
         idle = self._forced is not None or self.channel.paths is not None
-        if idle or not self._gloo or self.size == 1 or nbytes < MIB:
+        if idle or not self._gloo or self.size == 1 or nbytes < ways.MIB:
             return
         try:
-            self.channel.paths = fastest_paths(self._operations)
+            self.channel.paths = ways.fastest_paths(self._operations)
         except RuntimeError as error:
             self.explain(error, "the probe of collectives", self.sequence)
             raise
@@ -277,8 +265,8 @@ class Peers(Collectives):
             whole = whole.view(_BYTES)
         part = shard if shard.dtype is _BYTES else shard.view(_BYTES)
         steps = self._ways().all_gather
-        if steps and way_at(steps, nbytes) == POINT_TO_POINT:
-            works = sends_and_receives(self._operations, whole, part, self.sequence)
+        if steps and ways.way_at(steps, nbytes) == ways.POINT_TO_POINT:
+            works = ways.sends_and_receives(self._operations, whole, part, self.sequence)
             pending.starts((whole, part), Transfers, works, self.limit)
         else:
             pending.starts((whole, part), self._operations.all_gather, whole, part, wait)
@@ -294,7 +282,7 @@ class Peers(Collectives):
             _copy(shard, full)
             return pending.returned(wait)
         steps = self._ways().reduce_scatter
-        if steps and way_at(steps, nbytes) == ALL_TO_ALL:
+        if steps and ways.way_at(steps, nbytes) == ways.ALL_TO_ALL:
             parts = torch.empty_like(full)
             self.probe.holds(parts, "communication")
             exchange = self._operations.all_to_all
@@ -349,14 +337,8 @@ class Peers(Collectives):
         """
         if ranks < 1 or self.size % ranks:
             divisors = ", ".join(str(n) for n in range(1, self.size + 1) if self.size % n == 0)
-            raise InputError(
-                expected(
-                    "ranks to gather from",
-                    f"a divisor of {self.size}: {divisors}",
-                    str(ranks),
-                    "Blocks of ranks must tile the mesh.",
-                )
-            )
+            where, wanted = "ranks to gather from", f"a divisor of {self.size}: {divisors}"
+            raise InputError(where, wanted, str(ranks), "Blocks of ranks must tile the mesh.")
         if ranks == self.size:
             return self
         if ranks not in self._blocks:
@@ -489,7 +471,7 @@ _probes: list[dist.Work] = []  # nobody receives them; gloo must not lose their 
 def _sum_and_free(shard: torch.Tensor, parts: torch.Tensor, size: int) -> None:
     """``sum_parts``, and ``parts`` have no memory any more: gloo's thread drops its hold on what
     arrived only some time after the wait for it is over."""
-    sum_parts(shard, parts, size)
+    ways.sum_parts(shard, parts, size)
     parts.untyped_storage().resize_(0)
 
 

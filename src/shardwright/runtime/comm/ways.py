@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.runtime.comm.torch_groups import Operations
 
 BACKEND: Final = "backend"
@@ -90,9 +90,7 @@ def fixed_paths(paths: str | Mapping[str, str]) -> Paths:
             return Paths(steps.get("all_gather", ()), steps.get("reduce_scatter", ()))
     pairs = ", ".join(f"{name!r}: {way!r}" for name, way in OTHER_WAY.items())
     raise InputError(
-        expected(
-            "paths", f"'backend' or some of {{{pairs}}}", repr(paths), "Leave it out to probe."
-        )
+        "paths", f"'backend' or some of {{{pairs}}}", repr(paths), "Leave it out to probe."
     )
 
 
@@ -206,8 +204,7 @@ def _most(numbers: Sequence[float], operations: Operations) -> list[float]:
     """The largest of each number over the group's ranks."""
     most = torch.tensor(numbers, dtype=torch.float64)
     _finish([operations.all_reduce(most, True, True)])
-    values: list[float] = most.tolist()
-    return values
+    return most.tolist()
 
 
 def _changes(steps: Sequence[tuple[int, str]]) -> Steps:
@@ -242,8 +239,7 @@ def _offset(operations: Operations, device: str) -> tuple[float, float]:
     def receive(count: int, source: int, tag: int) -> list[float]:
         values = torch.empty(count, dtype=torch.float64, device=device)
         operations.receive(values, source, tag).wait()
-        found: list[float] = values.tolist()
-        return found
+        return values.tolist()
 
     if operations.rank:
         while True:

@@ -94,20 +94,10 @@ def one_each(ids: torch.Tensor) -> Bags:
     return Bags(ids, (batch,) * features, (batch,) * features, nothing, nothing, nothing)
 
 
-def _check_ids(ids: torch.Tensor, feature: TableFeature) -> None:
-    """InputError, naming the first, for ids [N] that are no rows of the feature's table."""
-    rows = feature.table.rows
-    wrong = (ids < 0) | (ids >= rows)
-    if bool(wrong.any()):
-        place = int(wrong.nonzero()[0])
-        spot = f"{feature.spot}, position {place}"
-        raise InputError(bad_id(spot, rows, int(ids[place])))
-
-
 def check_dtype(ids: torch.Tensor, spot: str) -> None:
     """InputError for ids that are no integers."""
     if ids.dtype not in INTEGERS:
-        raise InputError(expected(spot, "int64 or int32", str(ids.dtype).removeprefix("torch.")))
+        raise InputError(spot, "int64 or int32", str(ids.dtype).removeprefix("torch."))
 
 
 def bad_id(spot: str, rows: int, found: int) -> str:
@@ -120,7 +110,7 @@ def check_columns(ids: Any, features: Sequence[TableFeature], limits: torch.Tens
     """InputError for ``ids`` that are not [B, F], or no rows; ``limits`` [F] are rows of tables."""
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != len(features):
         found = list(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
-        raise InputError(expected("ids", f"shape [batch, {len(features)}]", str(found)))
+        raise InputError("ids", f"shape [batch, {len(features)}]", str(found))
     check_dtype(ids, "ids")
     if not ids.numel() or (int(ids.min()) >= 0 and bool((ids.amax(0) < limits).all())):
         return
@@ -188,7 +178,7 @@ def check_names(names: Iterable[str], found: Mapping[str, Any]) -> None:
     for name in names:
         if name not in found:
             had = ", ".join(found) or "none"
-            raise InputError(expected("features", f"'{name}'", had, "Pass every feature."))
+            raise InputError("features", f"'{name}'", had, "Pass every feature.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +266,12 @@ def _check_range(
         if bool(fits.all()):
             return
     for ids, feature in zip(values.view(-1).split(sizes), features, strict=True):
-        _check_ids(ids, feature)
+        rows = feature.table.rows
+        wrong = (ids < 0) | (ids >= rows)
+        if bool(wrong.any()):
+            place = int(wrong.nonzero()[0])
+            spot = f"{feature.spot}, position {place}"
+            raise InputError(bad_id(spot, rows, int(ids[place])))
 
 
 def _lengths(keyed: Keyed, features: Sequence[TableFeature]) -> list[torch.Tensor | None]:
@@ -291,8 +286,7 @@ def _lengths(keyed: Keyed, features: Sequence[TableFeature]) -> list[torch.Tenso
     for (part, (total, low, high)), size, feature in zip(parts, keyed.sizes, features, strict=True):
         if total != size or low < 0:
             has = f"lengths of {total} in all for {size} values"
-            wanted = "lengths from 0 that add up to its values"
-            raise InputError(expected(feature.spot, wanted, has))
+            raise InputError(feature.spot, "lengths from 0 that add up to its values", has)
         found.append(None if low == high == 1 else part)
     return found
 
@@ -313,7 +307,7 @@ def keyed_of(given: Any) -> Keyed:
         return given
     if not all(hasattr(given, name) for name in ("keys", "values", "lengths")):
         wanted = "a mapping of features to ids, or a KeyedJaggedTensor"
-        raise InputError(expected("features", wanted, type(given).__name__))
+        raise InputError("features", wanted, type(given).__name__)
     keys = [*map(str, given.keys())]
     values = checked(given.values(), "values of features", flat=True)
     lengths = checked(given.lengths(), "lengths of features").reshape(-1)
@@ -323,11 +317,11 @@ def keyed_of(given: Any) -> Keyed:
         bags = list(given.stride_per_key())
     if len(bags) != len(keys) or sum(bags) != len(lengths):
         wanted = f"as many bags of each of {len(keys)} features as lengths"
-        raise InputError(expected("features", wanted, f"{len(lengths)} lengths"))
+        raise InputError("features", wanted, f"{len(lengths)} lengths")
     ends = _ends(lengths, bags)
     sizes = [total for total, _, _ in ends]
     if sum(sizes) != len(values) or min(sizes, default=0) < 0:
-        raise InputError(expected("values of features", str(sum(sizes)), str(len(values))))
+        raise InputError("values of features", str(sum(sizes)), str(len(values)))
     given = given.weights_or_none() if hasattr(given, "weights_or_none") else None
     weights: Sequence[torch.Tensor | None] = [None] * len(keys)
     if given is not None:
@@ -340,16 +334,16 @@ def checked(part: Any, spot: str, *, flat: bool = False) -> torch.Tensor:
     if isinstance(part, torch.Tensor) and (part.dim() == 1 or not flat):
         return part
     found = list(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
-    raise InputError(expected(spot, "a tensor [N]" if flat else "a tensor", str(found)))
+    raise InputError(spot, "a tensor [N]" if flat else "a tensor", str(found))
 
 
 def _weights(given: Any, ids: torch.Tensor, spot: str) -> torch.Tensor:
     """The weights ``given`` for ids [N]; InputError for what are none."""
     weights = checked(given, f"weights of {spot}")
     if weights.shape != ids.shape:
-        raise InputError(expected(spot, f"{len(ids)} weights", str(list(weights.shape))))
+        raise InputError(spot, f"{len(ids)} weights", str(list(weights.shape)))
     if weights.is_complex():
-        raise InputError(expected(f"weights of {spot}", "real numbers", "complex ones"))
+        raise InputError(f"weights of {spot}", "real numbers", "complex ones")
     return weights
 
 
@@ -359,7 +353,7 @@ def refusal(error: Exception, path: str) -> ShardwrightError:
     if isinstance(error, ShardwrightError):
         return error
     line = next(iter(str(error).splitlines()), type(error).__name__)
-    found = InputError(expected(f"ids of '{path}'", "tensors that can be looked up", f"'{line}'"))
+    found = InputError(f"ids of '{path}'", "tensors that can be looked up", f"'{line}'")
     found.__cause__ = error
     return found
 
@@ -467,8 +461,7 @@ def _offsets_of(part: _FeatureIds, feature: TableFeature) -> torch.Tensor:
     ends = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (-1, -1)
     if ends != (0, values):
         found = "none" if not len(offsets) else f"offsets from {ends[0]} to {ends[1]}"
-        wanted = f"offsets [B + 1] from 0 to its {values} values"
-        raise InputError(expected(feature.spot, wanted, found))
+        raise InputError(feature.spot, f"offsets [B + 1] from 0 to its {values} values", found)
     return offsets
 
 
@@ -483,11 +476,11 @@ def _part(feature: TableFeature, given: Any) -> _FeatureIds:
     if isinstance(given, tuple | list) and len(given) in (2, 3):
         values, offsets, *rest = given
         if not all(isinstance(part, torch.Tensor) and part.dim() == 1 for part in given[:2]):
-            raise InputError(expected(feature.spot, _FORMS, "something else"))
+            raise InputError(feature.spot, _FORMS, "something else")
         check_dtype(offsets, f"offsets of {feature.spot}")
         return _FeatureIds(values, offsets, None, rest[0] if rest else None)
     if isinstance(given, torch.Tensor) or not all(map(partial(hasattr, given), _METHODS)):
-        raise InputError(expected(feature.spot, _FORMS, type(given).__name__))
+        raise InputError(feature.spot, _FORMS, type(given).__name__)
     weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
     values = checked(given.values(), feature.spot, flat=True)
     lengths = checked(given.lengths(), f"lengths of {feature.spot}", flat=True)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwright.core.errors import RunError, expected
+from shardwright.core.errors import RunError
 from shardwright.core.model import INDEX_BYTES_PER_ROW, ON_DISK, STATE_BYTES_PER_SLOT
 from shardwright.core.quantities import format_bytes
 from shardwright.core.timeline import Kind
@@ -229,10 +229,10 @@ def disk_for_tables(plan: Plan, comm: Comm, folder: Path | None = None) -> Path:
         free = shutil.disk_usage(folder).free
         if free < needed:
             wanted = f"{format_bytes(needed)} free for tables, as planned"
-            raise RunError(expected(str(folder), wanted, format_bytes(free), _ELSEWHERE))
+            raise RunError(str(folder), wanted, format_bytes(free), _ELSEWHERE)
 
     def failure(error: Exception) -> RunError:
-        return RunError(expected(str(folder), "a folder for tables", f"'{error}'", _ELSEWHERE))
+        return RunError(str(folder), "a folder for tables", f"'{error}'", _ELSEWHERE)
 
     together(comm, "tables on disk", check, failure)
     return folder
@@ -262,7 +262,7 @@ def mapped(
             memory = mmap.mmap(file.fileno(), nbytes)
     except OSError as error:
         wanted = f"room for {nbytes:,} bytes of tables"
-        raise RunError(expected(str(folder), wanted, f"'{error}'", _ELSEWHERE)) from None
+        raise RunError(str(folder), wanted, f"'{error}'", _ELSEWHERE) from None
     # Rows are read at random: what the system reads ahead would only push out others.
     memory.madvise(mmap.MADV_RANDOM)
     start = 0

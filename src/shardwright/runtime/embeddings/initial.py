@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwright.core.block import Block
-from shardwright.core.errors import InputError, RunError, ShardwrightError, expected
+from shardwright.core.errors import InputError, RunError, ShardwrightError
 from shardwright.runtime.checkpoint.agreement import reason, together, together_numbered
 from shardwright.runtime.checkpoint.files import open_shard
 from shardwright.runtime.comm import Comm
-from shardwright.runtime.fills import ELEMENTWISE, FILLS, Fill
+from shardwright.runtime.noted import ELEMENTWISE, FILLS, Fill
 from shardwright.runtime.torch_private import set_version
 from shardwright.tracker.private import key_of, operator_name, written_by
 
@@ -44,15 +44,6 @@ REMEDY = (
 )
 
 
-@runtime_checkable
-class Initialised(Protocol):
-    """What a model on the meta device may offer, so that no rank ever builds a whole table."""
-
-    def initial_block(self, fqn: str, offsets: Ints, sizes: Ints) -> torch.Tensor:
-        """The starting values of a rectangle of a parameter; the same whatever the rectangle."""
-        ...
-
-
 class InitialWeight(NamedTuple):
     """A parameter, which is ``name`` in ``owner``; ``more`` initialises it after the module."""
 
@@ -64,8 +55,7 @@ class InitialWeight(NamedTuple):
     @property
     def weight(self) -> torch.Tensor:
         """The whole parameter, on the meta device once it was let go."""
-        weight: torch.Tensor = getattr(self.owner, self.name)
-        return weight
+        return getattr(self.owner, self.name)
 
     @property
     def own(self) -> list[Callable[[], Any]]:
@@ -148,7 +138,7 @@ def initial_blocks(
     drawn = int(torch.randint(2**31, (), device="cpu"))
 
     def failure(error: Exception) -> ShardwrightError:
-        return InputError(expected("initial", "values that can be read", f"'{reason(error)}'"))
+        return InputError("initial", "values that can be read", f"'{reason(error)}'")
 
     sources, seed = together_numbered(
         comm, "starting values", lambda: _sources(model, named, initial), failure, drawn
@@ -168,8 +158,7 @@ def filled(comm: Comm, make: Callable[[], T]) -> T:
     none or whose memory does not do, is that of all."""
 
     def failure(error: Exception) -> ShardwrightError:
-        wanted = "values and memory for this rank's rows"
-        return RunError(expected("tables", wanted, f"'{reason(error)}'"))
+        return RunError("tables", "values and memory for this rank's rows", f"'{reason(error)}'")
 
     return together(comm, "values of tables", make, failure)
 
@@ -184,18 +173,18 @@ def _sources(
         for name in initial:
             if name not in starts:
                 some = ", ".join(list(starts)[:3])
-                raise InputError(expected("initial", f"names of parameters as {some}", f"'{name}'"))
+                raise InputError("initial", f"names of parameters as {some}", f"'{name}'")
         given = {name: _given(starts[name], value) for name, value in initial.items()}
     elif initial is not None:
         wanted = "a mapping of names to values, or a function"
-        raise InputError(expected("initial", wanted, type(initial).__name__, REMEDY))
+        raise InputError("initial", wanted, type(initial).__name__, REMEDY)
     found: dict[str, InitialBlock | Fills] = {}
     for fqn, start in starts.items():
         if fqn in given:
             found[fqn] = _checked(start, given[fqn])
         elif not start.weight.is_meta:
             found[fqn] = start.block
-        elif isinstance(model, Initialised):
+        elif hasattr(model, "initial_block"):
             found[fqn] = _checked(start, model.initial_block)
         else:
             found[fqn] = Fills.of(start)
@@ -212,12 +201,12 @@ def _checked(start: InitialWeight, source: InitialBlock) -> InitialBlock:
         if not isinstance(found, torch.Tensor) or tuple(found.shape) != tuple(sizes):
             got = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             where = f"initial values of {fqn} at {tuple(offsets)}"
-            raise InputError(expected(where, f"a tensor of shape {tuple(sizes)}", f"{got}"))
+            raise InputError(where, f"a tensor of shape {tuple(sizes)}", f"{got}")
         wants_floats = start.weight.is_floating_point()
         # Integers would be taken for weights without a word; another width of float is cast.
         if found.is_meta or (wants_floats and not found.is_floating_point()):
             got = "some on the meta device" if found.is_meta else str(found.dtype)
-            raise InputError(expected(f"initial values of {fqn}", "floating-point numbers", got))
+            raise InputError(f"initial values of {fqn}", "floating-point numbers", got)
         return found
 
     return block
@@ -232,16 +221,16 @@ def _given(start: InitialWeight, value: Any) -> InitialBlock:
         return _of_array(start, value)
     if not isinstance(value, (str, os.PathLike)):
         wanted = "a tensor, an array, or the path of a .npy or .safetensors file"
-        raise InputError(expected(f"initial of {start.fqn}", wanted, type(value).__name__))
+        raise InputError(f"initial of {start.fqn}", wanted, type(value).__name__)
     path = Path(value)
     if path.suffix == ".npy":
         try:
             return _of_array(start, np.load(path, mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError) as error:
-            raise InputError(expected(str(path), "a .npy file of an array", f"'{error}'")) from None
+            raise InputError(str(path), "a .npy file of an array", f"'{error}'") from None
     if path.suffix == ".safetensors":
         return _of_safetensors(start, path)
-    raise InputError(expected(f"initial of {start.fqn}", "a .npy or .safetensors file", str(path)))
+    raise InputError(f"initial of {start.fqn}", "a .npy or .safetensors file", str(path))
 
 
 def _of_array(start: InitialWeight, array: Any) -> InitialBlock:
@@ -262,7 +251,7 @@ def _of_safetensors(start: InitialWeight, path: Path) -> InitialBlock:
         names = list(file.keys())
         if start.fqn not in names and len(names) != 1:
             some = ", ".join(names[:3])
-            raise InputError(expected(str(path), f"a tensor '{start.fqn}'", f"{some}"))
+            raise InputError(str(path), f"a tensor '{start.fqn}'", f"{some}")
         name = start.fqn if start.fqn in names else names[0]
         _check_shape(start, tuple(file.get_slice(name).get_shape()), f"{path}: '{name}'")
 
@@ -276,8 +265,7 @@ def _of_safetensors(start: InitialWeight, path: Path) -> InitialBlock:
 def _check_shape(start: InitialWeight, shape: Ints, what: str) -> None:
     wanted = tuple(start.weight.shape)
     if tuple(shape) != wanted:
-        where = f"initial of {start.fqn}"
-        raise InputError(expected(where, f"shape {wanted}", f"{what} of {tuple(shape)}"))
+        raise InputError(f"initial of {start.fqn}", f"shape {wanted}", f"{what} of {tuple(shape)}")
 
 
 def _spans(offsets: Ints, sizes: Ints) -> tuple[slice, ...]:
@@ -309,11 +297,11 @@ class Fills:
         if versions > known and start.own:
             found = "one that was initialised on the meta device, which keeps no numbers"
             wanted = "a weight as its own module initialises it"
-            raise InputError(expected(start.fqn, wanted, found, REMEDY))
+            raise InputError(start.fqn, wanted, found, REMEDY)
         # What is noted first has to set every row, or some would start from memory of any content.
         if not noted or noted[0].rows != _rows_of(start.weight)[0] or noted[0].name not in FILLS:
             wanted = "a real tensor, or a module that initialises it"
-            raise InputError(expected(start.fqn, wanted, "one on the meta device", REMEDY))
+            raise InputError(start.fqn, wanted, "one on the meta device", REMEDY)
         return cls(start, noted)
 
     def block(self, seed: int, offsets: Ints, sizes: Ints) -> torch.Tensor:
@@ -327,7 +315,7 @@ class Fills:
         (row, column), (rows, columns) = offsets, sizes
         found = torch.empty(rows, columns, dtype=self.dtype)
         generator = torch.Generator()
-        start = _start_of(seed, self.fqn)
+        start = int.from_bytes(hashlib.sha256(f"{seed}/{self.fqn}".encode()).digest()[:4], "big")
         across = -(-self.width // TILE[1])
         for i in range(row // TILE[0], -(-(row + rows) // TILE[0])):
             for j in range(column // TILE[1], -(-(column + columns) // TILE[1])):
@@ -391,7 +379,7 @@ class _Noted(TorchDispatchMode):
         )
         if name not in FILLS | ELEMENTWISE or tensors or not in_rows:
             wanted = "an initialisation of every element by itself"
-            raise InputError(expected(self.fqn, wanted, f"'{name}' on the meta device", REMEDY))
+            raise InputError(self.fqn, wanted, f"'{name}' on the meta device", REMEDY)
         first, rows = target.storage_offset() // width, target.numel() // width
         self.done.append(Fill(function, first, rows, tuple(others), options))
 
@@ -409,7 +397,7 @@ def _noted(start: InitialWeight, own: Callable[[], Any]) -> list[Fill]:
         raise
     except Exception as error:  # of the user's own function, which asks the meta device for numbers
         wanted = "an initialisation that runs on the meta device"
-        raise InputError(expected(start.fqn, wanted, f"'{reason(error)}'", REMEDY)) from error
+        raise InputError(start.fqn, wanted, f"'{reason(error)}'", REMEDY) from error
     finally:
         for parameter, version in versions:  # which tell whether somebody else initialised them
             set_version(parameter, version)
@@ -420,7 +408,3 @@ def _rows_of(weight: torch.Tensor) -> tuple[int, int]:
     """A tensor as a matrix of its rows."""
     rows = weight.shape[0] if weight.dim() else 1
     return rows, max(weight.numel() // max(rows, 1), 1)
-
-
-def _start_of(seed: int, fqn: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{fqn}".encode()).digest()[:4], "big")

@@ -38,7 +38,7 @@ class NoTableError(UnsupportedError, AttributeError):
     # An AttributeError, too: hasattr(module, "weight") is False then, as of any module without one.
     def __init__(self, path: str, wanted: str, found: str) -> None:
         remedy = f"Keep it in a unit: planner.tables = {{ '{path}' = 'dense' }}."
-        super().__init__(expected(f"embedding '{path}'", wanted, found, remedy))
+        super().__init__(f"embedding '{path}'", wanted, found, remedy)
         self.path, self.found = path, found
 
 
@@ -78,7 +78,7 @@ class LookupModule(nn.Module):
             "Apply the plan to a second one, sw.apply(build(), plan, mesh); "
             "sw.average_weights keeps a moving average in it."
         )
-        raise UnsupportedError(expected(where, wanted, found, remedy))
+        raise UnsupportedError(where, wanted, found, remedy)
 
     def __copy__(self) -> Self:
         # Not by copy's own way, which asks __reduce_ex__: that refuses.
@@ -90,7 +90,7 @@ class LookupModule(nn.Module):
         """InputError: they are of ranks, which no file has."""
         where, remedy = f"a pickle of tables '{self.rows_of().path}'", "Pickle full_state_dict()."
         found = "a sharded one, which needs its ranks"
-        raise InputError(expected(where, "a module that is not sharded", found, remedy))
+        raise InputError(where, "a module that is not sharded", found, remedy)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local: Any, strict: bool, *found: list[str]
@@ -194,7 +194,7 @@ class StandIn(LookupModule):
             else:
                 return super().__setattr__(name, value)
             wanted = f"a setting of sharded tables ({', '.join(self.settings)})"
-            raise UnsupportedError(expected(f"'{self.rows.path}.{name}'", wanted, found, remedy))
+            raise UnsupportedError(f"'{self.rows.path}.{name}'", wanted, found, remedy)
         return super().__setattr__(name, value)
 
     @property
@@ -208,7 +208,6 @@ class StandIn(LookupModule):
         self.rows.learning_rate = rate  # type: ignore[assignment]
 
     def rows_of(self) -> Any:
-        """The module of its tables."""
         return self.rows
 
 
@@ -253,8 +252,7 @@ class RoutedEmbedding(StandIn):
         no integers."""
         rows = self._looked_up(self.rows, self.given(input, offsets, per_sample_weights))
         if self.bags and self.mode:
-            pooled: torch.Tensor = rows[self.bags]
-            return pooled
+            return rows[self.bags]
         found: torch.Tensor = rows.squeeze(1)
         if self.padding_idx is not None and not self.mode and found.requires_grad:
             # The row is looked up like others, and only its gradient is taken away, as torch does.
@@ -287,7 +285,7 @@ class RoutedEmbedding(StandIn):
         if not isinstance(input, torch.Tensor) or input.dtype not in INTEGERS:
             kind = getattr(input, "dtype", type(input).__name__)
             text = str(kind).removeprefix("torch.")
-            raise InputError(expected(f"ids of '{self.path}'", "a tensor of int64 or int32", text))
+            raise InputError(f"ids of '{self.path}'", "a tensor of int64 or int32", text)
         if not (self.bags and self.mode):
             if offsets is not None or (self.mode and input.dim() != 2):
                 found = "offsets, while ids [B, L] with a padding_idx can be one"
@@ -332,7 +330,7 @@ class Pooled:
         if len({len(rows) for rows in self._rows.values()}) > 1:
             found = ", ".join(f"{len(rows)} of '{name}'" for name, rows in self._rows.items())
             remedy = "Give the KeyedJaggedTensor inverse_indices, or take to_dict()."
-            raise InputError(expected("values", "as many bags of every feature", found, remedy))
+            raise InputError("values", "as many bags of every feature", found, remedy)
         return torch.cat(list(self._rows.values()), 1)
 
     def length_per_key(self) -> list[int]:
@@ -455,7 +453,7 @@ def _inverse_of(given: Any, keys: list[str], bags: list[int]) -> dict[str, torch
     check_dtype(places, "inverse_indices of features")
     if places.dim() != 2 or len(places) != len(names):
         wanted = f"a tensor [{len(names)}, samples]"
-        raise InputError(expected("inverse_indices of features", wanted, str(list(places.shape))))
+        raise InputError("inverse_indices of features", wanted, str(list(places.shape)))
     inverse = dict(zip(map(str, names), places.unbind(), strict=True))
     check_names(keys, inverse)
     for key, count in zip(keys, bags, strict=True):
@@ -463,5 +461,5 @@ def _inverse_of(given: Any, keys: list[str], bags: list[int]) -> dict[str, torch
         if int(low) < 0 or int(high) >= count:
             found = int(low) if int(low) < 0 else int(high)
             spot = f"inverse_indices of feature '{key}'"
-            raise InputError(expected(spot, f"bags from 0 to {count - 1}", str(found)))
+            raise InputError(spot, f"bags from 0 to {count - 1}", str(found))
     return inverse

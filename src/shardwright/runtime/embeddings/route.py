@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.core.block import Block, GroupKey, counted_dim
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.model import DENSE, ON_DISK
 from shardwright.core.optimizers import BY_ROW
 from shardwright.core.recording import Pooling
@@ -208,14 +208,10 @@ def _column_ranges(table: Table, blocks: list[Block]) -> list[list[Block]]:
 
 def _check(table: Table, follows: bool, block: Block) -> None:
     if not follows:
-        raise InputError(
-            expected(
-                f"blocks of {table.fqn}",
-                "column ranges side by side, each cut into row ranges that follow each other",
-                f"{block.sizes[0]} x {block.sizes[1]} at {block.offsets} on rank {block.rank}",
-                "Cut its columns first, and each column range by rows.",
-            )
-        )
+        wanted = "column ranges side by side, each cut into row ranges that follow each other"
+        found = f"{block.sizes[0]} x {block.sizes[1]} at {block.offsets} on rank {block.rank}"
+        remedy = "Cut its columns first, and each column range by rows."
+        raise InputError(f"blocks of {table.fqn}", wanted, found, remedy)
 
 
 def _group(key: GroupKey, members: list[_Columns], world_size: int) -> TableGroup:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
@@ -13,13 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.block import Block, check_tiling
-from shardwright.core.errors import (
-    InputError,
-    MismatchError,
-    UnsupportedError,
-    check_type,
-    expected,
-)
+from shardwright.core.errors import InputError, MismatchError, UnsupportedError, check_type
 from shardwright.core.model import ON_DISK, QUANTIZED
 from shardwright.core.recording import Pooling
 from shardwright.core.sharding import traits
@@ -27,7 +23,6 @@ from shardwright.core.tensor import TensorSpec
 from shardwright.job.plan import Plan, TablePlan
 from shardwright.job.planner import IN_FULL, Communication, trained_communication
 from shardwright.runtime.comm import Comm, check_mesh, flat
-from shardwright.runtime.embeddings.ahead import look_ahead
 from shardwright.runtime.embeddings.disk import disk_for_tables
 from shardwright.runtime.embeddings.initial import (
     Initial,
@@ -38,19 +33,23 @@ from shardwright.runtime.embeddings.initial import (
     freeing,
     initial_blocks,
 )
-from shardwright.runtime.embeddings.learning import note_trained
-from shardwright.runtime.embeddings.modules import RoutedCollection, RoutedEmbedding
-from shardwright.runtime.embeddings.route import (
-    Table,
-    cache_of,
-    is_by_rows,
-    make_route,
-)
+from shardwright.runtime.embeddings.lookup import note_trained
+from shardwright.runtime.embeddings.modules import LookupModule, RoutedCollection, RoutedEmbedding
+from shardwright.runtime.embeddings.route import Table, cache_of, is_by_rows, make_route
 from shardwright.runtime.embeddings.tables import ShardedTables
 from shardwright.runtime.guard import Guard
+from shardwright.runtime.torch_private import outside_graphs
 from shardwright.runtime.units import replicas
 from shardwright.runtime.units.flow import Flow
-from shardwright.trace.tables import Embedding, collected, own_reason
+from shardwright.trace.tables import (
+    Embedding,
+    GivenArguments,
+    Reached,
+    collected,
+    own_reason,
+    value_at,
+)
+from shardwright.tracker.private import in_backward
 from shardwright.tracker.tensors import NAMES
 
 _WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
@@ -71,12 +70,11 @@ class _Found:
         weight, fqn = self.start.weight, self.start.fqn
         shape = tuple(weight.shape)
         if shape != (plan.rows, plan.dim):
-            wanted = f"shape ({plan.rows}, {plan.dim}) as planned"
-            raise MismatchError(expected(fqn, wanted, str(shape)))
+            raise MismatchError(fqn, f"shape ({plan.rows}, {plan.dim}) as planned", str(shape))
         named = plan.optimizer if plan.optimizer != "none" else optimizer
         if not named:
             remedy = "Pass optimizer=..., or name one in the job."
-            raise InputError(expected(f"optimizer of {fqn}", "one", "none", remedy))
+            raise InputError(f"optimizer of {fqn}", "one", "none", remedy)
         dtype = NAMES[weight.dtype]
         replicated = traits(plan.sharding_type).replicated
         return Table(
@@ -183,8 +181,7 @@ def _check_given(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     check_mesh(mesh)
     check_kernels(plan.tables, mesh)
     if mesh.size() != plan.world_size:
-        wanted = f"{plan.world_size} ranks, as the plan"
-        raise MismatchError(expected("mesh", wanted, str(mesh.size())))
+        raise MismatchError("mesh", f"{plan.world_size} ranks, as the plan", str(mesh.size()))
 
 
 def _parts_of(module: nn.Module, plan: Plan) -> dict[str, list[tuple[_Found, TablePlan]]]:
@@ -198,13 +195,13 @@ def _parts_of(module: nn.Module, plan: Plan) -> dict[str, list[tuple[_Found, Tab
         own = [(each, left.pop(name)) for each in found for name in each.names if name in left]
         # A collection is called for all of its tables at once, so all are routed or none.
         if own and len(own) != len(found):
-            raise MismatchError(expected(path, f"{len(found)} tables in the plan", str(len(own))))
+            raise MismatchError(path, f"{len(found)} tables in the plan", str(len(own)))
         if own:
             parts[path] = own
     if left:
         remedy = "Name tables after the paths of embeddings."
         wanted = "an embedding for every table of the plan"
-        raise MismatchError(expected("module", wanted, f"none for '{next(iter(left))}'", remedy))
+        raise MismatchError("module", wanted, f"none for '{next(iter(left))}'", remedy)
     return parts
 
 
@@ -259,7 +256,7 @@ def check_kernels(tables: Iterable[TablePlan], mesh: DeviceMesh) -> None:
             remedy = "Plan it with one of these as its compute_kernels."
             if table.compute_kernel in QUANTIZED:
                 remedy = "One process looks rows of bytes up: examples/packing.py."
-            raise UnsupportedError(expected(table.fqn, wanted, table.compute_kernel, remedy))
+            raise UnsupportedError(table.fqn, wanted, table.compute_kernel, remedy)
 
 
 def _tables_in(path: str, part: nn.Module) -> Iterator[_Found]:
@@ -283,7 +280,7 @@ def _check_own(path: str, part: nn.Module) -> None:
     """UnsupportedError for an embedding that no table can be."""
     if isinstance(part, Embedding) and (reason := own_reason(part, _WEIGHTS, frozen=True)):
         wanted = "an embedding that a table can be"
-        raise UnsupportedError(expected(f"embedding '{path}'", wanted, f"one {reason}"))
+        raise UnsupportedError(f"embedding '{path}'", wanted, f"one {reason}")
 
 
 def _stand_in(path: str, part: nn.Module, sharded: ShardedTables) -> nn.Module:
@@ -302,8 +299,109 @@ def _renamed(plan: Plan, names: Mapping[str, str]) -> Iterator[Block]:
 
 def _replaced(module: nn.Module, path: str, part: Any) -> nn.Module:
     if not path:
-        replaced: nn.Module = part
-        return replaced
+        return part
     parent, _, name = path.rpartition(".")
     setattr(module.get_submodule(parent), name, part)
     return module
+
+
+# Lookups begin with the forward of the whole model, so that rows travel while what comes before
+# them computes; their ids may have travelled while the batch before was computed.
+
+
+class Ahead:
+    """The lookups of a model that begin with its forward.
+
+    They are those of modules of tables that get what the model was given: the first forward tells,
+    and all ranks have to have seen the same. It holds no module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.given: dict[str, GivenArguments] = {}
+        self._first: Reached | None = Reached(model, dict(_lookup_modules(model)))
+        self._around: Any = model.register_forward_hook(self._learn)
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    @outside_graphs
+    def _begin(self, model: nn.Module, arguments: Any, keywords: Any) -> None:
+        if not in_backward():
+            for part, given in self._found(model, (arguments, keywords)):
+                part.rows_of().start(given)
+
+    def ask(self, model: nn.Module, arguments: Any, keywords: Any) -> None:
+        """Let the ids of a forward to come travel."""
+        for part, given in self._found(model, (arguments, keywords)):
+            part.rows_of().ask(given)
+
+    def _found(self, model: nn.Module, call: tuple[Any, Any]) -> Iterator[tuple[LookupModule, Any]]:
+        """What every module of tables is going to be given in a ``call`` of the model."""
+        for path, given in self.given.items():
+            try:
+                values = [value_at(call, place) for place in given.arguments]
+                named = {key: value_at(call, place) for key, place in given.keywords}
+            except KeyError:  # the model is called in another way, on all ranks
+                continue
+            part: Any = model.get_submodule(path) if path else model
+            yield part, part.prepared(*values, **named)
+
+    @outside_graphs
+    def _learn(self, model: nn.Module, *_: Any) -> None:
+        """The first forward is over (collective)."""
+        first, self._first = self._first, None
+        if first is None:
+            return
+        # Once: what a model hands to its tables is looked for in its first forward only.
+        self._around.remove()
+        first.remove()
+        parts: dict[str, Any] = dict(_lookup_modules(model))
+        found = {p: given for p, given in first.found.items() if parts[p].rows_of().travels}
+        tables = next((part.rows_of() for part in parts.values()), None)
+        if tables is None or tables.comm.size == 1:
+            return
+        # Not hash(), which is another number in every process.
+        number = zlib.crc32(repr(sorted(found.items())).encode())
+        seen = torch.tensor([number], device=tables.device)
+        # A rank that begins other lookups with its forward would be in other exchanges than the
+        # rest.
+        if not tables.comm.differs("what begins with a forward", seen, everywhere=True):
+            self.given = found
+
+
+_of: WeakKeyDictionary[nn.Module, Ahead] = WeakKeyDictionary()
+
+
+def look_ahead(model: nn.Module) -> None:
+    """Let the lookups of ``model`` begin with its forward, and gradients of rows travel while a
+    backward goes on."""
+    for part in model.modules():
+        if isinstance(part, ShardedTables):
+            part.overlap = True
+    _of[model] = Ahead(model)
+
+
+def start_sparse_data_dist(model: nn.Module, *arguments: Any, **keywords: Any) -> None:
+    """Let the ids of the next batch travel while this one is computed (collective)::
+
+        sw.start_sparse_data_dist(model, *following)  # what the next forward is going to be given
+        loss_of(model(*batch)).backward()
+
+    ``model`` is what ``apply`` or ``shard_embeddings`` returned with ``overlap``. Call it on every
+    rank or on none, with the very objects that the forward gets; without a next batch, not at all.
+    Ids that are no rows are named by that forward. The first forward tells where ids are among its
+    arguments, so nothing travels before it.
+    """
+    ahead = _of.get(model)
+    if ahead is None:
+        wanted = "one that overlaps its exchanges"
+        remedy = "Pass overlap=True to shard_embeddings, or plan with train.overlap."
+        raise InputError("model", wanted, type(model).__name__, remedy)
+    ahead.ask(model, arguments, keywords)
+
+
+def _lookup_modules(model: nn.Module) -> Iterator[tuple[str, LookupModule]]:
+    """The modules that a model calls to look rows up, by path."""
+    inside: set[nn.Module] = set()
+    for path, part in model.named_modules():
+        if isinstance(part, LookupModule) and part not in inside:
+            inside.update(part.modules())
+            yield path, part

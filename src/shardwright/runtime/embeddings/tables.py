@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.schedule import Action
 from shardwright.job.planner import IN_FULL, Communication
 from shardwright.runtime.comm import Comm
@@ -37,8 +37,8 @@ from shardwright.runtime.embeddings.bags import (
 from shardwright.runtime.embeddings.disk import make_store
 from shardwright.runtime.embeddings.exchange import Counts, IdExchange, Travelling, agree_on_ids
 from shardwright.runtime.embeddings.initial import InitialBlock
-from shardwright.runtime.embeddings.learning import Learning
 from shardwright.runtime.embeddings.lookup import (
+    Learning,
     LookUp,
     TableLookup,
     refuse_accumulation,
@@ -48,8 +48,7 @@ from shardwright.runtime.embeddings.lookup import (
 from shardwright.runtime.embeddings.modules import LookupModule
 from shardwright.runtime.embeddings.route import HeldBlock, Route, Table
 from shardwright.runtime.embeddings.routing import GroupRouting, Rows, each_of
-from shardwright.runtime.embeddings.store import Store
-from shardwright.runtime.embeddings.sums import ColumnSums, Learnt, ReplicatedStores
+from shardwright.runtime.embeddings.store import ColumnSums, Learnt, ReplicatedStores, Store
 from shardwright.runtime.embeddings.update import Touched, check_rule
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import outside_graphs
@@ -236,7 +235,7 @@ class ShardedTables(LookupModule):
             return read_bags(given, self.features, self.limits)
         if self.dim is None:
             wanted = "a mapping of features, for their tables have different dims"
-            raise InputError(expected("ids", wanted, "a tensor"))
+            raise InputError("ids", wanted, "a tensor")
         check_columns(given, self.features, self.limits)
         return one_each(given.t().long()), {}
 

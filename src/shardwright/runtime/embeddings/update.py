@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 
 EPSILON = 1e-8
 BETAS = (0.9, 0.999)
@@ -152,16 +152,6 @@ class UpdateRule:
         return self.elements + self.rows
 
 
-def _sgd(
-    states: list[torch.Tensor],
-    gradient: torch.Tensor,
-    squares: torch.Tensor | None,
-    rate: float,
-    number: int,
-) -> torch.Tensor:
-    return gradient.mul_(-rate)
-
-
 def _adagrad(
     states: list[torch.Tensor],
     gradient: torch.Tensor,
@@ -199,7 +189,7 @@ def _adam(
 
 
 RULES = {
-    "sgd": UpdateRule((), (), _sgd),
+    "sgd": UpdateRule((), (), lambda _, gradient, squares, rate, number: gradient.mul_(-rate)),
     "adagrad": UpdateRule(("sum",), (), _adagrad),
     "rowwise_adagrad": UpdateRule((), ("sum",), _adagrad),
     "adam": UpdateRule(("exp_avg", "exp_avg_sq"), (), _adam, moves=True),
@@ -211,4 +201,4 @@ def check_rule(optimizer: str, fqn: str) -> None:
     """InputError for an optimizer that rows have not."""
     if optimizer not in RULES:
         wanted = f"one of {', '.join(RULES)}, of which only Adam's have momentum"
-        raise InputError(expected(f"optimizer of {fqn}", wanted, f"'{optimizer}'"))
+        raise InputError(f"optimizer of {fqn}", wanted, f"'{optimizer}'")

@@ -15,21 +15,98 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from shardwright.core.arrange import Slot
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.layout import Segment, ShardPiece, UnitLayout
 from shardwright.core.unit_bytes import SegmentBytes, UnitBytes
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.torch_private import storage_of
 from shardwright.runtime.units.cutting import MixedPrecision
-from shardwright.runtime.units.host_memory import IN_ORDER, copy_stream, shard_room
 from shardwright.runtime.units.linked import LinkedParameter
 from shardwright.runtime.units.regroup import Together
 from shardwright.tracker.tensors import DTYPES
+
+
+class CopyStream:
+    """What copies of one direction are queued on, apart from what an accelerator computes.
+
+    Memory that is taken inside of ``beside_computing`` may be freed once computing waits for what
+    was queued there: whoever takes it again comes from there too, behind that.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._of: Any = torch.get_device_module(device)
+        self.stream: Any = self._of.Stream()
+
+    @contextmanager
+    def beside_computing(self) -> Iterator[None]:
+        """Copies and collectives inside follow what was computed so far; what is computed from now
+        on does not wait for them."""
+        self.stream.wait_stream(self._of.current_stream())
+        with self._of.stream(self.stream):
+            yield
+
+    def event(self) -> torch.Event | None:
+        """What happens when all that was queued so far is done: computing (``wait``) or the host
+        (``synchronize``) waits for it. None where nothing is to wait for."""
+        return self.stream.record_event()
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """The memory of ``tensor`` is not given to others before what was queued so far is done."""
+        tensor.record_stream(self.stream)
+
+
+class _InOrder(CopyStream):
+    """A CPU does everything in turn: a copy is done when the call returns."""
+
+    def __init__(self) -> None:
+        pass
+
+    @contextmanager
+    def beside_computing(self) -> Iterator[None]:
+        yield
+
+    def event(self) -> None:
+        return None
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        pass
+
+
+IN_ORDER = _InOrder()
+
+
+def copy_stream(device: torch.device, to: Literal["device", "host"]) -> CopyStream:
+    """The stream for copies from host memory ``to`` an accelerator or back, one of each for every
+    device, as both directions have their own engine."""
+    if device.type in ("cpu", "meta"):
+        return IN_ORDER
+    index = device.index
+    if index is None:
+        index = torch.get_device_module(device).current_device()
+    return _stream(device.type, index, to)
+
+
+@cache
+def _stream(kind: str, index: int, to: str) -> CopyStream:
+    del to  # one of each
+    return CopyStream(torch.device(kind, index))
+
+
+def shard_room(nbytes: int, device: torch.device, *, offloaded: bool) -> torch.Tensor:
+    """Zeros for a shard beside what ``device`` computes with: there, or in host memory, from where
+    it is copied without waiting."""
+    if not offloaded or device.type in ("cpu", "meta"):
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    # Only pinned memory is copied while the host goes on.
+    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+
 
 Span = tuple[int, int, tuple[int, ...]]  # begin, end, sizes
 Awaited = Pending | torch.Event  # what computing waits for
@@ -355,14 +432,8 @@ def shard_buffer(buffer: torch.Tensor, world_size: int) -> list[torch.Tensor]:
     InputError unless ``world_size`` divides it.
     """
     if buffer.dim() != 1 or world_size < 1 or buffer.numel() % world_size:
-        raise InputError(
-            expected(
-                "buffer",
-                f"one dimension, of a multiple of {world_size} elements",
-                str(tuple(buffer.shape)),
-                "Pad it at its end.",
-            )
-        )
+        wanted = f"one dimension, of a multiple of {world_size} elements"
+        raise InputError("buffer", wanted, str(tuple(buffer.shape)), "Pad it at its end.")
     return list(buffer.detach().split(buffer.numel() // world_size or 1))[:world_size]
 
 

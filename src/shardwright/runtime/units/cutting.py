@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.placement import Placement, Zero
 
 
@@ -34,9 +34,7 @@ class MixedPrecision:
             if dtype is not None and not (
                 isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
             ):
-                raise InputError(
-                    expected(f"precision.{name}", "a floating-point dtype or None", repr(dtype))
-                )
+                raise InputError(f"precision.{name}", "a floating-point dtype or None", repr(dtype))
 
     def computed(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that a parameter of ``dtype`` is gathered in."""
@@ -58,7 +56,7 @@ def as_precision(given: object) -> MixedPrecision:
     fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     # By its fields and not by its class, so that torch's policy is taken without importing FSDP2.
     if not all(hasattr(given, name) for name in fields):
-        raise InputError(expected("precision", "a MixedPrecision", type(given).__name__))
+        raise InputError("precision", "a MixedPrecision", type(given).__name__)
     return MixedPrecision(*(getattr(given, name) for name in fields))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.core.errors import InputError, check_type, expected
+from shardwright.core.errors import InputError, check_type
 from shardwright.core.layout import UnitLayout
 from shardwright.core.placement import describe
 from shardwright.core.quantities import format_bytes
@@ -97,10 +97,8 @@ class DStorage:
         unit = self.unit
         index = unit.index(fqn)
         if unit.state is not UNSHARDED and not unit.is_current:
-            raise InputError(
-                expected(f"{fqn} of unit '{unit.name}'", "state UNSHARDED", "SHARDED")
-                + " Call unshard() first."
-            )
+            where, remedy = f"{fqn} of unit '{unit.name}'", "Call unshard() first."
+            raise InputError(where, "state UNSHARDED", "SHARDED", remedy)
         return unit.buffers.parameters[index].detach()
 
     def views(self) -> CachedViews:
@@ -192,14 +190,10 @@ class DStorage:
             unit.gradients.drop()
 
     def __reduce__(self) -> NoReturn:
-        raise InputError(
-            expected(
-                f"a pickle of unit '{self.unit.name}'",
-                "a module that is not sharded",
-                "a sharded one, which needs its ranks",
-                "Pickle state_dict(), or full_state_dict() for use anywhere.",
-            )
-        )
+        where = f"a pickle of unit '{self.unit.name}'"
+        wanted = "a module that is not sharded"
+        remedy = "Pickle state_dict(), or full_state_dict() for use anywhere."
+        raise InputError(where, wanted, "a sharded one, which needs its ranks", remedy)
 
     def __repr__(self) -> str:
         return table(self.unit.flow)
@@ -208,7 +202,7 @@ class DStorage:
 def divide_factor(factor: float) -> float:
     """A number that gradients can be divided by."""
     if not factor > 0:
-        raise InputError(expected("gradient divide factor", "a number above 0", f"{factor}"))
+        raise InputError("gradient divide factor", "a number above 0", f"{factor}")
     return float(factor)
 
 

@@ -145,14 +145,9 @@ class Flow(UnitFlow):
         own = self.settings._asdict()
         for name, value in other.settings._asdict().items():
             if None not in (own[name], value) and own[name] != value:
-                raise InputError(
-                    expected(
-                        f"'{name}' of the units of a model",
-                        f"{own[name]}, as of other ones",
-                        f"{value}",
-                        "Make such settings after the whole model is sharded.",
-                    )
-                )
+                where = f"'{name}' of the units of a model"
+                remedy = "Make such settings after the whole model is sharded."
+                raise InputError(where, f"{own[name]}, as of other ones", f"{value}", remedy)
         self.set(synchronise=other.settings.synchronise, divisor=other.settings.divisor)
         for unit in list(other.units()):
             self.add(unit)
@@ -164,11 +159,6 @@ class Flow(UnitFlow):
     def is_led_by(self, unit: Unit) -> bool:
         """Whether the forward of ``unit`` is that of the whole model."""
         return self._leader is not None and self._leader() is unit
-
-    @property
-    def has_units(self) -> bool:
-        """Whether there are any."""
-        return bool(self._units)
 
     def units(self) -> Iterator[Unit]:
         """Every unit that still lives, in order."""
@@ -200,7 +190,7 @@ class Flow(UnitFlow):
     def copied(self, unit: Unit, memo: dict[int, Any]) -> Unit:
         """``unit`` of modules that are being copied, in one flow with the others of them."""
         made, flow = copied(unit, memo), copy.deepcopy(self, memo)
-        if self.is_led_by(unit) or not flow.has_units:
+        if self.is_led_by(unit) or not flow._units:
             flow.lead(made)
         flow.add(made)
         return made
@@ -215,7 +205,6 @@ class Flow(UnitFlow):
         return True
 
     def is_gathered(self, unit: str) -> bool:
-        """Whether nothing has to travel: it is there, or on its way, or whole on every rank."""
         found = self._units[unit]()
         return found is None or found.is_present or (found.keeps_whole and found.is_current)
 
@@ -274,7 +263,7 @@ class Flow(UnitFlow):
 
     # ---- a forward ------------------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, *_: Any) -> None:
         """A forward of the whole model begins: nothing of an earlier one may be in the way."""
         # A checkpoint runs the whole model again inside its backward. To recover would drop the
         # gradients of that backward.
@@ -314,13 +303,11 @@ class Flow(UnitFlow):
             return
         (unit, first), more = found[0], len(found) - 1
         where = f"buffer {first}" + (f" and {more} more" if more else "")
-        text = expected(
-            where,
-            "values",
-            "what to_empty left in memory",
+        remedy = (
             "Give buffers their values after to_empty, as __init__ did, or build them on a real "
-            "device: no state_dict has one that is not persistent.",
+            "device: no state_dict has one that is not persistent."
         )
+        text = expected(where, "values", "what to_empty left in memory", remedy)
         unit.comm.tell(f"{where} without values", text)
 
     def enter_forward(self) -> None:
@@ -489,11 +476,6 @@ _BACKWARDS_OF_ALL = (
 
 def _changed(unit: str) -> InputError:
     """What to say of a backward whose forward had other weights."""
-    return InputError(
-        expected(
-            f"backward of unit '{unit}'",
-            "the weights of its forward",
-            "weights that were changed in between",
-            "Step the optimizer after the backward, or run the forward again.",
-        )
-    )
+    found = "weights that were changed in between"
+    remedy = "Step the optimizer after the backward, or run the forward again."
+    return InputError(f"backward of unit '{unit}'", "the weights of its forward", found, remedy)

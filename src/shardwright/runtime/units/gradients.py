@@ -24,13 +24,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwright.core.errors import MismatchError, expected
+from shardwright.core.errors import MismatchError
 from shardwright.core.layout import CHECK_BITS
 from shardwright.runtime.comm import Comm, Pending
 from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import C_GRAD, no_subclass_functions, of_bits, unrecorded
-from shardwright.runtime.units.buffers import Buffers, Cached, Elastic, SegmentViews
-from shardwright.runtime.units.host_memory import copy_stream
+from shardwright.runtime.units.buffers import Buffers, Cached, Elastic, SegmentViews, copy_stream
 from shardwright.runtime.units.regroup import Apart
 
 Accept = Callable[[int, torch.Tensor, Sequence[bool]], None]
@@ -104,13 +103,11 @@ class Note:
         if [total for own, total in zip(self.own, sums, strict=False) if total and not own]:
             last = ", ".join(f"'{label}'" for label in self.comm.forget())
             raise MismatchError(
-                expected(
-                    f"'{self.label}'",
-                    "every rank to use the same units in the same order",
-                    f"another order on some rank; the last here were {last}",
-                    "Nothing was updated. Let every rank run every unit; SHARDWRIGHT_LOG=debug "
-                    "names the first difference.",
-                )
+                f"'{self.label}'",
+                "every rank to use the same units in the same order",
+                f"another order on some rank; the last here were {last}",
+                "Nothing was updated. Let every rank run every unit; SHARDWRIGHT_LOG=debug "
+                "names the first difference.",
             )
 
 

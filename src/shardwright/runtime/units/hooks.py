@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwright.core.errors import UnsupportedError, expected
+from shardwright.core.errors import UnsupportedError
 from shardwright.core.schedule import Action
 from shardwright.runtime.torch_private import (
     in_transform,
@@ -141,8 +141,7 @@ class UnitHooks:
         """``tensor``, with a hook by which a backward reaches this unit."""
         # The anchor is a leaf that every output leads to and that gets no gradient. Whether the
         # engine will run its node is how a mark learns what kind of backward this is.
-        marked: torch.Tensor = _BeforeBackward.apply(tensor, self.anchor, self)
-        return marked
+        return _BeforeBackward.apply(tensor, self.anchor, self)
 
     def entering(self, gradient: Any) -> Any:
         """A gradient of an input, by which a backward of this backward reaches the unit."""
@@ -153,8 +152,7 @@ class UnitHooks:
     def leaving(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """Gradients of outputs, by which a backward of this backward leaves the unit."""
         if torch.is_grad_enabled() and all(g is not None and trains(g) for g in gradients):
-            found: Sequence[Any] = _AfterBackward.apply(self, *gradients)
-            return found
+            return _AfterBackward.apply(self, *gradients)
         return gradients
 
     def mark_stashed(self, module: nn.Module, *, looks: bool) -> None:
@@ -389,12 +387,10 @@ class _After:
         if counts and not found and not _is_plain(output):
             name = unit.name or type(module).__name__
             raise UnsupportedError(
-                expected(
-                    f"output of unit '{name}'",
-                    "tensors, alone, in containers or in attributes of objects",
-                    f"a {type(output).__name__} without any that can be found",
-                    "Return tensors, or run under torch.no_grad().",
-                )
+                f"output of unit '{name}'",
+                "tensors, alone, in containers or in attributes of objects",
+                f"a {type(output).__name__} without any that can be found",
+                "Return tensors, or run under torch.no_grad().",
             )
         return output
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.runtime.torch_private import C_DATA, C_GRAD, adds_to, no_subclass_functions
 from shardwright.tracker.private import accumulated_hooks, gradient_hooks
 
@@ -41,6 +41,11 @@ class Home(Protocol):
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a parameter has its own gradient. Who copies tensors with their attributes, as
         torch's stagers do, would copy optimizer and model through this."""
+
+
+def without_gradient(parameter: Any) -> None:
+    """``del parameter.grad``."""
+    parameter.grad = None
 
 
 class LinkedParameter(nn.Parameter):
@@ -78,9 +83,7 @@ class LinkedParameter(nn.Parameter):
         C_GRAD.__set__(self, None)
         self.home.set_gradient(value)
 
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
+    grad = grad.deleter(without_gradient)
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -177,15 +180,12 @@ class Replica(LinkedParameter):
         self.mean = value
         C_GRAD.__set__(self, None)
 
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
+    grad = grad.deleter(without_gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replica:
         if id(self) not in memo:
             memo[id(self)] = Replica.over(self.detach().clone(), self.requires_grad)
-        found: Replica = memo[id(self)]
-        return found
+        return memo[id(self)]
 
 
 def _take_stray(parameter: Any) -> None:
@@ -218,9 +218,7 @@ class FlatReplica(LinkedParameter):
         else:
             self.home.set_gradient(value)
 
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
+    grad = grad.deleter(without_gradient)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -234,14 +232,10 @@ class FlatReplica(LinkedParameter):
 
 def norm_of_many(name: str) -> UnsupportedError:
     """What to say of the norm of many parameters, which optimizers take to scale each by its."""
-    return UnsupportedError(
-        expected(
-            name,
-            "a use that has one answer for all of its parameters",
-            "the norm of a flat tensor, as optimizers take that scale each tensor by it",
-            "Give Adafactor, LAMB and the like model.parameters().",
-        )
-    )
+    wanted = "a use that has one answer for all of its parameters"
+    found = "the norm of a flat tensor, as optimizers take that scale each tensor by it"
+    remedy = "Give Adafactor, LAMB and the like model.parameters()."
+    return UnsupportedError(name, wanted, found, remedy)
 
 
 class AtShard(Home):
@@ -258,14 +252,9 @@ class AtShard(Home):
         """That of the sharded parameter, for as long as the whole one is there: an optimizer that
         was given the whole one would write memory that is gone."""
         if self.memory is not None and not self.memory.size() and self.parameter.numel():
-            raise InputError(
-                expected(
-                    self.name,
-                    "the sharded parameter",
-                    "the gathered one, whose memory is freed",
-                    "Make optimizers and lists of parameters before a forward or after a backward.",
-                )
-            )
+            wanted = "the sharded parameter"
+            remedy = "Make optimizers and lists of parameters before a forward or after a backward."
+            raise InputError(self.name, wanted, "the gathered one, whose memory is freed", remedy)
         return self.parameter.grad
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
@@ -276,14 +265,9 @@ class AtShard(Home):
 
     def refusal(self) -> InputError:
         """It lives as long as the unit is UNSHARDED."""
-        return InputError(
-            expected(
-                self.name,
-                "to be changed while its unit is sharded",
-                "other memory or a gradient for the gathered parameter",
-                "Write inside storage.unsharded(write=True), or before the forward.",
-            )
-        )
+        found = "other memory or a gradient for the gathered parameter"
+        remedy = "Write inside storage.unsharded(write=True), or before the forward."
+        return InputError(self.name, "to be changed while its unit is sharded", found, remedy)
 
 
 def call_gradient_hooks(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -303,38 +287,23 @@ def call_accumulated(parameter: nn.Parameter) -> None:
 
 def asked_for(unit: str) -> UnsupportedError:
     """What to say to someone who asks autograd for gradients of certain parameters of a unit."""
-    return UnsupportedError(
-        expected(
-            f"a backward through unit '{unit}'",
-            "backward() for gradients of parameters, which are summed over ranks",
-            "torch.autograd.grad or backward(inputs=...) for parameters of it",
-            "Call backward() and read .grad; freeze what shall have none.",
-        )
-    )
+    wanted = "backward() for gradients of parameters, which are summed over ranks"
+    found = "torch.autograd.grad or backward(inputs=...) for parameters of it"
+    remedy = "Call backward() and read .grad; freeze what shall have none."
+    return UnsupportedError(f"a backward through unit '{unit}'", wanted, found, remedy)
 
 
 def on_meta(where: str) -> InputError:
     """What to say where memory is asked of a unit without any."""
-    return InputError(
-        expected(
-            where,
-            "a real tensor",
-            "one on the meta device",
-            "Call to_empty(device=...) on the model, then give its parameters their values.",
-        )
-    )
+    remedy = "Call to_empty(device=...) on the model, then give its parameters their values."
+    return InputError(where, "a real tensor", "one on the meta device", remedy)
 
 
 def hooked_twice(where: str) -> InputError:
     """What to say of hooks on a gradient that comes in two parts."""
-    return InputError(
-        expected(
-            where,
-            "hooks on its gradient, or a use outside of its unit's forward",
-            "both, and each hook would be called twice",
-            "Use it inside of the forward, or change its gradient after the backward.",
-        )
-    )
+    wanted = "hooks on its gradient, or a use outside of its unit's forward"
+    remedy = "Use it inside of the forward, or change its gradient after the backward."
+    return InputError(where, wanted, "both, and each hook would be called twice", remedy)
 
 
 def inherit(parameter: nn.Parameter, original: nn.Parameter) -> None:

@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.runtime.units import reductions
 from shardwright.runtime.units.cut import Cut
 from shardwright.runtime.units.linked import norm_of_many
@@ -393,9 +393,7 @@ class Operators:
             found = (
                 f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             )
-            raise InputError(
-                expected(cut.fqn, f"shape {tuple(cut.shape)}, the whole tensor's", found[:60])
-            )
+            raise InputError(cut.fqn, f"shape {tuple(cut.shape)}, the whole tensor's", found[:60])
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         return self.kind(cut.part(whole.detach()).clone(), cut)
 
@@ -404,18 +402,15 @@ def refused(cut: Cut, what: str, remedy: str = "") -> UnsupportedError:
     """What a sharded tensor cannot answer."""
     usual = "Use full_tensor(), or its unit's unsharded()."
     return UnsupportedError(
-        expected(cut.fqn, "a use that a sharded tensor has an answer to", what, remedy or usual)
+        cut.fqn, "a use that a sharded tensor has an answer to", what, remedy or usual
     )
 
 
 def _refuse_collective(func: Any, args: Any, kwargs: Any) -> Any:
     shard = next(leaf for leaf in tree_flatten((args, kwargs))[0] if hasattr(leaf, "cut"))
     name = operator_name(func).partition("::")[2].rstrip("_")
-    raise refused(
-        shard.cut,
-        f"{name}, for ranks have different parts",
-        "Gradients are means over ranks already; broadcast or compare full_tensor().",
-    )
+    remedy = "Gradients are means over ranks already; broadcast or compare full_tensor()."
+    raise refused(shard.cut, f"{name}, for ranks have different parts", remedy)
 
 
 def _refuse_memory(func: Any, args: Any, kwargs: Any) -> Any:

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwright.core.errors import InputError, UnsupportedError, expected
+from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.core.layout import UnitLayout
 from shardwright.core.placement import Owned, Placement
 from shardwright.core.tensor import TensorSpec
 from shardwright.runtime.torch_private import address_of, is_plain, local_of, storage_of
+from shardwright.runtime.units.cut import Parallel
 from shardwright.runtime.units.linked import LinkedParameter
 from shardwright.runtime.units.shard_tensor import ShardTensor
-from shardwright.runtime.units.tensor_parallel import Parallel
 from shardwright.tracker.private import has_still, own_buffers, own_children, own_parameters
 from shardwright.tracker.tensors import DTYPES, NAMES
 
@@ -129,7 +129,7 @@ class Member:
         if self.dtype not in NAMES:
             known = ", ".join(NAMES.values())
             found = str(self.dtype).removeprefix("torch.")
-            raise UnsupportedError(expected(self.fqn, f"one of the dtypes {known}", found))
+            raise UnsupportedError(self.fqn, f"one of the dtypes {known}", found)
         return TensorSpec(self.fqn, tuple(self.shape), NAMES[self.dtype])
 
 
@@ -153,12 +153,10 @@ def find_members(
                 fqn = plain_name(f"{path}.{name}" if path else name)
                 if is_lazy(parameter):
                     raise InputError(
-                        expected(
-                            fqn,
-                            "a parameter with a shape",
-                            "one of a lazy module that has not run yet",
-                            "Run a batch through the model before sharding it.",
-                        )
+                        fqn,
+                        "a parameter with a shape",
+                        "one of a lazy module that has not run yet",
+                        "Run a batch through the model before sharding it.",
                     )
                 member = found.get(id(parameter))
                 if member is None:
@@ -211,40 +209,32 @@ def _refuse_overlaps(members: Sequence[Member], unit: str) -> None:
         found.sort()
         for (_, end, first), (begin, _, second) in pairwise(found):
             if begin < end:
-                raise InputError(
-                    expected(
-                        f"{second} of unit '{unit}'",
-                        "memory of its own, or to be the same parameter",
-                        f"memory of {first} in another parameter",
-                        f"Tie them (let both modules have one Parameter), or clone {second}.",
-                    )
-                )
+                where = f"{second} of unit '{unit}'"
+                wanted = "memory of its own, or to be the same parameter"
+                remedy = f"Tie them (let both modules have one Parameter), or clone {second}."
+                raise InputError(where, wanted, f"memory of {first} in another parameter", remedy)
 
 
 def check_materials(members: Sequence[Member], unit: str) -> None:
     """Raise for parameters that cannot live in a buffer."""
     if not members:
-        raise InputError(expected(f"unit '{unit}'", "at least one parameter of its own", "none"))
+        raise InputError(f"unit '{unit}'", "at least one parameter of its own", "none")
     real = next((m.fqn for m in members if not m.parameter.is_meta), None)
     for member in members:
         parameter = member.parameter
         if parameter.is_meta and real is not None:
             raise InputError(
-                expected(
-                    f"{member.fqn} of unit '{unit}'",
-                    f"a real tensor, as {real} is",
-                    "one on the meta device",
-                    "Build all of a unit on the meta device, or nothing of it.",
-                )
+                f"{member.fqn} of unit '{unit}'",
+                f"a real tensor, as {real} is",
+                "one on the meta device",
+                "Build all of a unit on the meta device, or nothing of it.",
             )
         if member.parallel is None and not is_plain(parameter.data):
             raise UnsupportedError(
-                expected(
-                    member.fqn,
-                    "a plain tensor",
-                    f"a {type(parameter.data).__name__}",
-                    "Shard modules before anything else is applied to their parameters.",
-                )
+                member.fqn,
+                "a plain tensor",
+                f"a {type(parameter.data).__name__}",
+                "Shard modules before anything else is applied to their parameters.",
             )
         kind = type(parameter)
         if nn.Parameter in kind.__mro__ and kind is not nn.Parameter:
@@ -253,23 +243,21 @@ def check_materials(members: Sequence[Member], unit: str) -> None:
                 "which stay."
             )
             found = f"a {kind.__name__}, whose type would be gone in a forward"
-            raise UnsupportedError(expected(member.fqn, "an nn.Parameter", found, remedy))
+            raise UnsupportedError(member.fqn, "an nn.Parameter", found, remedy)
         if parameter.layout != torch.strided:
-            raise UnsupportedError(expected(member.fqn, "a dense tensor", str(parameter.layout)))
+            raise UnsupportedError(member.fqn, "a dense tensor", str(parameter.layout))
         strides = zip(parameter.shape, parameter.stride(), strict=True)
         if parameter.requires_grad and any(n > 1 and not stride for n, stride in strides):
             found = "an expanded tensor, of which several elements are one and no step can be made"
             remedy = "Clone it: nn.Parameter(tensor.clone())."
-            raise UnsupportedError(expected(member.fqn, "memory for each element", found, remedy))
+            raise UnsupportedError(member.fqn, "memory for each element", found, remedy)
         # Such tensors have no version counter, by which writes to a unit are noticed.
         if parameter.is_inference():
             raise InputError(
-                expected(
-                    member.fqn,
-                    "a tensor made outside of inference mode",
-                    "one made inside",
-                    "Build the module outside of torch.inference_mode().",
-                )
+                member.fqn,
+                "a tensor made outside of inference mode",
+                "one made inside",
+                "Build the module outside of torch.inference_mode().",
             )
     _refuse_overlaps(members, unit)
 
@@ -405,10 +393,8 @@ def _refuse_new(module: nn.Module, before: _Row, unit: str) -> None:
         if parameter.requires_grad and not isinstance(parameter, ShardTensor | LinkedParameter):
             path = plain_name(f"{before.path}.{name}" if before.path else name)
             raise InputError(
-                expected(
-                    f"{path} of unit '{unit}'",
-                    "a parameter that was there when the unit was sharded",
-                    "a new one that trains, which nothing would shard or reduce",
-                    "Change modules before sharding them; freeze what shall not train.",
-                )
+                f"{path} of unit '{unit}'",
+                "a parameter that was there when the unit was sharded",
+                "a new one that trains, which nothing would shard or reduce",
+                "Change modules before sharding them; freeze what shall not train.",
             )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.runtime.torch_private import address_of, local_of
 from shardwright.runtime.units.buffers import Buffers
 from shardwright.runtime.units.cut import part_of
@@ -73,33 +73,23 @@ def _take_over(unit: Unit, moved: list[int]) -> None:
     values = [_current(unit, index) for index in range(len(unit.members))]
     device = values[moved[0]].device
     if any(value.device != device for value in values):
-        raise InputError(
-            expected(
-                f"parameters of unit '{unit.name}'",
-                f"all of them on {device}",
-                "some on another device",
-                "Move the whole model at once.",
-            )
-        )
+        where, wanted = f"parameters of unit '{unit.name}'", f"all of them on {device}"
+        raise InputError(where, wanted, "some on another device", "Move the whole model at once.")
     # The optimizer's flat tensors are views of the memory that would be left behind.
     if unit.flat_parts:
         raise InputError(
-            expected(
-                f"unit '{unit.name}'",
-                "its memory, dtype and device as when optimizer_parameters was called",
-                f"another {unit.members[moved[0]].fqn}",
-                "Move or replace parameters first, then make the optimizer; copy_ keeps memory.",
-            )
+            f"unit '{unit.name}'",
+            "its memory, dtype and device as when optimizer_parameters was called",
+            f"another {unit.members[moved[0]].fqn}",
+            "Move or replace parameters first, then make the optimizer; copy_ keeps memory.",
         )
     if unit.offloaded and device.type not in ("cpu", "meta"):
         raise InputError(
-            expected(
-                f"parameters of unit '{unit.name}'",
-                "to stay in host memory, where cpu_offload keeps them",
-                f"parameters on {device}",
-                "Leave the model where it is (to_empty(device='cpu') if it is on meta), or leave "
-                "cpu_offload out.",
-            )
+            f"parameters of unit '{unit.name}'",
+            "to stay in host memory, where cpu_offload keeps them",
+            f"parameters on {device}",
+            "Leave the model where it is (to_empty(device='cpu') if it is on meta), or leave "
+            "cpu_offload out.",
         )
     cast = any(v.dtype != m.dtype for v, m in zip(values, unit.members, strict=True))
     _rebuild(unit, values, device, tied=tied, cast=cast or bool(tied))
@@ -122,29 +112,21 @@ def _current(unit: Unit, index: int) -> torch.Tensor:
     where = f"{member.fqn} of unit '{unit.name}'"
     shown = member.shown()
     if not isinstance(shown, nn.Parameter):
-        raise InputError(
-            expected(
-                where,
-                "a parameter",
-                "none: it was removed or put behind a parametrization",
-                "Change modules before sharding them.",
-            )
-        )
+        found = "none: it was removed or put behind a parametrization"
+        raise InputError(where, "a parameter", found, "Change modules before sharding them.")
     cut = unit.sharded.cuts[index]
     shape = member.shape if cut is None else cut.shape
     if shown.shape != shape:
         wanted = f"shape {tuple(shape)}, as when it was sharded"
-        raise InputError(expected(where, wanted, f"{tuple(shown.shape)}"))
+        raise InputError(where, wanted, f"{tuple(shown.shape)}")
     if cut is None:
         return part_of(local_of(shown).detach(), piece.offsets, piece.sizes)
     if not isinstance(shown, DTensor):
         raise InputError(
-            expected(
-                where,
-                "the sharded parameter",
-                "another, whole one in its place, which nothing would shard or reduce",
-                "Copy values (p.copy_(whole) under no_grad), or replace it before sharding.",
-            )
+            where,
+            "the sharded parameter",
+            "another, whole one in its place, which nothing would shard or reduce",
+            "Copy values (p.copy_(whole) under no_grad), or replace it before sharding.",
         )
     return OPERATORS.as_part(shown.detach(), cut)._local_tensor
 

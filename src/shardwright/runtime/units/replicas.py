@@ -37,14 +37,9 @@ def level(unit: str, buffers: Buffers, comm: Comm) -> None:
 def check(unit: str, buffers: Buffers, comm: Comm) -> None:
     """Raise MismatchError on every rank if replicas differ (collective)."""
     if differ(unit, buffers, comm):
-        raise MismatchError(
-            expected(
-                f"replicas of unit '{unit}'",
-                "the same values on every rank",
-                "others on some",
-                "Give them values with one seed, or load a state.",
-            )
-        )
+        where = f"replicas of unit '{unit}'"
+        remedy = "Give them values with one seed, or load a state."
+        raise MismatchError(where, "the same values on every rank", "others on some", remedy)
 
 
 def agree(what: str, comm: Comm, facts: Mapping[str, str], cut: Mapping[str, torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.runtime.checkpoint.region import window
 from shardwright.runtime.torch_private import (
     C_DATA,
@@ -23,7 +23,7 @@ from shardwright.runtime.torch_private import (
     no_torch_function,
 )
 from shardwright.runtime.units.cut import Cut, restored_cut
-from shardwright.runtime.units.linked import Home
+from shardwright.runtime.units.linked import Home, without_gradient
 from shardwright.runtime.units.operators import Operators, View, refused, refused_memory
 
 OF_THE_PART = "Ask to_local(), this rank's part, or full_tensor(), the whole."
@@ -167,16 +167,13 @@ class ShardTensor(DTensor):
         else:
             self.home.set_gradient(value)
 
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
+    grad = grad.deleter(without_gradient)
 
     # ---- copies and files ----------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if id(self) in memo:
-            found: ShardTensor = memo[id(self)]
-            return found
+            return memo[id(self)]
         if self.view_of_base is not None:
             raise refused(self.cut, "a view to be copied", "Clone it first.")
         made = ShardTensor(self._local_tensor.detach().clone(), self.cut)
@@ -216,7 +213,6 @@ class ShardTensor(DTensor):
         raise refused_memory(self.cut, "set_")
 
     def untyped_storage(self) -> NoReturn:
-        """Refused."""
         raise refused(self.cut, "its storage, which only the part has", OF_THE_PART)
 
     def __dlpack__(self, **_: Any) -> NoReturn:
@@ -224,11 +220,9 @@ class ShardTensor(DTensor):
         raise refused(self.cut, "DLPack, which would hand its memory over", OF_THE_PART)
 
     def numpy(self, **_: Any) -> NoReturn:
-        """Refused."""
         raise refused(self.cut, "numpy()", OF_THE_PART)
 
     def tolist(self) -> NoReturn:
-        """Refused."""
         raise refused(self.cut, "tolist()", OF_THE_PART)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -255,11 +249,7 @@ class ShardTensor(DTensor):
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import (
-            TensorWriteData,
-            WriteItem,
-            WriteItemType,
-        )
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
@@ -276,7 +266,7 @@ class ShardTensor(DTensor):
             if torch.Size(part.box.offsets) == index.offset:
                 return window(self._local_tensor, part, part.box)
         wanted = f"a part of {self.cut.fqn} that begins at {tuple(index.offset)}"
-        raise InputError(expected("torch.distributed.checkpoint", wanted, "none on this rank"))
+        raise InputError("torch.distributed.checkpoint", wanted, "none on this rank")
 
 
 OPERATORS = Operators(ShardTensor)
@@ -318,11 +308,8 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, tensor: ShardTensor) -> torch.Tensor:
         ctx.cut = tensor.cut
         if tensor.view_of_base is not None:
-            raise refused(
-                tensor.cut,
-                "full_tensor() of a view to train through",
-                "Take it of the whole tensor.",
-            )
+            what = "full_tensor() of a view to train through"
+            raise refused(tensor.cut, what, "Take it of the whole tensor.")
         return tensor.gathered()
 
     @staticmethod

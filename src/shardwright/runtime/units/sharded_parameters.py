@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.runtime.comm import Comm
 from shardwright.runtime.torch_private import no_subclass_functions, set_local, set_version
 from shardwright.runtime.units.buffers import Buffers
-from shardwright.runtime.units.cut import Cut, part_of
+from shardwright.runtime.units.cut import Cut, Joint, part_of
 from shardwright.runtime.units.linked import (
     OfStrays,
     Replica,
@@ -24,7 +24,6 @@ from shardwright.runtime.units.linked import (
 )
 from shardwright.runtime.units.parameter import Member
 from shardwright.runtime.units.shard_tensor import ShardTensor, as_parameter
-from shardwright.runtime.units.tensor_parallel import Joint
 from shardwright.tracker.private import any_accumulated_hooks, any_gradient_hooks
 
 _trains = operator.attrgetter("requires_grad")
@@ -266,14 +265,10 @@ class Writes:
         Where they compute in another dtype, elements that nobody changed keep their precision.
         """
         if self.is_changed:
-            raise InputError(
-                expected(
-                    f"parameters of unit '{unit}'",
-                    "either the sharded or the gathered ones to be written",
-                    "both, since they were gathered",
-                    "Write under torch.no_grad() before the forward or after the backward.",
-                )
-            )
+            where = f"parameters of unit '{unit}'"
+            wanted = "either the sharded or the gathered ones to be written"
+            remedy = "Write under torch.no_grad() before the forward or after the backward."
+            raise InputError(where, wanted, "both, since they were gathered", remedy)
         buffers = self.buffers
         rows = zip(buffers.locals, buffers.pieces, buffers.parameters, strict=True)
         # What this rank keeps of others' parts, too, or the next gather would bring the old values.
@@ -295,13 +290,11 @@ class Writes:
         written = self._written(shard=now[1] != was[1])
         self.forget()
         return InputError(
-            expected(
-                f"forward of unit '{unit}'",
-                "one that only reads its parameters",
-                f"one that writes {', '.join(written) or 'one'} in place",
-                "Keep what a forward changes in a buffer, leave the parameter out "
-                "(ignored_params), or write inside storage.unsharded(write=True).",
-            )
+            f"forward of unit '{unit}'",
+            "one that only reads its parameters",
+            f"one that writes {', '.join(written) or 'one'} in place",
+            "Keep what a forward changes in a buffer, leave the parameter out "
+            "(ignored_params), or write inside storage.unsharded(write=True).",
         )
 
     def _written(self, *, shard: bool) -> list[str]:

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwright.core.errors import InputError, expected
+from shardwright.core.errors import InputError
 from shardwright.core.layout import UnitLayout, unit_layout
 from shardwright.core.timeline import Kind
 from shardwright.runtime.comm import Comm
@@ -41,7 +41,7 @@ from shardwright.runtime.guard import Guard
 from shardwright.runtime.torch_private import local_of, storage_of
 from shardwright.runtime.units import replicas
 from shardwright.runtime.units.buffers import Awaited, Buffers
-from shardwright.runtime.units.cut import part_of
+from shardwright.runtime.units.cut import joints, part_of
 from shardwright.runtime.units.cutting import Cutting, UnitNames
 from shardwright.runtime.units.gradients import Gradients
 from shardwright.runtime.units.linked import (
@@ -55,7 +55,6 @@ from shardwright.runtime.units.linked import (
 )
 from shardwright.runtime.units.parameter import DTYPES, Member, Structure, infos_of
 from shardwright.runtime.units.sharded_parameters import ShardedParameters, Showing, Writes
-from shardwright.runtime.units.tensor_parallel import joints
 from shardwright.tracker.private import accumulated_hooks, gradient_hooks
 
 Ahead = dict[str, "list[weakref.ref[Unit]] | None"]  # what a user wants gathered meanwhile
@@ -478,7 +477,7 @@ class Unit:
             if fqn == member.fqn or fqn in member.aliases:
                 return index
         names = ", ".join(self.param_infos)
-        raise InputError(expected(f"unit '{self.name}'", f"one of {names}", f"'{fqn}'"))
+        raise InputError(f"unit '{self.name}'", f"one of {names}", f"'{fqn}'")
 
     def shares_full_buffer(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` would point to freed memory once the unit is resharded."""

@@ -36,7 +36,7 @@ from torchrec.distributed.types import CommOp, ModuleSharder
 from torchrec.distributed.utils import get_device_type
 
 from shardwright.core.document import encode_toml, write_atomically
-from shardwright.core.errors import InputError, NoPlanError, UnsupportedError, expected
+from shardwright.core.errors import InputError, NoPlanError, UnsupportedError
 from shardwright.job.tables import entry_of
 from shardwright.torchrec.adapter.tables import (
     Constraints,
@@ -47,7 +47,7 @@ from shardwright.torchrec.adapter.tables import (
     read_tables,
     sharded_modules,
 )
-from shardwright.torchrec.constants import BACKWARD, BANDWIDTHS
+from shardwright.torchrec.profile import BACKWARD, BANDWIDTHS
 from shardwright.tracker.tensors import NAMES
 
 PROFILE = "torchrec-1.9"
@@ -113,12 +113,8 @@ def document(
     topology = request.topology
     cluster = cluster_section(topology, rates=request.profile == PROFILE)
     tables = read_tables(module, sharders, request.constraints, topology.compute_device)
-    ranks = Hardware(
-        topology.compute_device,
-        topology.world_size,
-        min(topology.intra_group_size, topology.world_size),
-        least_storage(topology).ssd,
-    )
+    device, group = topology.compute_device, min(topology.intra_group_size, topology.world_size)
+    ranks = Hardware(device, topology.world_size, group, least_storage(topology).ssd)
     # Limits are worked out here and written into the job: what TorchRec runs is known only where it
     # is installed.
     entries = [entry_of(limited(table, ranks, lean=request.lean)) for table in tables]
@@ -154,14 +150,12 @@ def _set_aside(
         )
     except PlannerError as error:
         found = " ".join(str(error).split())
-        raise NoPlanError(expected("storage_reservation", "HBM left for tables", found)) from error
+        raise NoPlanError("storage_reservation", "HBM left for tables", found) from error
     # A reservation that we do not know is asked what it would leave, and only the difference is
     # kept.
     taken = least_storage(request.topology).hbm - least_storage(left).hbm
     if taken < 0:
-        raise UnsupportedError(
-            expected("storage_reservation", "bytes taken of ranks", f"{-taken:,} B given")
-        )
+        raise UnsupportedError("storage_reservation", "bytes taken of ranks", f"{-taken:,} B given")
     return taken
 
 
@@ -245,14 +239,12 @@ def _check(topology: Topology) -> None:
     where = "topology"
     if topology.compute_device not in DEVICES:
         wanted = f"compute_device {' or '.join(DEVICES)}"
-        raise UnsupportedError(expected(where, wanted, f"'{topology.compute_device}'"))
+        raise UnsupportedError(where, wanted, f"'{topology.compute_device}'")
     # By exact type: a subclass may answer by ranks, and two numbers cannot say what it does.
     if type(topology.comms_bandwidths) is not BasicCommsBandwidths:
         found = type(topology.comms_bandwidths).__name__
         remedy = "Give intra_host_bw and inter_host_bw."
-        raise UnsupportedError(
-            expected(where, "one bandwidth inside and one between hosts", found, remedy)
-        )
+        raise UnsupportedError(where, "one bandwidth inside and one between hosts", found, remedy)
     least = least_storage(topology)
     larger = [device.rank for device in topology.devices if device.storage != least]
     if larger:
@@ -321,21 +313,15 @@ def _bytes(module: nn.Module) -> tuple[int, int]:
     return parameters, sum(b.numel() * b.element_size() for b in module.buffers())
 
 
-def communication(
-    sharders: Iterable[ModuleSharder[nn.Module]],
-) -> tuple[str, str] | None:
+def communication(sharders: Iterable[ModuleSharder[nn.Module]]) -> tuple[str, str] | None:
     """Dtypes of rows on the wire, forward and backward, where codecs are registered."""
     found = {_codec_dtypes(s.qcomm_codecs_registry) for s in sharders if s.qcomm_codecs_registry}
     found -= {None}
     if len(found) > 1:
-        raise InputError(
-            expected(
-                "qcomm_codecs_registry",
-                "the same codecs in every sharder",
-                " and ".join(sorted(map(str, found))),
-                "Set planner.estimator.communication in job_overrides.",
-            )
-        )
+        where = "qcomm_codecs_registry"
+        wanted = "the same codecs in every sharder"
+        remedy = "Set planner.estimator.communication in job_overrides."
+        raise InputError(where, wanted, " and ".join(sorted(map(str, found))), remedy)
     return next(iter(found), None)
 
 

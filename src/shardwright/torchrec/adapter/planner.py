@@ -29,7 +29,7 @@ from torchrec.distributed.types import (
 )
 
 from shardwright.core.document import decode_json
-from shardwright.core.errors import MismatchError, PeerError, UnsupportedError, expected
+from shardwright.core.errors import MismatchError, PeerError, UnsupportedError
 from shardwright.core.model import DENSE
 from shardwright.core.quantities import format_seconds
 from shardwright.core.sharding import traits
@@ -97,8 +97,7 @@ class ShardwrightPlanner(ShardingPlanner):
         parts = (enumerator, proposer, partitioner, performance_model, stats, callbacks)
         for (name, remedy), part in zip(PARTS.items(), (*parts, plan_loader), strict=True):
             if part:
-                found = type(part).__name__
-                raise UnsupportedError(expected(name, "nothing: our own search", found, remedy))
+                raise UnsupportedError(name, "nothing: our own search", type(part).__name__, remedy)
         self._debug = debug
         self._request = PlanRequest(
             topology or default_topology(),
@@ -153,7 +152,7 @@ class ShardwrightPlanner(ShardingPlanner):
             raise error
         sharding, made, failure = outcome[0]
         if failure:
-            raise PeerError(expected(WHERE, "a plan from rank 0", failure.rstrip(".")))
+            raise PeerError(WHERE, "a plan from rank 0", failure.rstrip("."))
         self.made = decode_json(made, Plan) if made else None
         return sharding
 
@@ -164,14 +163,14 @@ class ShardwrightPlanner(ShardingPlanner):
         # everything (2D parallelism).
         if pg.size() % ranks:
             wanted = f"a divisor of the process group's {pg.size()} ranks"
-            raise MismatchError(expected("topology.world_size", wanted, str(ranks)))
+            raise MismatchError("topology.world_size", wanted, str(ranks))
         tables = self.made.tables if self.made and pg.size() == ranks else ()
         if any(traits(table.sharding_type).within_hosts for table in tables):
             group = comm.get_topology_group_world_size(pg.size())
             planned = self._request.topology.intra_group_size
             if group != planned:
                 wanted = f"{group} linked ranks, as LOCAL_WORLD_SIZE and the pod size say"
-                raise MismatchError(expected("topology", wanted, str(planned)))
+                raise MismatchError("topology", wanted, str(planned))
 
 
 def _summary(made: Plan) -> str:
@@ -186,7 +185,7 @@ def sharding_plan(plan: Plan, tables: Sequence[TorchRecTable], topology: Topolog
     """``plan`` for TorchRec's ``DistributedModelParallel``; ``tables`` are those it was made of."""
     if plan.world_size != topology.world_size:
         ranks = f"{plan.world_size} ranks"
-        raise MismatchError(expected("plan", f"{topology.world_size} ranks, as topology", ranks))
+        raise MismatchError("plan", f"{topology.world_size} ranks, as topology", ranks)
     chosen = {table.name: table for table in plan.tables}
     modules: dict[str, EmbeddingModuleShardingPlan] = {}
     for table in tables:
@@ -195,7 +194,7 @@ def sharding_plan(plan: Plan, tables: Sequence[TorchRecTable], topology: Topolog
             shape = f"{table.spec.rows} x {table.spec.dim}"
             got = f"{found.rows} x {found.dim}" if found else "no such table"
             raise MismatchError(
-                expected(f"plan of table '{table.spec.name}'", shape, got, "Plan this model.")
+                f"plan of table '{table.spec.name}'", shape, got, "Plan this model."
             )
         module = modules.setdefault(table.module_path, EmbeddingModuleShardingPlan())
         module[table.name] = _parameter(found, table, topology)

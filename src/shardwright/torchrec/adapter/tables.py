@@ -144,11 +144,11 @@ def _configs(path: str, module: nn.Module) -> dict[str, Any]:
     else:
         wanted = "an EmbeddingBagCollection or an EmbeddingCollection"
         remedy = "Leave its sharder out, or plan it by TorchRec's own planner."
-        raise UnsupportedError(expected(where, wanted, type(module).__name__, remedy))
+        raise UnsupportedError(where, wanted, type(module).__name__, remedy)
     for config in configs:
         if config.use_virtual_table:
             wanted = "tables with rows of their own"
-            raise UnsupportedError(expected(where, wanted, f"virtual table '{config.name}'"))
+            raise UnsupportedError(where, wanted, f"virtual table '{config.name}'")
     return {config.name: config for config in configs}
 
 
@@ -215,8 +215,7 @@ def _optimizer(
         return OPTIMIZER_CLASSES.get(module.optimizer_type(), ONE_STATE)
     classes = [c for c in getattr(parameter, "_optimizer_classes", ()) if c is not None]
     if len(classes) > 1:
-        names = ", ".join(c.__name__ for c in classes)
-        raise InputError(expected(where, "one optimizer", names))
+        raise InputError(where, "one optimizer", ", ".join(c.__name__ for c in classes))
     if classes:
         return OPTIMIZER_CLASSES.get(classes[0], ONE_STATE)
     if "optimizer" in fused:
@@ -328,14 +327,12 @@ def check_averages(plan: Plan, tables: Sequence[TorchRecTable]) -> None:
         if table.is_averaged and traits(types[table.spec.name]).cuts_rows and other:
             kind, beside = types[table.spec.name], types[other.spec.name]
             raise UnsupportedError(
-                expected(
-                    f"table '{table.spec.name}'",
-                    f"a type that cuts no rows, for TorchRec divides the sums of "
-                    f"'{other.spec.name}' ({beside}) too where averaged bags are cut by rows",
-                    kind,
-                    "Constrain all tables of the module to types that cut rows, or this one to "
-                    "types that do not.",
-                )
+                f"table '{table.spec.name}'",
+                f"a type that cuts no rows, for TorchRec divides the sums of "
+                f"'{other.spec.name}' ({beside}) too where averaged bags are cut by rows",
+                kind,
+                "Constrain all tables of the module to types that cut rows, or this one to "
+                "types that do not.",
             )
 
 
@@ -381,10 +378,8 @@ def _nothing_left(table: TorchRecTable, hardware: Hardware) -> str:
     remedy = "Widen the table's constraint, or give its module's sharder more types."
     if spec.dim % COLUMNS:
         remedy = f"All types but data_parallel need a dim that is a multiple of {COLUMNS}."
-    return expected(
-        f"table '{spec.name}'",
+    wanted = (
         f"a sharding type and a kernel that TorchRec runs on {hardware.device} for a {kind} table "
-        f"of {spec.rows} x {spec.dim} on {hardware.world} ranks",
-        ", ".join(named),
-        remedy,
+        f"of {spec.rows} x {spec.dim} on {hardware.world} ranks"
     )
+    return expected(f"table '{spec.name}'", wanted, ", ".join(named), remedy)

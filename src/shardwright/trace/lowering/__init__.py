@@ -5,18 +5,7 @@ A model is traced on fake CPU tensors, because a torch without CUDA can make no 
 allocate, save and free what those kernels do; everything else runs as it is.
 """
 
-from shardwright.trace.lowering.kernels import ENTRIES, KernelEntry, Kernels, kernels, table
-from shardwright.trace.lowering.lowered import Lowering, lowering
-from shardwright.trace.lowering.operators import aten_name, unknown_operators
+from shardwright.trace.lowering.kernels import unknown_operators
+from shardwright.trace.lowering.lowered import lowering
 
-__all__ = [
-    "ENTRIES",
-    "KernelEntry",
-    "Kernels",
-    "Lowering",
-    "aten_name",
-    "kernels",
-    "lowering",
-    "table",
-    "unknown_operators",
-]
+__all__ = ["lowering", "unknown_operators"]

@@ -87,8 +87,7 @@ def rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     """torch's function of this name, fused; a caller asks :func:`fusible` first."""
-    result: Tensor = fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
-    return result
+    return fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
 
 
 def fusible(x: Tensor, weight: Tensor | None) -> bool:
@@ -159,8 +158,7 @@ def cross_entropy(
     rows = input.dim() == 2 and not target.is_floating_point()
     if not (plain and rows and reduction in ("mean", "sum")):
         return None
-    loss: Tensor = _CrossEntropy.apply(input, target, ignore_index, reduction == "mean")
-    return loss
+    return _CrossEntropy.apply(input, target, ignore_index, reduction == "mean")
 
 
 HALF = (torch.float16, torch.bfloat16)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.trace.lowering import functions
-from shardwright.trace.lowering.kernels import Kernels, kernels
-from shardwright.trace.lowering.operators import workspace
+from shardwright.trace.lowering.kernels import Kernels, kernels, workspace
 from shardwright.tracker.private import DEVICE, operator_name, without_modes
 
 _ORIGINALS = {
@@ -186,8 +186,9 @@ class _Operators(TorchDispatchMode):
 def _replacements(kernels: Kernels) -> dict[Any, Callable[..., Any]]:
     """What to call instead, by the function that a model calls."""
     named = _ORIGINALS
+    attention = partial(functions.scaled_dot_product_attention, kernels.attention)
     found: dict[Any, Callable[..., Any]] = {
-        named["scaled_dot_product_attention"]: _attention(kernels),
+        named["scaled_dot_product_attention"]: attention,
         named["dropout"]: _dropout(named["dropout"]),
         torch.dropout: _dropout_operator(torch.dropout),
     }
@@ -197,13 +198,6 @@ def _replacements(kernels: Kernels) -> dict[Any, Callable[..., Any]]:
     if kernels.cross_entropy == "fused":
         found[named["cross_entropy"]] = _cross_entropy(named["cross_entropy"])
     return found
-
-
-def _attention(kernels: Kernels) -> Callable[..., Any]:
-    def replaced(*arguments: Any, **keywords: Any) -> Any:
-        return functions.scaled_dot_product_attention(kernels.attention, *arguments, **keywords)
-
-    return replaced
 
 
 def _rms_norm(original: Callable[..., Any]) -> Callable[..., Any]:
