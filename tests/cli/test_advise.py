@@ -102,6 +102,14 @@ def test_everything_is_told_as_json_and_in_full(job: str, call: Call) -> None:
         assert f"micro {row['layout']['micro_batch']}" in full
 
 
+def test_what_nobody_gives_is_as_the_engine_has_it(job: str, call: Call, tmp_path: Path) -> None:
+    out = tmp_path / "fsdp.yaml"
+    done = call("advise", job, *FEW, "--export", "accelerate", "-o", str(out))
+    assert done.err.startswith("Not given, so as accelerate has it: memory.reduce_dtype=bf16\n")
+    assert "\nmixed_precision: bf16\n" in out.read_text()
+    call("advise", job, "--engine", "nemo").refuses(2, "--engine: expected one of torchtitan")
+
+
 def test_the_answer_is_written_for_an_engine(job: str, call: Call, tmp_path: Path) -> None:
     out = tmp_path / "run.sh"
     done = call("advise", job, *FEW, "--export", "megatron", "-o", str(out))

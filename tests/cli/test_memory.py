@@ -149,6 +149,14 @@ def test_a_step_of_a_hugging_face_config_takes_what_was_predicted(
 
 
 @pytest.mark.slow
+def test_a_step_that_trains_adapters_alone_takes_what_was_predicted(call: Any, llama: Path) -> None:
+    found = call("memory", llama, "--lora", 4, "--real", "--json").json
+    assert 0 < found["parameters"] - found["frozen"] < found["frozen"]
+    real = found["real"]
+    assert real["measured"]["peak"]["bytes"] == real["predicted"]["peak_bytes"]
+
+
+@pytest.mark.slow
 def test_a_step_too_large_for_this_machine_is_not_run(call: Any, llama: Path) -> None:
     answer = call("memory", llama, "--real", "--set", "batch.size=1048576")
     answer.refuses(2, "--real", "which this machine has left", "model.layers=2")

@@ -17,6 +17,7 @@ from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, NoPlanErr
 from shardwright.core.measurement import read_measurement
 from shardwright.core.outputs import PICTURE, check_output
 from shardwright.core.quantities import parse_bytes
+from shardwright.job.exported import ENGINES
 from shardwright.job.job import Job, named_files
 from shardwright.job.plan import read_plan
 from shardwright.launcher.folder import plan_file
@@ -80,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Search and show; 3 where nothing fits."""
-    job = shared.job_of(options)
+    engine = options.engine or options.export
+    job = shared.job_of(options, engine if engine in ENGINES else "")  # another is refused below
     if options.picture:
         if options.picture.suffix != ".svg":
             wanted = "a file that ends in .svg"
