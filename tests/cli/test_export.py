@@ -94,3 +94,15 @@ def test_a_job_that_was_asked_by_name_is_written_and_reads_back(call: Any, tmp_p
     assert written.err == f"job written to {path}\n"
     assert asked.out == written.out == call("export", path, "--to", "torchtitan").out
     call("export", *words, "--write", path).refuses(2, "--write", "move it away")
+
+
+def test_a_machine_that_is_not_named_is_said(call: Any, job: Path) -> None:
+    hint = "No machine is named: {} (preset local). Name one: --on 8xH100\n"
+    for words, ranks in (
+        (("gpt2",), "2 CPU ranks of 2.00 GiB each"),
+        (("gpt2", "-n", "1"), "1 CPU rank of 2.00 GiB each"),
+        (("llama3-8b", "--runtime", "fsdp2"), "2 CPU ranks"),
+    ):
+        assert hint.format(ranks) in call("export", *words, "--to", "torchtitan").err
+    for named in (("gpt2", "--on", "H100"), ("gpt2", "--set", "cluster.ddr_cap=1 GiB"), (job,)):
+        assert "No machine" not in call("export", *named, "--to", "torchtitan").err

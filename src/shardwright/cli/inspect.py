@@ -9,7 +9,7 @@ from shardwright.cli import options as shared
 from shardwright.core.document import read_bytes, write_atomically
 from shardwright.core.errors import InputError, expected
 from shardwright.core.outputs import same_file
-from shardwright.report.wording import counted
+from shardwright.core.quantities import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

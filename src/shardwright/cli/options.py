@@ -11,8 +11,10 @@ from typing import Any
 from shardwright.core.cluster import Calibration
 from shardwright.core.document import encode_toml, to_json, write_atomically
 from shardwright.core.errors import InputError, expected
+from shardwright.core.quantities import counted, format_bytes
 from shardwright.job.asked import SHORT, in_one_line
 from shardwright.job.job import Job, asked, job_in
+from shardwright.job.model_of_job import is_planned
 
 PROFILED = 20  # steps
 
@@ -70,7 +72,27 @@ def job_of(options: argparse.Namespace) -> Job:
     job = job_in(document, options.job)
     warn_of_busy(job.cluster.measured, job.cluster.file)
     _say(document, options.job, getattr(options, "write", None))
+    if _is_asked(document, options.job):
+        _say_machine(job)
     return job
+
+
+def _is_asked(document: dict[str, Any], model: Path) -> bool:
+    """Whether a document is of no job's file, which names neither itself nor a file inside."""
+    return any(str(value).startswith(str(model)) for value in document.get("model", {}).values())
+
+
+def _say_machine(job: Job) -> None:
+    """Say which machine a job has that names none."""
+    from shardwright.cost.constants import says_capacity
+    from shardwright.planner.profiles import cluster_of
+
+    if not says_capacity(job.cluster):
+        its, _ = cluster_of(job)
+        ranks = counted(its.world_size, f"{its.compute_device.upper()} rank")
+        each = f" of {format_bytes(its.memory_per_rank)} each" if is_planned(job) else ""
+        text = f"No machine is named: {ranks}{each} (preset {its.name}). Name one: --on 8xH100"
+        print(text, file=sys.stderr)
 
 
 def _say(document: dict[str, Any], model: Path, path: Path | None) -> None:
@@ -80,8 +102,7 @@ def _say(document: dict[str, Any], model: Path, path: Path | None) -> None:
             raise InputError(expected("--write", wanted, found, "Name another, or move it away."))
         write_atomically(path, encode_toml(document).encode())
         print(f"job written to {path}", file=sys.stderr)
-    elif any(str(value).startswith(str(model)) for value in document.get("model", {}).values()):
-        # of no job's file, which names neither itself nor a file inside
+    elif _is_asked(document, model):
         print(f"The job: {in_one_line(document)} (--write job.toml)", file=sys.stderr)
 
 

@@ -11,13 +11,12 @@ from shardwright.core.document import read_bytes, write_atomically
 from shardwright.core.errors import InputError, expected
 from shardwright.core.measurement import Curve, read_measurement
 from shardwright.core.outputs import REPORT, TRACE, check_output
-from shardwright.core.quantities import format_seconds
+from shardwright.core.quantities import counted, format_seconds
 from shardwright.job.job import named_files
 from shardwright.job.plan import read_plan
 from shardwright.launcher.ending import RunOutcome, decode_outcome
 from shardwright.launcher.folder import is_going_on, measurement_file, outcome_file, plan_file
 from shardwright.launcher.progress import so_far
-from shardwright.report.wording import counted
 from shardwright.train.compare import compare
 
 

@@ -9,13 +9,12 @@ from msgspec import UNSET, UnsetType
 from rich.console import Group, RenderableType
 
 from shardwright.core.footprint import Fit, Largest, PolicyFit, Remedy
-from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.quantities import counted, format_bytes, format_seconds
 from shardwright.report.sheet import Cell, Sheet, number, sheet_of, text
 from shardwright.report.table import assumed_line, drawn, listed, prose, spaced
 from shardwright.report.wording import (
     TEXT_LIMIT,
     VERDICT_STYLES,
-    counted,
     fitting,
     largest_text,
     printable,

@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from shardwright.core.cluster import TIERS
 from shardwright.core.placement import Replicate, shared_words
-from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.quantities import counted, format_bytes, format_seconds
 from shardwright.core.sharding import traits
 from shardwright.core.timeline import BESIDE, EXACT_KINDS, Kind, category, decode, exchange_seconds
 from shardwright.job.model_of_job import step_dtypes
@@ -20,7 +20,6 @@ from shardwright.report.sheet import Cell, Column, Sheet, number, sheet_of, text
 from shardwright.report.wording import (
     TEXT_LIMIT,
     about_seconds,
-    counted,
     fitting,
     percent,
     placement_text,

@@ -15,7 +15,7 @@ from typing import TypeVar
 from shardwright.core.block import Block, BlockRun
 from shardwright.core.block import decode as blocks_of
 from shardwright.core.measurement import Curve, Measurement, Quality
-from shardwright.core.quantities import exact_bytes, format_bytes, format_seconds
+from shardwright.core.quantities import counted, exact_bytes, format_bytes, format_seconds
 from shardwright.core.sharding import TYPES
 from shardwright.core.timeline import (
     EXACT_KINDS,
@@ -44,7 +44,7 @@ from shardwright.report.marks import (
     trace,
 )
 from shardwright.report.plan_sheets import budget_sentence, table_bytes
-from shardwright.report.wording import counted, percent, printable, shortened
+from shardwright.report.wording import percent, printable, shortened
 
 PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((category(kind), (kind,)) for kind in EXACT_KINDS),

@@ -27,13 +27,13 @@ from rich.text import Text
 from shardwright.core import errors
 from shardwright.core.cluster import Calibration, SourcedFigure
 from shardwright.core.measurement import MOST_KERNELS, Comparison, ProfiledStage
-from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.quantities import counted, format_bytes, format_seconds
 from shardwright.job.plan import Plan
 from shardwright.report import comparison_sheets
 from shardwright.report.difference import Difference, Unit, Value, differences, together
 from shardwright.report.profile_sheets import profile_sheets
 from shardwright.report.sheet import Sheet, number, sheet_of, text
-from shardwright.report.wording import NO_BREAK, TEXT_LIMIT, counted, percent, printable
+from shardwright.report.wording import NO_BREAK, TEXT_LIMIT, percent, printable
 
 __all__ = [
     "Difference",

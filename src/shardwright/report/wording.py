@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from shardwright.core.footprint import Footprint, RankMemory, StepTime, Verdict, verdict_of
 from shardwright.core.measurement import Saved, Straggler
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
-from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.quantities import counted, format_bytes, format_seconds
 from shardwright.core.timeline import Kind, category, stretches
 
 NAME_LIMIT = 120
@@ -61,11 +61,6 @@ def shortened(text: str, width: int) -> str:
         return text
     head = (width - 1) // 2
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
-
-
-def counted(number: int, noun: str) -> str:
-    """``1 table``, ``26 tables``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def ranks_text(ranks: Iterable[int], world_size: int) -> str:

@@ -49,7 +49,7 @@ def fit(
                 "job: cluster",
                 "a capacity to fit into",
                 "none",
-                "Name one: --set cluster.preset=h100-8, or --set cluster.hbm_cap='80 GB'.",
+                "Name one: --on 8xH100, or --set cluster.hbm_cap='80 GB'.",
             )
         )
     scaled = Scaled(recorded)

@@ -18,6 +18,7 @@ from shardwright.core.errors import InputError
 from shardwright.core.footprint import Estimate, Remedy
 from shardwright.core.llama import LlamaShape
 from shardwright.core.optimizers import OPTIMIZERS
+from shardwright.core.quantities import counted
 from shardwright.estimate.fit.variants import on_ranks
 from shardwright.job.job import Job, memory_of, parallel_of
 from shardwright.job.memory import OFFLOADS
@@ -107,7 +108,9 @@ def _ways(job: Job, world_size: int, shards: int | None) -> Iterator[Variation]:
         its = changed(job, {"parallel.data_shard": shards} if fixed else {})
         others = section.data_replicate * section.tensor * section.pipeline * section.context
         world = others * shards
-        yield Variation(on_ranks(its, world), f"parallel.data_shard = {shards} ({world} ranks)")
+        yield Variation(
+            on_ranks(its, world), f"parallel.data_shard = {shards} ({counted(world, 'rank')})"
+        )
     for name, degree in _degrees(job):
         yield from _divided(job, world_size, name, degree)
     if job.batch.sequence > 1:

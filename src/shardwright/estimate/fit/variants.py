@@ -20,6 +20,7 @@ from shardwright.core.document import to_kind
 from shardwright.core.errors import NoPlanError
 from shardwright.core.footprint import Estimate, Footprint
 from shardwright.core.llama import MAX_WORLD
+from shardwright.core.quantities import counted
 from shardwright.core.recording import Recording
 from shardwright.estimate.fit.search import Limits, Point
 from shardwright.estimate.with_tables import Paths, Recorded
@@ -32,7 +33,6 @@ from shardwright.job.job import (
 )
 from shardwright.job.model_of_job import is_planned
 from shardwright.planner.variation import changed
-from shardwright.report.wording import counted
 
 # A policy that keeps less stands further down; a job's own other one comes first. Kinds that are
 # only planned have none.
@@ -84,7 +84,8 @@ class Variants:
         ranks = job.cluster.world_size or self.first.world_size
         self._progress(
             f"{counted(self.count, 'estimate')}; {job.batch.size} x {job.batch.sequence} on "
-            f"{ranks} ranks, checkpointing {own_policy(job)}: {time.perf_counter() - begun:.1f} s"
+            f"{counted(ranks, 'rank')}, checkpointing {own_policy(job)}: "
+            f"{time.perf_counter() - begun:.1f} s"
         )
 
 
