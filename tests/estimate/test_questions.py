@@ -36,6 +36,7 @@ def test_a_fit_and_advice_are_asked_alike_and_show_themselves() -> None:
     assert not fitting.fits
     assert "computing in bf16 and reducing in fp32" in " ".join(str(fitting).split())
     assert "<table>" in fitting._repr_html_()
+    assert repr(fitting) == "<Fit of llama3.2-1b on 1 rank: batch 1 does not fit, largest 0>"
 
 
 def test_keys_of_a_job_and_the_fields_of_an_advice_are_taken(tmp_path: Path) -> None:
@@ -44,6 +45,7 @@ def test_keys_of_a_job_and_the_fields_of_an_advice_are_taken(tmp_path: Path) -> 
     assert found.fits
     assert found.answer is not None
     assert found.answer.layout.tensor == 2
+    assert repr(found).startswith("<Advice for llama3.2-1b on 2 ranks: tensor 2, ")
     assert "<svg" in found._repr_html_()
     chunked = sw.memory("llama3.2-1b", on="2xH100", seq=512, **KEYS, **{"memory.loss": "chunked"})
     assert chunked.settings["loss"] == "chunked"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardwright.core.footprint import Footprint, RankMemory, StepTime, Verdict, verdict_of
+from shardwright.core.footprint import Footprint, Largest, RankMemory, StepTime, Verdict, verdict_of
 from shardwright.core.measurement import Saved, Straggler
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
 from shardwright.core.quantities import counted, format_bytes, format_seconds
@@ -305,6 +305,19 @@ def about_seconds(seconds: float) -> str:
 def two_digits(value: float) -> str:
     """No digit more than a prediction of seconds deserves: ``1.3``, ``57,000``."""
     return f"{float(f'{value:.2g}'):,.10g}"
+
+
+def policy_words(policy: str) -> str:
+    """A checkpointing policy of ``fit``."""
+    return "chosen by the plan" if policy == "as planned" else printable(policy)
+
+
+def largest_words(found: Largest) -> str:
+    """A size or ``none``, that the next one is not sure, or that more were not looked at."""
+    words = f"{found.size:,}" if found.size else "none"
+    if found.next_perhaps:
+        return f"{words}, perhaps {found.size + found.step:,}"
+    return f"{words} or more" if found.or_more else words
 
 
 def fitting(least: int, most: int, capacity: int, where: str, tier: str = "") -> str:
