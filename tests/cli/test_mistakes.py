@@ -250,7 +250,10 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
     ("asked", "said"),
     [
         (lambda: sw.plan(ANY), "job: expected a Job, got dict. read_job reads a file"),
-        (lambda: sw.estimate_memory(ANY), "job: expected a Job, got dict. read_job reads a file"),
+        (
+            lambda: sw.estimate_memory(ANY),
+            "estimate_memory: expected a Job, or a module and its inputs, got",
+        ),
         (lambda: sw.explain(ANY, "C3"), "plan: expected a Plan, got dict. read_plan reads a file."),
         (lambda: sw.compare(ANY, ANY), "plan: expected a Plan, got dict. read_plan reads a file."),
         (lambda: sw.apply(ANY, ANY, ANY), "plan: expected a Plan, got dict."),
@@ -269,7 +272,10 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
         (lambda: sw.write_measurement(ANY, "x"), "measurement: expected a Measurement, got dict."),
         (lambda: sw.read_job(DEMO, [ANY]), "override: expected a str, got dict."),
         (lambda: sw.plan_module(dict, 3, cluster=ANY_NUMBER), "cluster: expected a preset's name"),
-        (lambda: sw.plan_module(dict, 3, planner=ANY_NUMBER), "planner: expected a Mapping, got"),
+        (
+            lambda: sw.plan_module(dict, 3, planner=ANY_NUMBER),
+            "plan_module: planner: expected the keys of a job",
+        ),
         (lambda: sw.plan_module(lambda dim: dim, 3), "build: expected a function that takes noth"),
         (lambda: sw.MemoryTracker(ANY), "model: expected a torch.nn.Module, got dict."),
     ],

@@ -98,6 +98,10 @@ def estimate_memory(of: Any, inputs: Any = None, **how: Any) -> Footprint:
     if inputs is None:
         if not isinstance(of, Job) and callable(of):
             raise InputError(expected("inputs", "what the module is called with", "none"))
+        if not isinstance(of, Job):
+            remedy = "read_job reads a file; sw.memory takes names, too."
+            wanted, found = "a Job, or a module and its inputs", type(of).__name__
+            raise InputError(expected("estimate_memory", wanted, found, remedy))
         return footprint(of, **how)
     from shardwright.estimate.recordings import module_memory
 

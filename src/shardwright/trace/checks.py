@@ -193,7 +193,7 @@ def _reason(error: Exception, called: str) -> _Reason:
     return _Reason(
         f"a module that runs on fake tensors with {called}",
         first_line(error),
-        "Return (module, inputs) or (module, inputs, loss) from the function if it takes others.",
+        "Give what it takes: a job's function returns (module, inputs) or (module, inputs, loss).",
     )
 
 
