@@ -15,7 +15,7 @@ from shardwright.core.advice import Advice
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, NoPlanError, expected
 from shardwright.core.measurement import read_measurement
-from shardwright.core.outputs import PICTURE, check_output
+from shardwright.core.outputs import PICTURE, beside, check_output
 from shardwright.core.quantities import parse_bytes
 from shardwright.job.job import Job, named_files
 from shardwright.job.plan import read_plan
@@ -137,7 +137,7 @@ def _write(job: Job, found: Advice, wanted: dict[str, Any], options: argparse.Na
     if options.picture:
         from shardwright.report.advice_report import picture
 
-        changed = shared.beside(options.picture)
+        changed = beside(options.picture)
         write_atomically(options.picture, picture(found).encode())
         print(f"picture written to {options.picture}{changed}", file=sys.stderr)
     if options.out and found.answer:
@@ -145,8 +145,9 @@ def _write(job: Job, found: Advice, wanted: dict[str, Any], options: argparse.Na
         from shardwright.job.exported import exported
 
         text = exported(job_of(job, found.answer.layout, **wanted), options.export)
+        changed = beside(options.out)
         write_atomically(options.out, text.encode())
-        print(f"wrote {options.out}", file=sys.stderr)
+        print(f"wrote {options.out}{changed}", file=sys.stderr)
 
 
 def _fixed(text: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ import msgspec
 from shardwright.cli import options as shared
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, expected
+from shardwright.core.outputs import beside
 from shardwright.job.exported import ENGINES, exported
 from shardwright.planner.profiles import cluster_of
 
@@ -42,6 +43,7 @@ def execute(options: argparse.Namespace) -> int:
     if options.out.exists():
         named = str(options.out)
         raise InputError(expected(named, "no file yet", "one", "Name another, or move it away."))
+    changed = beside(options.out)
     write_atomically(options.out, text.encode())
-    print(f"wrote {options.out}")
+    print(f"wrote {options.out}{changed}")
     return EXIT_OK

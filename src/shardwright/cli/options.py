@@ -11,6 +11,7 @@ from typing import Any
 from shardwright.core.cluster import Calibration
 from shardwright.core.document import encode_toml, to_json, write_atomically
 from shardwright.core.errors import InputError, expected
+from shardwright.core.outputs import beside
 from shardwright.core.quantities import counted, format_bytes
 from shardwright.job.asked import SHORT, in_one_line
 from shardwright.job.job import Job, asked, job_in
@@ -100,8 +101,9 @@ def _say(document: dict[str, Any], model: Path, path: Path | None) -> None:
         if path.suffix != ".toml" or path.exists():
             wanted, found = "a new file that ends in .toml", f"'{path}'"
             raise InputError(expected("--write", wanted, found, "Name another, or move it away."))
+        changed = beside(path)
         write_atomically(path, encode_toml(document).encode())
-        print(f"job written to {path}", file=sys.stderr)
+        print(f"job written to {path}{changed}", file=sys.stderr)
     elif _is_asked(document, model):
         print(f"The job: {in_one_line(document)} (--write job.toml)", file=sys.stderr)
 
@@ -111,13 +113,6 @@ def warn_of_busy(measured: Calibration | None, file: str) -> None:
     if measured is not None and measured.busy:
         text = f"{file} was {measured.busy}: seconds are off; calibrate again when it is quiet"
         print(text, file=sys.stderr, flush=True)
-
-
-def beside(path: Path) -> str:
-    """What writing ``path`` changes beside it, for the line that says that it was written."""
-    if not path.parent.exists():
-        return f" in a new folder, {path.parent}"
-    return ", replacing the earlier one" if path.exists() and path.stat().st_size else ""
 
 
 def run_argument(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ the machine of the runtime that the job names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -142,7 +142,7 @@ class _Estimate:
             parameters=self.model.parameters,
             world_size=self.degrees.world_size,
             parallel=_degrees(self.degrees),
-            settings=settings_of(self.job, self.device),
+            settings=settings_of(self.job, self.device, _tensors(classes)),
             ranks=found,
             capacity=self.capacity,
             outside=extras,
@@ -437,6 +437,13 @@ MACHINES: dict[Runtime, Callable[..., Machine]] = {
     "ddp": Replicated,
     "megatron": Megatron,
 }
+
+
+def _tensors(classes: Iterable[RankClass]) -> Iterator[TensorSpec]:
+    for each in classes:
+        for chunk in each.step.chunks:
+            for unit in chunk.step.units.values():
+                yield from unit.tensors
 
 
 def optimizer_of(job: Job) -> Optimizer:

@@ -25,6 +25,7 @@ from shardwright.report.sheet import Cell, Sheet, number, sheet_of, text
 from shardwright.report.table import assumed_line, drawn, listed, prose, spaced
 from shardwright.report.wording import (
     TEXT_LIMIT,
+    mfu_text,
     printable,
     range_text,
     step_time_sentence,
@@ -114,7 +115,7 @@ def _rows_sheet(advice: Advice, rows: tuple[Advised, ...], *, full: bool) -> She
     cells: list[Cell[Advised]] = [
         text("layout", lambda row: row.layout.words),
         number("a step", lambda row: f"{two_digits(row.time.seconds)} s"),
-        number("MFU", lambda row: f"{row.time.mfu:.0%}"),
+        number("MFU", lambda row: mfu_text(row.time.mfu)),
         number("needs", lambda row: format_bytes(row.most_bytes)),
         text("loses by", lambda row: _largest(_losses(row, first))),
     ]

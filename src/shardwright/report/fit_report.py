@@ -18,6 +18,7 @@ from shardwright.report.wording import (
     fitting,
     largest_text,
     largest_words,
+    mfu_text,
     policy_words,
     printable,
     range_text,
@@ -115,7 +116,9 @@ def _estimate_cells(
             cells.append(number("a step", lambda e: _rounded(e.estimate.step_seconds, " s")))
         rate = f"{_counted(fit)}/s/GPU"
         cells.append(number(rate, lambda e: _rounded(e.estimate.device_tokens_per_second)))
-        cells.append(number("MFU", lambda e: f"{e.estimate.mfu:.0%}" if e.estimate.mfu else "-", 2))
+        cells.append(
+            number("MFU", lambda e: mfu_text(e.estimate.mfu) if e.estimate.mfu else "-", 2)
+        )
     return cells
 
 

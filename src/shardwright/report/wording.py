@@ -119,8 +119,10 @@ def _dim_word(dim: int) -> str:
 
 
 def percent(share: float, signed: bool = False) -> str:
-    """``3.1 %``; two digits where one would round to nothing, none from 1000 % on."""
+    """``3.1 %``; two digits where one would round to nothing, none from 1000 % on; ``<0.01 %``."""
     value = share * 100
+    if 0 < abs(value) < 0.005:
+        return "<0.01 %"
     digits = 0 if abs(value) >= 1000 else 2 if 0 < abs(value) < 0.1 else 1
     if value == 0:
         return "0 %"
@@ -284,8 +286,13 @@ def step_time_sentence(time: StepTime) -> str:
     return (
         f"A step: about {two_digits(time.seconds)} s ({two_digits(time.low)} to "
         f"{two_digits(time.high)}), {two_digits(rate)} {time.counted}/s, "
-        f"{two_digits(rate / time.devices)} a device, MFU {time.mfu:.0%}."
+        f"{two_digits(rate / time.devices)} a device, MFU {mfu_text(time.mfu)}."
     )
+
+
+def mfu_text(mfu: float) -> str:
+    """``37%``, and ``<1%`` of what would round to nothing."""
+    return f"{mfu:.0%}" if mfu >= 0.005 or not mfu else "<1%"
 
 
 def tokens_sentence(time: StepTime, tokens: float) -> str:
