@@ -23,6 +23,7 @@ from shardwright.core.recording import Piece, RecordedUnit
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.cost.clock import (
     beside_launches,
+    between,
     has_clock,
     near_of,
     piece_seconds,
@@ -331,8 +332,7 @@ def _told(
     world = degrees.world_size
     return StepTime(
         seconds,
-        seconds / (1 + c["range"]),
-        seconds * (1 + c["range"]),
+        *between(seconds, c),
         {name: spent for name, spent in parts.items() if spent},
         batch.size * batch.sequence * degrees.data_replicate * degrees.data_shard,
         FORWARDS * forward_flops,

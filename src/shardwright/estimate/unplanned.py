@@ -44,7 +44,7 @@ from shardwright.heap.rank_step import Chunk, MakeMachine, RankStep
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import WHOLE, MemorySection, Runtime, check_memory, float8_scaling
 from shardwright.job.model import as_function
-from shardwright.job.model_of_job import unplanned
+from shardwright.job.model_of_job import beyond_positions, unplanned
 from shardwright.job.parallel import ENDS_WEIGH, Degrees, ParallelSection, Quantile, experts_of
 from shardwright.job.rules import refuse_unread
 from shardwright.planner.profiles import cluster_of
@@ -109,7 +109,8 @@ class _Estimate:
         self.model = recorded_model(job, self.degrees, self.treatment)
         self.ranks = pipeline_ranks(self.model.layers, self.degrees, ends_of(self.section))
         self.operators: list[tuple[str, ...]] = []
-        self.assumptions = [*optimizer_of(job).assumptions(), *_sharing(job, self.degrees)]
+        self.assumptions = [*beyond_positions(job), *optimizer_of(job).assumptions()]
+        self.assumptions += _sharing(job, self.degrees)
 
     def result(self, details: bool, rank: str, spare: int | None) -> Footprint:
         # On the CPU the kernels of the trace are those of a run, so all bytes are met exactly; a
