@@ -170,7 +170,7 @@ def test_samples_beyond_the_positions_of_a_model_are_noted(
 
 
 def test_samples_beyond_learned_positions_are_refused() -> None:
-    with pytest.raises(InputError, match="batch.sequence: expected at most the 1024 positions of"):
+    with pytest.raises(InputError, match=r"batch.sequence: expected at most the 1024 positions of"):
         read_job("gpt2", ["batch.sequence=1025"])
 
 
