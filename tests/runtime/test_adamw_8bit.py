@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwright.core.errors import InputError, ShardwrightError, UnsupportedError
-from shardwright.core.optimizer_states import CHUNK_ELEMENTS
-from shardwright.core.optimizers import UPDATE_PASSES
+from shardwright.core.optimizer_states import CHUNK_ELEMENTS, UPDATE_PASSES
 from shardwright.runtime.adamw_8bit import AdamW8bit, _Room, dynamic_code
 
 LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.99), 1e-8, 0.1

@@ -120,6 +120,12 @@ def eight_bit(name: str, *, even: bool, otherwise: str, codes: bool) -> tuple[Op
 
 # ---- the room of an update in blocks -------------------------------------------------------------
 
+# What our AdamW in 8 bits takes. On a GPU it is as many kernels as torch has for it, which read and
+# write 128 bytes of an fp32 element; a chunk of 18 launches is so long that these hide behind them.
+# A core computes more than it moves: 12 to 16 times as long as for a fused AdamW, of 7 passes
+# (2**22 elements, torch 2.13, 25 November 2026).
+UPDATE_PASSES, HOST_UPDATE_PASSES = 32, 98
+
 # Elements whose averages are fp32 at a time: as many as the caches of a core hold; on a device of
 # its own so many that its kernels take longer than the host takes to launch them.
 CHUNK_ELEMENTS, DEVICE_CHUNK_ELEMENTS = 2**16, 2**22

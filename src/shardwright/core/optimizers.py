@@ -21,6 +21,8 @@ from shardwright.core.optimizer_states import (
     BLOCK_ELEMENTS,
     CODES,
     COUNTER,
+    HOST_UPDATE_PASSES,
+    UPDATE_PASSES,
     OptimizerState,
     columns,
     eight_bit,
@@ -311,12 +313,6 @@ def _in_blocks(optimizer: Optimizer, tensors: Sequence[TensorSpec], names: Names
     for name, size in room_of(tensors, optimizer.block, on_gpu=optimizer.on_gpu).items():
         names.bind(name, size)
 
-
-# What our AdamW in 8 bits takes. On a GPU it is as many kernels as torch has for it, which read and
-# write 128 bytes of an fp32 element; a chunk of 18 launches is so long that these hide behind them.
-# A core computes more than it moves: 12 to 16 times as long as for a fused AdamW, of 7 passes
-# (2**22 elements, torch 2.13, 25 November 2026).
-UPDATE_PASSES, HOST_UPDATE_PASSES = 32, 98
 
 NEWTON_SCHULZ_STEPS = 5  # torch.optim.Muon's default
 NEWTON_SCHULZ_DTYPE = "bf16"

@@ -65,7 +65,7 @@ def verdict(comparison: Comparison) -> Judgement:
             f"exact bytes equal on {len(ranks - unequal)} of {counted(len(ranks), 'rank')}"
         )
     if errors and within:
-        parts.append("peak equal" if worst == 0 else f"peak within {percent(worst)}")
+        parts.append("peak equal" if worst == 0 else f"peak within {percent(max(worst, 1e-4))}")
     elif errors:
         off = "missing" if worst == float("inf") else f"off by {percent(worst)}"
         parts.append(f"peak {off} (tolerance {percent(comparison.tolerance)})")
