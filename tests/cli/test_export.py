@@ -143,3 +143,15 @@ def test_a_layout_is_checked_against_its_device(
     assert printed.code == code
     assert said in printed.err.splitlines()[-1]
     assert printed.out.endswith("optimizer.zero_grad()\n")
+
+
+def test_a_machine_that_is_not_named_is_said(call: Any, job: Path) -> None:
+    hint = "No machine is named: {} (preset local). Name one: --on 8xH100\n"
+    for words, ranks in (
+        (("gpt2",), "2 CPU ranks of 2.00 GiB each"),
+        (("gpt2", "-n", "1"), "1 CPU rank of 2.00 GiB each"),
+        (("llama3-8b", "--runtime", "fsdp2"), "2 CPU ranks"),
+    ):
+        assert hint.format(ranks) in call("export", *words, "--to", "torchtitan").err
+    for named in (("gpt2", "--on", "H100"), ("gpt2", "--set", "cluster.ddr_cap=1 GiB"), (job,)):
+        assert "No machine" not in call("export", *named, "--to", "torchtitan").err

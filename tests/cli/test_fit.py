@@ -77,4 +77,4 @@ def test_where_nothing_fits_it_is_3(call: Any, llama: Path) -> None:
 def test_without_a_capacity_it_is_said_how_to_name_one(call: Any, llama: Path) -> None:
     text = llama.read_text().replace('ddr_cap = "6 MiB"\n', "")
     llama.write_text(text)
-    call("fit", llama).refuses(2, "job: cluster", "a capacity", "cluster.preset=h100-8")
+    call("fit", llama).refuses(2, "job: cluster", "a capacity", "--on 8xH100")

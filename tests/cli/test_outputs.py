@@ -117,6 +117,23 @@ def test_a_command_says_what_it_replaces_and_which_folder_it_makes(
     assert call("report", plan, "-o", "page.html").err == "report written to page.html\n"
     again = call("report", plan, "-o", "page.html").err
     assert again == "report written to page.html, replacing the earlier one\n"
+    unnamed = call("report", plan, "--trace", tmp_path / "traces" / "a.json").err
+    assert unnamed == (
+        f"report written to {Path.cwd() / 'report.html'}\ntrace written to "
+        f"{tmp_path / 'traces' / 'a.json'} in a new folder, {tmp_path / 'traces'}\n"
+    )
+
+
+def test_every_command_that_makes_a_folder_says_so(call: Any, job: Path, tmp_path: Path) -> None:
+    export = ("export", "llama3-8b", "--on", "8xH100", "--to", "fsdp2", "--runtime", "fsdp2")
+    for words, option, name in (
+        (("init", "tables"), "-o", "job.toml"),
+        (export, "-o", "layout.toml"),
+        (export, "--write", "job.toml"),
+    ):
+        target = tmp_path / f"{words[0]}{option}" / name
+        answer = call(*words, option, target)
+        assert f"{target} in a new folder, {target.parent}\n" in answer.out + answer.err
 
 
 def test_what_is_no_regular_file_is_not_written_over(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.cli.planning import SearchListener, progress_line
+from shardwright.cli.planning import EstimateProgress, SearchListener, progress_line
 from shardwright.cli.train import _planned_before
 from shardwright.estimate.recordings import plan
 from shardwright.job.job import parse_job
@@ -97,6 +97,21 @@ def test_a_long_recording_is_heard_until_the_search_begins(
         Watch(hear=listener, clock=lambda: 0.0).over()
     first = stream.getvalue().splitlines()[0]
     assert first == "recording and pricing a step of the model for 0 s (Ctrl-C gives up)"
+
+
+def test_answers_are_said_as_they_are_known_once_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = EstimateProgress()
+    progress("estimate 2: memory.zero = 3")
+    progress.known("As it is: fits")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("shardwright.cli.planning.QUIET", 0.0)
+    progress.known("Longest sequence: 9")
+    assert capsys.readouterr().err == "As it is: fits\nLongest sequence: 9\n"
+    monkeypatch.setattr("shardwright.cli.planning.EVERY", 0.0)
+    progress("estimate 3: memory.loss = chunked")
+    assert capsys.readouterr().err == "estimate 3: memory.loss = chunked\n"
 
 
 def test_a_search_without_a_bound_says_only_what_it_has() -> None:

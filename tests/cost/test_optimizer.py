@@ -73,6 +73,13 @@ def test_an_update_reads_and_writes_every_state(kind: str, passes: int) -> None:
     assert optimizer.dense_update_bytes(100, kind) == passes * 100
 
 
+def test_an_update_in_8_bits_takes_longer_on_a_core_than_its_bytes() -> None:
+    found = [
+        optimizer.dense_update_bytes(4, "adamw_8bit", on_host=on_host) for on_host in (False, True)
+    ]
+    assert found == [128, 392]
+
+
 @pytest.mark.parametrize(
     ("kind", "state"),
     [

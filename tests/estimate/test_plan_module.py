@@ -120,7 +120,7 @@ def test_a_plan_that_does_not_fit_says_so() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"optimizer": "sgdd"}, "train.optimizer"),
+        ({"optimizer": "sgdd"}, "plan_module: optimizer"),
         ({"planner": {"unit": {}}}, "planner"),
         ({"planner": {"units": {"tail": "shard"}}}, "planner.units: expected units"),
         ({"inputs": (X, X)}, "a forward that takes"),

@@ -252,7 +252,8 @@ def test_targets_are_inputs_of_the_loss() -> None:
 REFUSED = {
     "mismatched": (
         "module '1' (Linear): expected a module that runs on fake tensors with (float32 [3, 4]),"
-        " got RuntimeError: a and b must have same reduction dim, but got [3, 8] X [4, 8]. Return"
+        " got RuntimeError: a and b must have same reduction dim, but got [3, 8] X [4, 8]."
+        " Give what it takes: "
     ),
     "reads": (
         "module 'layers.0.1' (Reads), broken.py:30 (forward): "
@@ -290,7 +291,7 @@ REFUSED = {
     "pair": "got (int, Linear).",
     "wants_images": "Conv2d: expected a module that runs on fake tensors with (int64 [3, 8]), got",
     "two_inputs": "Two: expected a forward that takes (int64 [3, 8]), got missing a required"
-    " argument: 'mask'. Return (module, inputs) from the function.",
+    " argument: 'mask'. Give what it takes: a job's function returns (module, inputs).",
     "frozen": "its loss: expected a floating-point result that depends on trained parameters, got"
     " one without a gradient.",
     "lazy": "got lazy modules, whose sizes a first batch would decide.",

@@ -36,6 +36,7 @@ def test_a_fit_and_advice_are_asked_alike_and_show_themselves() -> None:
     assert not fitting.fits
     assert "computing in bf16 and reducing in fp32" in " ".join(str(fitting).split())
     assert "<table>" in fitting._repr_html_()
+    assert repr(fitting) == "<Fit of llama3.2-1b on 1 rank: batch 1 does not fit, largest 0>"
 
 
 def test_keys_of_a_job_and_the_fields_of_an_advice_are_taken(tmp_path: Path) -> None:
@@ -44,6 +45,7 @@ def test_keys_of_a_job_and_the_fields_of_an_advice_are_taken(tmp_path: Path) -> 
     assert found.fits
     assert found.answer is not None
     assert found.answer.layout.tensor == 2
+    assert repr(found).startswith("<Advice for llama3.2-1b on 2 ranks: tensor 2, ")
     assert "<svg" in found._repr_html_()
     chunked = sw.memory("llama3.2-1b", on="2xH100", seq=512, **KEYS, **{"memory.loss": "chunked"})
     assert chunked.settings["loss"] == "chunked"
@@ -97,8 +99,41 @@ def test_a_module_at_hand_with_keys_that_no_plan_follows_is_refused() -> None:
         sw.estimate_memory(Net(), torch.ones(2, 64), memory={"runtime": "fsdp2"})
     assert str(refused.value) == (
         "estimate_memory: memory.runtime: expected 'shardwright' for a module at hand, got "
-        "'fsdp2'. Name the function that makes the module as model.python of a job."
+        "'fsdp2'. sw.memory('package.module:function') takes it, of a function that makes the "
+        "module."
     )
+
+
+@pytest.mark.parametrize(
+    ("of", "keys", "said"),
+    [
+        (
+            Net(),
+            {"optimizer": "adamm"},
+            "estimate_memory: optimizer: expected one of sgd, .*'adam'",
+        ),
+        (Net(), {"optimizer": "muon"}, "estimate_memory: optimizer: expected one of .* at hand"),
+        (Net(), {"checkpointing": "ful"}, "estimate_memory: checkpointing: .*Did you mean 'full'"),
+        (Net(), {"memory": {"zero": 7}}, "estimate_memory: memory.zero: expected one of 1"),
+        (Net(), {"check": "full"}, "estimate_memory: check: .*Did you mean 'checkpointing'"),
+        (Net(), {"loss": 3}, "module Net: expected a function of the result as loss"),
+        (Net(), {"on": "H100x8"}, "on: expected a machine such as 8xH100.*Did you mean '8xH100'"),
+        (nn.Linear, {}, "module: expected a function that takes nothing.*in_features"),
+        ("llama3-8b", {}, "a Job, or a module and its inputs, got str.*sw.memory takes names"),
+    ],
+)
+def test_a_module_s_mistakes_are_said_in_the_words_of_the_call(
+    of: Any, keys: dict[str, Any], said: str
+) -> None:
+    inputs = None if isinstance(of, str) else torch.ones(2, 64)
+    with pytest.raises(sw.ShardwrightError, match=said) as refused:
+        sw.estimate_memory(of, inputs, **keys)
+    assert "model.python" not in str(refused.value)
+
+
+def test_short_keys_of_a_job_are_taken_for_a_module_at_hand() -> None:
+    found = sw.estimate_memory(Net(), torch.ones(2, 64), on="2xH100", dtype="bf16", zero=2)
+    assert (found.settings["param_dtype"], found.settings["zero"]) == ("bf16", "2")
 
 
 def test_what_a_program_mistakes_is_said_in_a_line() -> None:

@@ -137,6 +137,14 @@ def test_8_bits_keep_and_take_what_ours_does(dtype: str, most: int) -> None:
     assert peak_bytes(step_temporaries(rule, specs)) == peak
 
 
+def test_a_chunk_of_8_bits_is_longer_on_an_accelerator() -> None:
+    rule, spec = optimizer_named("adamw_8bit"), TensorSpec("w", (2**23,))
+    host, device = (
+        peak_bytes(step_temporaries(rule, [spec], on_gpu=on_gpu)) for on_gpu in (False, True)
+    )
+    assert 63 * host < device < 64 * host < 80e6
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_muon_keeps_and_takes_what_torchs_does(dtype: str) -> None:
     specs = _specs((dtype,) * 3, ((64, 32), (32, 128), (40, 40)))

@@ -53,6 +53,7 @@ def job(tmp_path: Path) -> Path:
         ("4xcpu", {"preset": "local", "world_size": 4}),
         ("mi300x-8", {"preset": "mi300x-8"}),
         ("cluster.toml", {"file": "cluster.toml"}),
+        ("1x2x3xH100", {"preset": "1x2x3xH100"}),  # there is none
     ],
 )
 def test_a_machine_is_one_word(text: str, section: dict[str, Any]) -> None:
@@ -80,6 +81,22 @@ def test_every_device_is_a_machine(job: Path, name: str) -> None:
             "--on: expected a known device, a preset or a cluster file, got 'H10'. Did you mean",
         ),
         ("0xH100", "world_size"),
+        *(
+            (
+                text,
+                f"--on: expected a machine such as 8xH100, a preset or a cluster file, got "
+                f"'{text}'. Did you mean '{meant}'?",
+            )
+            for text, meant in (
+                ("H100x8", "8xH100"),
+                ("8 H100", "8xH100"),
+                ("8xh100-80gb", "8xH100"),
+                ("NVIDIA A100-SXM4-40GB", "1xA100"),
+                ("A100-40GB x 8", "8xA100-40"),
+                ("2 nodes of 8 h100", "2x8xH100"),
+                ("4x4090", "4xRTX4090"),
+            )
+        ),
     ],
 )
 def test_what_is_no_machine_is_refused(job: Path, text: str, said: str) -> None:

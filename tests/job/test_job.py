@@ -91,6 +91,14 @@ def test_a_job_without_layers_data_and_training_is_of_tables_alone(
             {"tables": [TABLE], "batch": {"size": "x"}},
             "job: batch.size: expected int, got 'x'.",
         ),
+        (
+            {"tables": [TABLE], "batch": {"size": "8k"}},
+            "job: batch.size: expected int, got '8k'. Did you mean 8192?",
+        ),
+        (
+            {"tables": [TABLE], "batch": {"size": 1e3}},
+            "job: batch.size: expected int, got 1000.0. Did you mean 1000?",
+        ),
         ({"tables": [TABLE], "batch": {"size": 0}}, "job: batch.size: expected int >= 1, got 0."),
         (
             {"tables": [TABLE], "batch": {"size": 2**70}},

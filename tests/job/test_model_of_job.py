@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from recordings import chain, unit
 
 from shardwright.core.errors import InputError
-from shardwright.job.job import Job, parse_job
-from shardwright.job.model_of_job import check_model, model_of, tables_of
+from shardwright.job.job import Job, parse_job, read_job
+from shardwright.job.model_of_job import beyond_positions, check_model, model_of, tables_of
 
 
 def _job(count: int = 3, **sections: Any) -> Job:
@@ -148,3 +149,32 @@ def test_heads_that_do_not_divide_the_width_are_refused() -> None:
     with pytest.raises(InputError) as caught:
         check_model(parse_job({"model": widths}))
     assert str(caught.value) == "model.heads: expected a divisor of model.dim = 12, got 5."
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "said"),
+    [
+        ("llama2-7b", 4096, ()),
+        (
+            "llama2-7b",
+            8192,
+            ("batch.sequence 8,192 is beyond the 4,096 positions that llama2-7b was made for",),
+        ),
+        ("gpt2", 1024, ()),
+    ],
+)
+def test_samples_beyond_the_positions_of_a_model_are_noted(
+    model: str, tokens: int, said: tuple[str, ...]
+) -> None:
+    assert beyond_positions(read_job(model, [f"batch.sequence={tokens}"])) == said
+
+
+def test_samples_beyond_learned_positions_are_refused() -> None:
+    with pytest.raises(InputError, match=r"batch.sequence: expected at most the 1024 positions of"):
+        read_job("gpt2", ["batch.sequence=1025"])
+
+
+def test_a_configuration_that_is_no_longer_there_is_not_asked() -> None:
+    job = read_job("llama2-7b")
+    model = msgspec.structs.replace(job.model, hf_config="gone/config.json")
+    assert beyond_positions(msgspec.structs.replace(job, model=model)) == ()

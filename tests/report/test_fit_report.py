@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import msgspec
@@ -59,7 +60,8 @@ NOTHING = made(
 
 def test_every_policy_has_its_largest_batch_and_tokens() -> None:
     text = flowed(made())
-    assert "none (this job) 70.00 GiB 70.00 to 71.00 GiB fits 2 16,384" in text
+    assert "By checkpointing policy (this job's: none)" in text
+    assert "none 70.00 GiB 70.00 to 71.00 GiB fits 2 16,384" in text
     assert "full 30.00 GiB 30.00 to 31.00 GiB fits 7, perhaps 8 57,344" in text
 
 
@@ -70,17 +72,20 @@ def test_what_a_policy_costs_in_time_stands_beside_what_it_needs() -> None:
     policies = (PolicyFit("none", estimate(70), Largest(2)), PolicyFit("full", slow, Largest(7)))
     text = flowed(made(policies=policies))
     assert "full 30.00 GiB 30.00 to 31.00 GiB fits 2.3 s 7,000 36% 7 57,344" in text
-    assert "none (this job) 70.00 GiB 70.00 to 71.00 GiB fits - - - 2 16,384" in text
+    assert "none 70.00 GiB 70.00 to 71.00 GiB fits - - - 2 16,384" in text
     assert "tokens/s" not in flowed(made())
 
 
 def test_the_answers_are_sentences() -> None:
     text = flowed(made())
     assert (
-        "As it is (2 samples of 8,192 tokens, none): fits: 70.00 to 71.00 GiB of 80.00 GiB (88.8 %)"
+        "As it is (2 samples of 8,192 tokens, checkpointing none): fits: 70.00 to 71.00 GiB of "
+        "80.00 GiB (88.8 %)"
     ) in text
-    assert "Longest sequence with batch 2, none: 9,088 tokens (in steps of 128)." in text
-    assert "Fewest ranks for 2 samples of 8,192 tokens each, none: 8 ranks." in text
+    assert (
+        "Longest sequence with batch 2, checkpointing none: 9,088 tokens (in steps of 128)." in text
+    )
+    assert "Fewest ranks for 2 samples of 8,192 tokens each, checkpointing none: 8 ranks." in text
     assert "12 estimates in 4.2 s" in text
     assert "magic: no such policy" in text
 
@@ -98,7 +103,7 @@ def test_where_nothing_fits_the_largest_categories_and_ways_out_are_named() -> N
     assert "memory.checkpointing = full 60.00 GiB 60.00 to 61.00 GiB fits +25 %" in text
     assert "190.00 to 191.00 GiB does not fit - Each alone" in text
     assert "(time: a device's for as many tokens)" in text
-    assert "Longest sequence with batch 2, none: none fits." in text
+    assert "Longest sequence with batch 2, checkpointing none: none fits." in text
     assert "no number is enough" in text
     assert not any(line.endswith(" ") for line in text.splitlines())
 
@@ -111,7 +116,7 @@ def test_a_job_that_fits_names_no_way_out() -> None:
 def test_a_job_without_tokens_speaks_of_none() -> None:
     text = flowed(made(sequence=1, longest_sequence=None))
     assert "token" not in text
-    assert "As it is (2 samples, none)" in text
+    assert "As it is (2 samples, checkpointing none)" in text
 
 
 def test_scanned_sizes_are_said() -> None:
@@ -125,6 +130,22 @@ def test_a_report_fits_the_width(width: int) -> None:
     out = io.StringIO()
     Console(width=width, no_color=True, file=out).print(fit_report(NOTHING))
     assert max(len(line) for line in out.getvalue().splitlines()) <= width
+
+
+def test_where_nothing_fits_no_row_takes_two_lines() -> None:
+    slow = msgspec.structs.replace(
+        estimate(139, "does not fit"),
+        step_seconds=2.345,
+        device_tokens_per_second=1600.0,
+        mfu=0.47,
+    )
+    rows = tuple(PolicyFit(policy, slow, Largest(0)) for policy in ("as planned", "core_attention"))
+    out = io.StringIO()
+    nothing = msgspec.structs.replace(NOTHING, checkpointing="as planned", policies=rows)
+    Console(width=80, no_color=True, file=out).print(fit_report(nothing))
+    for policy in ("chosen by the plan", "core_attention"):
+        row = rf"^{policy} +139.00 to 140.00 GiB +does not fit +1,600 +47%$"
+        assert re.search(row, out.getvalue(), re.M)
 
 
 def test_the_first_screen_is_one_screen_whatever_was_tried() -> None:

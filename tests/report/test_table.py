@@ -25,7 +25,7 @@ from shardwright.report.table import (
     differences,
     plan_difference,
 )
-from shardwright.report.wording import error_text, saved_text
+from shardwright.report.wording import error_text, mfu_text, percent, saved_text
 
 
 def printed(renderable: RenderableType, width: int = 80) -> str:
@@ -425,3 +425,14 @@ def test_a_machine_is_shown_in_ten_lines_with_what_varies_and_all_in_the_full_re
     assert "other_29_rate" not in text
     assert "other_29_rate" in full
     assert "two ranks" in full
+
+
+def test_what_would_round_to_nothing_is_below_something() -> None:
+    assert [percent(share) for share in (0, 4e-5, 6e-5, 4e-4)] == [
+        "0 %",
+        "<0.01 %",
+        "0.01 %",
+        "0.04 %",
+    ]
+    assert error_text(1e9 - 1, 1e9) == "<0.01 %"
+    assert [mfu_text(share) for share in (0, 0.004, 0.006)] == ["0%", "<1%", "1%"]

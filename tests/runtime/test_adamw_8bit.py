@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shardwright.core.errors import InputError, ShardwrightError, UnsupportedError
-from shardwright.core.optimizer_states import CHUNK_ELEMENTS
+from shardwright.core.optimizer_states import CHUNK_ELEMENTS, UPDATE_PASSES
 from shardwright.runtime.adamw_8bit import AdamW8bit, _Room, dynamic_code
 
 LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.99), 1e-8, 0.1
@@ -201,8 +203,9 @@ def test_another_one_goes_on_with_its_state_bit_by_bit(way: str) -> None:
             assert torch.equal(value, other.state[q][name]), name
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
-def test_the_nearest_code_is_found_of_every_number(name: str) -> None:
+def test_the_nearest_code_is_found_of_every_number(name: str, on_gpu: bool) -> None:
     table = _code(signed=name == "exp_avg")
     near = ((table[1:] + table[:-1]) / 2).float()
     drawn = torch.rand(100_000).mul(-20).exp()
@@ -212,7 +215,7 @@ def test_the_nearest_code_is_found_of_every_number(name: str) -> None:
     numbers[::256] = 1.0  # the scale of every block
     parameter = torch.nn.Parameter(torch.zeros(len(numbers)))
     state = _made([parameter]).initial_state(parameter)
-    room = _Room(torch.device("cpu"), 256, 2 * len(numbers), cast=False)
+    room = _Room(torch.device("cpu"), 256, 2 * len(numbers), cast=False, on_gpu=on_gpu)
     for begin in range(0, len(numbers), room.size):
         part = numbers[begin : begin + room.size]
         place = ("exp_avg", "exp_avg_sq").index(name)
@@ -264,3 +267,49 @@ def test_sparse_gradients_are_refused() -> None:
     parameter.grad = torch.zeros(3, 3).to_sparse()
     with pytest.raises(UnsupportedError, match="expected dense gradients, got a sparse one"):
         _made([parameter]).step()
+
+
+class _Kernels(TorchDispatchMode):
+    """Operators that write to tensors, and the bytes that they read and write."""
+
+    FILLS = ("copy_", "zero_")  # which read nothing of what they write
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(zip([a.name for a in func._schema.arguments], args, strict=False))
+        given |= kwargs or {}
+        moved = 0
+        for argument in func._schema.arguments if func._schema.is_mutable else ():
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            writes &= argument.name != "grads"  # of a fused step, which may scale them
+            reads = not (writes and (argument.is_out or func.overloadpacket.__name__ in self.FILLS))
+            its = [t for t in tree_leaves(given.get(argument.name)) if torch.is_tensor(t)]
+            moved += (reads + writes) * sum(t.nbytes for t in its)
+        self.launches += moved >= 100  # not the counter of steps, nor nothing
+        self.nbytes += moved
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's tensors are updated as those of an accelerator are."""
+
+    def room(*args: Any, **how: Any) -> _Room:
+        return _Room(*args, **(how | {"on_gpu": True}))
+
+    monkeypatch.setattr("shardwright.runtime.adamw_8bit._Room", room)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_an_update_is_as_many_kernels_and_bytes_as_its_price_says() -> None:
+    parameter = torch.nn.Parameter(torch.ones(CHUNK_ELEMENTS))
+    optimizer = AdamW8bit([parameter])
+    parameter.grad = torch.ones(CHUNK_ELEMENTS)
+    optimizer.step()
+    with _Kernels() as kernels:
+        optimizer.step()
+    assert kernels.launches == 18
+    assert kernels.nbytes / parameter.nbytes == pytest.approx(UPDATE_PASSES, rel=0.01)

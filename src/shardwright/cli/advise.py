@@ -15,7 +15,7 @@ from shardwright.core.advice import Advice
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, NoPlanError, expected
 from shardwright.core.measurement import read_measurement
-from shardwright.core.outputs import PICTURE, check_output
+from shardwright.core.outputs import PICTURE, beside, check_output
 from shardwright.core.quantities import parse_bytes
 from shardwright.job.exported import ENGINES
 from shardwright.job.job import Job, named_files
@@ -141,7 +141,7 @@ def _write(job: Job, found: Advice, wanted: dict[str, Any], options: argparse.Na
     if options.picture:
         from shardwright.report.advice_report import picture
 
-        changed = shared.beside(options.picture)
+        changed = beside(options.picture)
         write_atomically(options.picture, picture(found).encode())
         print(f"picture written to {options.picture}{changed}", file=sys.stderr)
     if options.out and found.answer:
@@ -150,8 +150,9 @@ def _write(job: Job, found: Advice, wanted: dict[str, Any], options: argparse.Na
 
         held = {**wanted, "global_batch": found.global_batch}  # of however many ranks
         text = exported(with_hosts(job_of(job, found.answer.layout, **held)), options.export)
+        changed = beside(options.out)
         write_atomically(options.out, text.encode())
-        print(f"wrote {options.out}", file=sys.stderr)
+        print(f"wrote {options.out}{changed}", file=sys.stderr)
 
 
 def _fixed(text: str) -> tuple[str, str]:

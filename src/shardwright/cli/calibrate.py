@@ -9,7 +9,7 @@ from pathlib import Path
 from shardwright.cli import options as shared
 from shardwright.core.cluster import write_calibration
 from shardwright.core.errors import InputError, expected
-from shardwright.core.outputs import CLUSTER, check_output
+from shardwright.core.outputs import CLUSTER, beside, check_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def execute(options: argparse.Namespace) -> int:
         if folder:
             print(f"details in {folder}", file=sys.stderr)
         return outcome.code
-    changed = shared.beside(options.output)
+    changed = beside(options.output)
     write_calibration(found, options.output)
     if options.json:
         shared.print_json(found)

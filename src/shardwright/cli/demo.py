@@ -11,7 +11,7 @@ from shardwright.cli import options as shared
 from shardwright.cli.planning import planned
 from shardwright.cli.report import write_report
 from shardwright.cli.train import finish
-from shardwright.core.outputs import REPORT, check_output
+from shardwright.core.outputs import REPORT, beside, check_output
 from shardwright.job.job import named_files, read_job
 from shardwright.job.plan import Plan
 from shardwright.planner.statistics import memory_prices
@@ -39,7 +39,7 @@ def execute(options: argparse.Namespace) -> int:
     session = run(made, folder, sys.stderr)
     code = finish(session, brief=True)
     if session.measurement is not None:
-        changed = shared.beside(report)
+        changed = beside(report)
         write_report(folder, report)
         print(f"report: {report}{changed}")
     return code

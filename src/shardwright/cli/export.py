@@ -10,6 +10,7 @@ from shardwright.cli import options as shared
 from shardwright.cli.planning import SearchListener
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, expected
+from shardwright.core.outputs import beside
 from shardwright.job.exported import ENGINES, exported
 from shardwright.job.job import Job
 from shardwright.planner.profiles import with_hosts
@@ -45,8 +46,9 @@ def execute(options: argparse.Namespace) -> int:
         named = str(options.out)
         raise InputError(expected(named, "no file yet", "one", "Name another, or move it away."))
     else:
+        changed = beside(options.out)
         write_atomically(options.out, text.encode())
-        print(f"wrote {options.out}")
+        print(f"wrote {options.out}{changed}")
     return _checked(job) if options.check else EXIT_OK
 
 

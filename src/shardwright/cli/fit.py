@@ -28,7 +28,7 @@ def execute(options: argparse.Namespace) -> int:
 
     progress = EstimateProgress()
     try:
-        found = fit(job, progress=progress, hear=progress.hear)
+        found = fit(job, progress=progress, hear=progress.hear, known=progress.known)
     finally:
         progress.end()
     if options.json:

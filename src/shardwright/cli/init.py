@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from shardwright.core.document import encode_toml, parse_json, read_bytes, write_atomically
 from shardwright.core.errors import EXIT_OK, InputError, ShardwrightError, check_type, expected
+from shardwright.core.outputs import beside
 from shardwright.job import megatron, torchtitan
 from shardwright.job.engines import accelerate, deepspeed, huggingface, torchrec
 from shardwright.job.imported import Imported
@@ -142,8 +143,9 @@ def execute(options: argparse.Namespace) -> int:
                 expected(str(path), "no file yet", "one", "Name another with -o, or move it away.")
             )
     for path, text in files.items():
+        changed = beside(path)
         write_atomically(path, text.encode())
-        print(f"wrote {path}")
+        print(f"wrote {path}{changed}")
     if own and module not in files:
         print(f"kept {module}: {_lacking(module)}")
     commands = ESTIMATES if traits is None else ALL if traits.has_step else ALONE

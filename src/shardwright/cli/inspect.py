@@ -8,7 +8,7 @@ from pathlib import Path
 from shardwright.cli import options as shared
 from shardwright.core.document import read_bytes, write_atomically
 from shardwright.core.errors import InputError, expected
-from shardwright.core.outputs import same_file
+from shardwright.core.outputs import beside, same_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +44,10 @@ def execute(options: argparse.Namespace) -> int:
     if options.output:
         text = read_bytes(options.job, "job").decode()
         made = put_into(text, job, found, str(options.job))
+        changed = "" if options.output.exists() else beside(options.output)
         write_atomically(options.output, made.encode())
         written, kept = put(job, found)
-        print(f"wrote {written} into {options.output}")
+        print(f"wrote {written} into {options.output}{changed}")
         for line in (*kept, *left_out(job, found, options.rows)):
             print(f"left out: {line}")
     elif options.json:

@@ -24,8 +24,9 @@ from shardwright.core.errors import (
     EXIT_OK,
     InputError,
     ShardwrightError,
-    did_you_mean,
     expected,
+    is_called,
+    likeliest,
     not_one_of,
 )
 from shardwright.launcher.exhausted import REMEDY, how_exhausted, out_of_memory, room_for_torch
@@ -188,10 +189,21 @@ def _listing() -> str:
 
 
 def _refuse_left(command: argparse.ArgumentParser, left: list[str]) -> NoReturn:
-    """Of words that ``command`` does not take, and of the option that the first may have meant."""
+    """Of words that ``command`` does not take, and of the option that the first may have meant, or
+    the key of a job that it sets."""
     known = [name for action in command._actions for name in action.option_strings]
-    near = did_you_mean(left[0].partition("=")[0], known)
-    command.error(f"expected no {' '.join(map(repr, left))}. {near}".rstrip(". "))
+    (option, _, value), ways = left[0].partition("="), list[str]()
+    near = likeliest(option, known)
+    if option.startswith("--") and "--set" in known and not is_called(option, known):
+        from shardwright.job.asked import SHORT
+        from shardwright.job.schema import keys_called
+
+        value = value or "".join(word for word in left[1:2] if not word.startswith("-")) or "VALUE"
+        short = {key: f"--{name}" for name, key in SHORT.items() if f"--{name}" in known}
+        ways = [short.get(key, f"--set {key}={value}") for key in keys_called(option)]
+    meant = " or ".join(map(repr, dict.fromkeys(filter(None, (near, *ways)))))
+    asked = f". Did you mean {meant}?" if meant else ""
+    command.error(f"expected no {' '.join(map(repr, left))}{asked}")
 
 
 def _unforeseen(error: Exception) -> int:

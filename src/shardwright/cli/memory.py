@@ -13,7 +13,7 @@ from shardwright.cli import options as shared
 from shardwright.core.document import write_atomically
 from shardwright.core.errors import EXIT_NO_PLAN, EXIT_OK, InputError, expected, there_are
 from shardwright.core.footprint import Footprint, RankMemory, Tracked
-from shardwright.core.outputs import PICTURE, TRACE, check_output
+from shardwright.core.outputs import PICTURE, TRACE, beside, check_output
 from shardwright.job.job import Job, named_files
 
 PICTURES = {".svg": PICTURE, ".json": TRACE}
@@ -180,6 +180,6 @@ def _write_timeline(footprint: Footprint, rank: RankMemory, path: Path) -> None:
         text = standalone(partial(timeline_chart, footprint, rank))
     else:
         text = chrome_trace(footprint, rank)
-    changed = shared.beside(path)
+    changed = beside(path)
     write_atomically(path, text.encode())
     print(f"timeline written to {path}{changed}", file=sys.stderr)

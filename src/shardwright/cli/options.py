@@ -12,9 +12,12 @@ from typing import Any
 from shardwright.core.cluster import Calibration
 from shardwright.core.document import encode_toml, to_json, write_atomically
 from shardwright.core.errors import InputError, expected
+from shardwright.core.outputs import beside
+from shardwright.core.quantities import counted, format_bytes
 from shardwright.job.asked import SHORT, in_one_line, of_same_structure
 from shardwright.job.exported import unlike
 from shardwright.job.job import Job, asked, job_in, set_key
+from shardwright.job.model_of_job import is_planned
 
 PROFILED = 20  # steps
 
@@ -81,20 +84,41 @@ def job_of(options: argparse.Namespace, engine: str = "") -> Job:
     _say(document, options.job, getattr(options, "write", None))
     if filled:
         print(f"Not given, so as {engine} has it: {in_one_line(filled)}", file=sys.stderr)
+    if _is_asked(document, options.job):
+        _say_machine(job)
     return job
 
 
-def _say(document: dict[str, Any], model: Path, path: Path | None) -> None:
+def _is_asked(document: dict[str, Any], model: Path) -> bool:
+    """Whether a document is of no job's file, which names neither itself nor a file inside."""
     named = of_same_structure(str(model)) or str(model)
+    return any(str(value).startswith(named) for value in document.get("model", {}).values())
+
+
+def _say_machine(job: Job) -> None:
+    """Say which machine a job has that names none."""
+    from shardwright.cost.constants import says_capacity
+    from shardwright.planner.profiles import cluster_of
+
+    if not says_capacity(job.cluster):
+        its, _ = cluster_of(job)
+        ranks = counted(its.world_size, f"{its.compute_device.upper()} rank")
+        each = f" of {format_bytes(its.memory_per_rank)} each" if is_planned(job) else ""
+        text = f"No machine is named: {ranks}{each} (preset {its.name}). Name one: --on 8xH100"
+        print(text, file=sys.stderr)
+
+
+def _say(document: dict[str, Any], model: Path, path: Path | None) -> None:
     if path is not None:
         if path.suffix != ".toml" or path.exists():
             wanted, found = "a new file that ends in .toml", f"'{path}'"
             raise InputError(expected("--write", wanted, found, "Name another, or move it away."))
+        changed = beside(path)
         write_atomically(path, encode_toml(document).encode())
-        print(f"job written to {path}", file=sys.stderr)
-    elif any(str(value).startswith(named) for value in document.get("model", {}).values()):
-        # of no job's file, which names neither itself nor a file inside
-        if named != str(model):
+        print(f"job written to {path}{changed}", file=sys.stderr)
+    elif _is_asked(document, model):
+        named = of_same_structure(str(model))
+        if named:
             print(f"{model} is taken for {named}, which has its structure.", file=sys.stderr)
         print(f"The job: {in_one_line(document)} (--write job.toml)", file=sys.stderr)
 
@@ -104,13 +128,6 @@ def warn_of_busy(measured: Calibration | None, file: str) -> None:
     if measured is not None and measured.busy:
         text = f"{file} was {measured.busy}: seconds are off; calibrate again when it is quiet"
         print(text, file=sys.stderr, flush=True)
-
-
-def beside(path: Path) -> str:
-    """What writing ``path`` changes beside it, for the line that says that it was written."""
-    if not path.parent.exists():
-        return f" in a new folder, {path.parent}"
-    return ", replacing the earlier one" if path.exists() and path.stat().st_size else ""
 
 
 def run_argument(parser: argparse.ArgumentParser) -> None:

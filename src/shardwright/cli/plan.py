@@ -12,7 +12,7 @@ from msgspec import UNSET
 from shardwright.cli import options as shared
 from shardwright.cli.planning import planned
 from shardwright.core.cluster import TIERS
-from shardwright.core.outputs import PLAN, check_output
+from shardwright.core.outputs import PLAN, beside, check_output
 from shardwright.job.job import named_files
 from shardwright.job.plan import Plan, write_plan
 from shardwright.planner.statistics import memory_prices, statistics
@@ -38,7 +38,7 @@ def execute(options: argparse.Namespace) -> int:
         job = with_traced_dense(job)
     made = planned(job)
     if options.output:
-        changed = shared.beside(options.output)
+        changed = beside(options.output)
         write_plan(made, options.output)
     found, prices = statistics(made), memory_prices(made)
     if options.json:

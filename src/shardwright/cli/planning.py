@@ -130,39 +130,55 @@ def progress_line(watch: Watch) -> str:
 
 
 class EstimateProgress:
-    """The last estimate on stderr: one line that is written over, or a line now and then."""
+    """What is estimated on stderr: one line that is written over, or a line now and then; above it
+    every answer that is known, but of what ends at once."""
 
     def __init__(self) -> None:
         self._begun = self._last = time.monotonic()
         self._over = sys.stderr.isatty()
         self._shown = False
-        self._estimated = ""
+        self._estimated = "estimate 1"
+        self._answers: list[str] = []
         self._patience = SearchPatience(
-            lambda seconds: self._show(f"first estimate: {PREPARING} for {seconds:.0f} s")
+            lambda seconds: self._show(f"{self._estimated}; {PREPARING} for {seconds:.0f} s")
         )
 
     def hear(self, watch: Watch) -> None:
         """Every round of a search."""
         self._patience.end()
         since = f" for {watch.elapsed:.0f} s" if watch.elapsed >= 1 else ""
-        self._show(f"{self._estimated or 'first estimate'}; planning{since}")
+        self._show(f"{self._estimated}; planning{since}")
 
     def __call__(self, text: str) -> None:
         self._patience.end()
         self._estimated = text
         self._show(text)
 
+    def known(self, text: str) -> None:
+        """An answer."""
+        self._patience.end()
+        self._answers.append(text)
+        self._show("")
+
     def _show(self, text: str) -> None:
         now = time.monotonic()
-        if now - self._begun < QUIET or now - self._last < (WATCHED if self._over else EVERY):
+        if now - self._begun < QUIET:
             return
+        if self._answers:
+            self._wipe()
+            print("\n".join(self._answers), file=sys.stderr, flush=True)
+            self._answers.clear()
+        if not text or now - self._last < (WATCHED if self._over else EVERY):
+            return
+        self._wipe()
         self._last, self._shown = now, True
-        print(f"\r\x1b[K{text}" if self._over else text, end="", file=sys.stderr, flush=True)
-        if not self._over:
-            print(file=sys.stderr)
+        print(text, end="" if self._over else "\n", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Wipe the line."""
+        """Say nothing more."""
         self._patience.end()
+        self._wipe()
+
+    def _wipe(self) -> None:
         if self._shown and self._over:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -6,19 +6,19 @@ import argparse
 import sys
 from pathlib import Path
 
-from shardwright.cli import options as shared
 from shardwright.core.document import read_bytes, write_atomically
 from shardwright.core.errors import InputError, expected
 from shardwright.core.measurement import Curve, read_measurement
-from shardwright.core.outputs import REPORT, TRACE, check_output
-from shardwright.core.quantities import format_seconds
+from shardwright.core.outputs import REPORT, TRACE, beside, check_output
+from shardwright.core.quantities import counted, format_seconds
 from shardwright.job.job import named_files
 from shardwright.job.plan import read_plan
 from shardwright.launcher.ending import RunOutcome, decode_outcome
 from shardwright.launcher.folder import is_going_on, measurement_file, outcome_file, plan_file
 from shardwright.launcher.progress import so_far
-from shardwright.report.wording import counted
 from shardwright.train.compare import compare
+
+DEFAULT = Path("report.html")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         type=Path,
-        default=Path("report.html"),
         metavar="report.html",
-        help="the page to write (report.html)",
+        help=f"the page to write ({DEFAULT}, in the current folder)",
     )
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="a step planned and measured, for Perfetto"
@@ -40,12 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Write one self-contained page, and a trace where one is asked for."""
-    changed = shared.beside(options.output)
-    write_report(options.run, options.output)
-    print(f"report written to {options.output}{changed}", file=sys.stderr)
+    output = options.output or DEFAULT
+    changed = beside(output)
+    write_report(options.run, output)
+    print(f"report written to {options.output or DEFAULT.absolute()}{changed}", file=sys.stderr)
     if options.trace:
+        changed = beside(options.trace)
         write_trace(options.run, options.trace)
-        print(f"trace written to {options.trace}", file=sys.stderr)
+        print(f"trace written to {options.trace}{changed}", file=sys.stderr)
     return 0
 
 

@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from shardwright.core.document import Shown
 from shardwright.core.footprint import StepTime, Verdict
+from shardwright.core.quantities import counted
 
 SCHEMA = "shardwright.advice/1"
 
@@ -114,6 +115,10 @@ class Advice(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     assumptions: tuple[str, ...] = ()
     seconds: float = 0.0
     schema: str = SCHEMA
+
+    def __repr__(self) -> str:
+        found = self.answer.layout.words if self.answer else "no layout fits"
+        return f"<Advice for {self.model} on {counted(self.world_size, 'rank')}: {found}>"
 
     @property
     def answer(self) -> Advised | None:

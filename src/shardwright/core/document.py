@@ -372,7 +372,16 @@ def _explain(message: str, document: Any, kind: Any, where: str, at: str) -> str
     if wanted == "object":
         wanted = "a section, { KEY = VALUE }"
         remedy = f"Known here: {', '.join(sorted(known))}." if (known := _known(kind)) else ""
+    if text.startswith("Expected `int`") and (meant := _whole(found)):
+        remedy = f"Did you mean {meant}?"
     return expected(f"{where}: {spot}", wanted, shown, remedy)
+
+
+def _whole(found: Any) -> int:
+    """The whole number that 1e3 or '8k' may mean; 0 where it is another value."""
+    if isinstance(found, str) and re.fullmatch(r"\d{1,9}[kK]", found):
+        return 1024 * int(found[:-1])
+    return int(found) if isinstance(found, float) and found.is_integer() else 0
 
 
 def _known(kind: Any) -> Collection[str]:

@@ -158,13 +158,20 @@ def _plain(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower().removeprefix("torch.")))
 
 
+def is_called(name: str, known: Iterable[str]) -> str:
+    """The known name that is the same but for case and separators, or what the field calls it;
+    empty where there is none."""
+    names, bare = {_plain(each): each for each in reversed(list(known))}, _plain(name)
+    meant = (bare, *map(_plain, ALIASES.get(bare, ())))
+    return next((names[each] for each in meant if each in names), "")
+
+
 def likeliest(name: str, known: Iterable[str]) -> str:
-    """The known name that was meant: the same but for case and separators, or by what the field
-    calls it; then one that begins with ``name``, the most alike, and one that ``name`` begins with;
-    empty where none is like it."""
-    names = {_plain(each): each for each in reversed(list(known))}
-    bare = _plain(name)
-    meant = (names[each] for each in (bare, *map(_plain, ALIASES.get(bare, ()))) if each in names)
+    """The known name that was meant: what :func:`is_called` so; then one that begins with ``name``,
+    the most alike, and one that ``name`` begins with; empty where none is like it."""
+    known = list(known)
+    names, bare = {_plain(each): each for each in reversed(known)}, _plain(name)
+    meant = filter(None, (is_called(name, known),))
     begins = (names[each] for each in reversed(names) if bare and each.startswith(bare))
     alike = (names[each] for each in get_close_matches(bare, names, n=1))
     within = (names[each] for each in reversed(names) if len(each) > 2 and bare.startswith(each))

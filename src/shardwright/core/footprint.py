@@ -21,7 +21,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardwright.core.document import Shown
-from shardwright.core.quantities import format_bytes
+from shardwright.core.quantities import counted, format_bytes
 from shardwright.core.timeline import Kind
 
 SCHEMA = "shardwright.memory/1"
@@ -166,7 +166,7 @@ class Footprint(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __repr__(self) -> str:
         return (
-            f"<Footprint of {self.model} on {self.world_size:,} ranks: "
+            f"<Footprint of {self.model} on {counted(self.world_size, 'rank')}: "
             f"{format_bytes(self.worst.peak_bytes)} at the peak, {self.verdict}>"
         )
 
@@ -368,6 +368,12 @@ class Fit(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reduce_dtype: str = ""
     time: StepTime | UnsetType = UNSET
     schema: str = FIT_SCHEMA
+
+    def __repr__(self) -> str:
+        return (
+            f"<Fit of {self.model} on {counted(self.world_size, 'rank')}: batch {self.batch} "
+            f"{self.own.estimate.verdict}, largest {self.own.largest_batch.size:,}>"
+        )
 
     @property
     def own(self) -> PolicyFit:

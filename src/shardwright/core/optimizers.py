@@ -21,6 +21,8 @@ from shardwright.core.optimizer_states import (
     BLOCK_ELEMENTS,
     CODES,
     COUNTER,
+    HOST_UPDATE_PASSES,
+    UPDATE_PASSES,
     OptimizerState,
     columns,
     eight_bit,
@@ -65,14 +67,15 @@ class Optimizer:
     what is estimated alone. ``steps`` has what each implementation takes, PyTorch's choice on a
     CUDA device first. ``elementwise`` optimizers update every element alone, so flat tensors too;
     others may update ``block`` elements together, so flat tensors that are cut between blocks.
-    An update that computes more than it moves takes as long as so many ``passes`` over the weight.
+    An update of more than one kernel takes as long as so many ``passes`` over the weight in fp32,
+    and as ``host_passes`` on the host; another one reads and writes once what there is.
     Beside other runtimes than ours one is ``elsewhere`` another.
     One that ``takes`` some tensors alone leaves the others to ``rest``. ``decoupled`` weight decay
     takes no memory, another one a copy of the gradient. ``shared_bytes`` are kept once for all
     tensors; ``smaller`` is the optimizer of the same update that keeps less.
 
     A job chooses the ``implementation`` (the first one where it is None) and the place: with
-    ``offload`` states live, and are updated, on the host.
+    ``offload`` states live, and are updated, on the host, which is not the device ``on_gpu``.
     """
 
     name: str
@@ -84,6 +87,7 @@ class Optimizer:
     elementwise: bool = True
     block: int = 1
     passes: int = 0
+    host_passes: int = 0
     elsewhere: str = ""
     decoupled: bool = False
     takes: Callable[[TensorSpec], bool] | None = None
@@ -94,6 +98,7 @@ class Optimizer:
     assumption: str = ""
     implementation: Implementation | None = None
     offload: bool = False
+    on_gpu: bool = False
 
     @property
     def first(self) -> Implementation:
@@ -303,13 +308,9 @@ def _adafactor_lists(optimizer: Optimizer, tensors: Sequence[TensorSpec], names:
 
 def _in_blocks(optimizer: Optimizer, tensors: Sequence[TensorSpec], names: Names) -> None:
     """Buffers of a chunk, which all tensors share."""
-    for name, size in room_of(tensors, optimizer.block).items():
+    for name, size in room_of(tensors, optimizer.block, on_gpu=optimizer.on_gpu).items():
         names.bind(name, size)
 
-
-# Of AdamW in 8 bits: one CPU core takes 12 to 16 times as long as for a fused AdamW, of 7 passes
-# (2**22 elements, torch 2.13, 25 November 2026). Assumed of GPUs, where it is less.
-UPDATE_PASSES = 98
 
 NEWTON_SCHULZ_STEPS = 5  # torch.optim.Muon's default
 NEWTON_SCHULZ_DTYPE = "bf16"
@@ -387,6 +388,7 @@ _ROWS = (
         elementwise=False,
         block=BLOCK_ELEMENTS,
         passes=UPDATE_PASSES,
+        host_passes=HOST_UPDATE_PASSES,
         elsewhere="adamw_8bit_torchao",
         decoupled=True,
     ),

@@ -1,4 +1,5 @@
-"""Which files a command may write over: those of its own kind, and none that it reads."""
+"""Which files a command may write over: those of its own kind, and none that it reads; folders that
+are missing are made, and the line that says what was written says so."""
 
 # A mistyped -o would take a user's file with it. It is asked before minutes of work, not after.
 
@@ -64,6 +65,13 @@ def check_output(
     if not is_of(path, kind):
         wanted = f"a new file or an earlier {kind.name}"
         raise InputError(str(path), wanted, "a file of another kind", remedy)
+
+
+def beside(path: Path) -> str:
+    """What writing ``path`` changes beside it, for the line that says that it was written."""
+    if not path.parent.exists():
+        return f" in a new folder, {path.parent}"
+    return ", replacing the earlier one" if path.exists() and path.stat().st_size else ""
 
 
 def _check_folder(path: Path) -> None:

@@ -63,6 +63,11 @@ def format_bytes(size: float) -> str:
     return f"{sign}{magnitude:.0f} B"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 table``, ``26 tables``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def exact_bytes(size: float) -> str:
     """Every byte, and in units where there are enough for one."""
     exact, rounded = f"{int(size):,} B", format_bytes(size)

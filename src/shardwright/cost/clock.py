@@ -44,6 +44,11 @@ def has_clock(c: Mapping[str, Any]) -> bool:
     return "launch_latency" in c
 
 
+def between(seconds: float, c: Mapping[str, Any]) -> tuple[float, float]:
+    """How short and how long most steps are that are predicted to take so many seconds."""
+    return seconds / (1 + c["range"]), seconds * (1 + c["range"])
+
+
 def reached(c: Mapping[str, Any]) -> Mapping[str, Any]:
     """Constants with the rates that runs reach in place of those of data sheets, for whoever prices
     by rates and latencies; as they are of a machine without a clock."""

@@ -15,7 +15,7 @@ from shardwright.core.cluster import (
 )
 from shardwright.core.document import unknown_key
 from shardwright.core.errors import InputError, expected, not_one_of
-from shardwright.core.quantities import parse_bytes
+from shardwright.core.quantities import counted, parse_bytes
 from shardwright.cost.presets import HARDWARE, LOCAL, MODELS, OF_A_JOB, PRESETS, Preset
 from shardwright.job.cluster import ClusterSection, with_calibration
 from shardwright.job.planner import Profile
@@ -186,12 +186,12 @@ def _assumptions(
     notes = _unmeasured(section, profile, found) if measured is None else _measured(measured, found)
     if section.world_size is None:
         has = "the preset has" if measured is None else "they were measured with"
-        notes.append(f"cluster.world_size not given: {found.world_size} ranks, as {has}")
+        notes.append(f"cluster.world_size not given: {counted(found.world_size, 'rank')}, as {has}")
     if section.local_world_size is None:
         hosts = found.world_size // found.local_world_size
         notes.append(
-            f"cluster.local_world_size not given: {found.local_world_size} ranks per host, "
-            f"{hosts} host{'s' if hosts > 1 else ''}"
+            f"cluster.local_world_size not given: {counted(found.local_world_size, 'rank')} per "
+            f"host, {counted(hosts, 'host')}"
         )
     key = f"{found.decisive_tier}_cap"
     if getattr(section, key) is None:
@@ -217,7 +217,7 @@ def _unmeasured(section: ClusterSection, profile: Profile, found: Cluster) -> li
 
 def _measured(measured: Calibration, found: Cluster) -> list[str]:
     """Where and when the constants were measured, and what of them was not."""
-    ranks = f"{measured.world_size} rank{'s' if measured.world_size > 1 else ''}"
+    ranks = counted(measured.world_size, "rank")
     machine = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in sorted(measured.machine.items()))
     notes = [
         f"hardware constants were measured on {measured.date} with {ranks} "

@@ -54,13 +54,15 @@ def _averages_bytes(weight_bytes: Any, kind: str, elements: Elements | None) -> 
     return states * each
 
 
-def dense_update_bytes(weight_bytes: Any, kind: str) -> Any:
-    """Bytes that an update of ``weight_bytes`` reads and writes."""
+def dense_update_bytes(weight_bytes: Any, kind: str, *, on_host: bool = False) -> Any:
+    """Bytes that an update of ``weight_bytes`` reads and writes, on an accelerator or ``on_host``;
+    what computes more than it moves takes as long as one of so many."""
     row = OPTIMIZERS[kind]
-    passes = row.passes or PARAMETER_PASSES + STATE_PASSES * row.values_per_element
+    own = row.host_passes if on_host else row.passes
+    passes = own or PARAMETER_PASSES + STATE_PASSES * row.values_per_element
     what = "read parameter and gradient, write parameter; read and write each state"
-    if row.passes:
-        what = "as many passes over memory as its computing takes"
+    if own:
+        what = "as measured on a core" if on_host else "what its kernels read and write"
     return weight_bytes * noted(passes, "update_passes", "", what, like=weight_bytes)
 
 

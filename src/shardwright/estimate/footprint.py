@@ -16,6 +16,7 @@ from shardwright.core.errors import NoPlanError, check_type
 from shardwright.core.footprint import Footprint, RankMemory
 from shardwright.core.optimizers import trained
 from shardwright.core.quantities import format_bytes
+from shardwright.core.tensor import TensorSpec
 from shardwright.core.timeline import EXACT_KINDS
 from shardwright.estimate.recordings import found_for
 from shardwright.estimate.step_time import planned_time
@@ -30,8 +31,6 @@ from shardwright.planner.planner import watch_of
 from shardwright.planner.search.watch import Hear
 from shardwright.planner.step_draft import StepDraft, class_name, memories
 from shardwright.planner.strategy.steps import smallest
-
-OWN_DTYPE = "the module's"  # whose parameters each have the one that they were made in
 
 
 def footprint(
@@ -113,7 +112,12 @@ def footprint_of(
         parameters=sum(tensor.numel for tensor in problem.model.tensors),
         world_size=world,
         parallel={},
-        settings=settings_of(job, device if problem.model.is_trained else "", policy),
+        settings=settings_of(
+            job,
+            device if problem.model.is_trained else "",
+            (tensor for unit in units for tensor in unit.tensors),
+            policy,
+        ),
         ranks=ranks,
         capacity=room,
         outside=problem.extras,
@@ -154,9 +158,12 @@ def assumptions_on_gpu(operators: Iterable[Iterable[str]]) -> list[str]:
     return [*(f"as on a CPU: {', '.join(names)}" for names in unknown if names), ASSUMPTION]
 
 
-def settings_of(job: Job, device: str, policy: str = "") -> dict[str, str]:
+def settings_of(
+    job: Job, device: str, tensors: Iterable[TensorSpec], policy: str = ""
+) -> dict[str, str]:
     """What a step is run with on ``device``, and checkpointed by a plan's ``policy``; of the rest
-    what is not by default. Of tables alone, without a step on any, the batch."""
+    what is not by default. Parameters of a module of one's own have the dtypes that these
+    ``tensors`` were made in. Of tables alone, without a step on any, the batch."""
     batch = {"batch": str(job.batch.size)}
     if not device:
         return batch
@@ -169,10 +176,11 @@ def settings_of(job: Job, device: str, policy: str = "") -> dict[str, str]:
         for name, value in values.items()
         if value != getattr(usual, name)
     }
+    own = " and ".join(sorted({tensor.dtype for tensor in tensors}))
     return {
         # First what most asks for: bytes and seconds hang on it.
-        "param_dtype": section.param_dtype or OWN_DTYPE,
-        "reduce_dtype": section.reduce_dtype or OWN_DTYPE,
+        "param_dtype": section.param_dtype or own,
+        "reduce_dtype": section.reduce_dtype or own,
         "runtime": section.runtime,
         "checkpointing": policy or section.policy,
         "lowering": device,

@@ -110,8 +110,8 @@ class FunctionCall(msgspec.Struct, frozen=True):
 
     @property
     def where(self) -> str:
-        """How errors name the function."""
-        return f"model.python '{self.name}'"
+        """How errors name the function, or the module of a program."""
+        return f"model.python '{self.name}'" if ":" in self.name else self.name
 
 
 class Built(NamedTuple):
@@ -337,7 +337,7 @@ def check_call(built: Built) -> None:
                 f"{built.where}: {named(built.module, '')}",
                 f"a forward that takes {built.called}",
                 str(error),
-                "Return (module, inputs) from the function.",
+                "Give what it takes: a job's function returns (module, inputs).",
             )
         ) from error
     except ValueError:

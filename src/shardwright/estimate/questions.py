@@ -15,6 +15,7 @@ from shardwright.core.errors import InputError, did_you_mean, expected
 from shardwright.core.footprint import Fit, Footprint
 from shardwright.estimate.footprint import footprint
 from shardwright.job.asked import SHORT
+from shardwright.job.cluster import in_one_word
 from shardwright.job.job import Job, asked, job_in
 
 Asked = Job | Path | str
@@ -66,6 +67,8 @@ def job_for(model: Asked, on: str, keys: Mapping[str, Any]) -> Job:
     if not isinstance(model, str | Path):
         wanted, remedy = "a Job, its file or a model's name", "read_job reads a file."
         raise InputError(expected("model", wanted, type(model).__name__, remedy))
+    if on:
+        in_one_word(on, "on")
     given = [f"{_key(name)}={_text(value)}" for name, value in keys.items() if value is not None]
     return job_in(asked(model, given, on), model)
 
@@ -95,6 +98,10 @@ def estimate_memory(of: Any, inputs: Any = None, **how: Any) -> Footprint:
     if inputs is None:
         if not isinstance(of, Job) and callable(of):
             raise InputError(expected("inputs", "what the module is called with", "none"))
+        if not isinstance(of, Job):
+            remedy = "read_job reads a file; sw.memory takes names, too."
+            wanted, found = "a Job, or a module and its inputs", type(of).__name__
+            raise InputError(expected("estimate_memory", wanted, found, remedy))
         return footprint(of, **how)
     from shardwright.estimate.recordings import module_memory
 

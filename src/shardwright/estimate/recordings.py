@@ -29,7 +29,7 @@ from msgspec import UNSET
 from shardwright import __version__
 from shardwright.core.cluster import Cluster
 from shardwright.core.document import decode_json, write_atomically
-from shardwright.core.errors import InputError, UnsupportedError, check_type, expected
+from shardwright.core.errors import InputError, UnsupportedError, check_type, did_you_mean, expected
 from shardwright.core.kinds import kind_of
 from shardwright.core.model import ModelSpec
 from shardwright.core.quantities import MOST_GIB
@@ -41,6 +41,7 @@ from shardwright.estimate.with_tables import (
     find_with_tables,
     ways_with_tables,
 )
+from shardwright.job.asked import SHORT
 from shardwright.job.cluster import check_units, in_one_word
 from shardwright.job.job import (
     A_JOB,
@@ -156,7 +157,7 @@ def plan_module(
     if isinstance(build, nn.Module) or not callable(build):
         found, remedy = type(build).__name__, "Pass one, such as lambda: Net(64)."
         raise InputError(expected("build", "a function that returns the module", found, remedy))
-    _check_takes_nothing(build)
+    _check_takes_nothing(build, "build")
     keys = {"cluster": cluster, "optimizer": optimizer, **sections}
     job = _module_job("plan_module", build, example_inputs, keys)
     said = job.train.table_optimizer is not UNSET
@@ -177,15 +178,15 @@ def module_memory(
     targets: Any = None,
     on: str = "1xcpu",
     optimizer: str = "adamw",
-    **sections: Mapping[str, Any],
+    **keys: Any,
 ) -> Footprint:
     """What a training step of a module takes on every rank of a machine in one word (``on``), with
     details. It stays as it is: a copy without numbers is called with ``inputs`` on fake tensors.
     ``module`` may also be a function that makes it; other arguments are those of
-    :func:`plan_module`.
+    :func:`plan_module`, or short ones of ``sw.memory``: ``checkpointing="full"``.
 
-    UnsupportedError for ``sections`` that no plan follows (another runtime, tensor ranks): a job
-    that names a function is estimated with them.
+    UnsupportedError for ``keys`` that no plan follows (another runtime, tensor ranks):
+    ``sw.memory("package.module:function")`` estimates with them.
     """
     from torch import nn
 
@@ -195,36 +196,60 @@ def module_memory(
     if not callable(module):
         wanted, found = "a module, or a function that returns one", type(module).__name__
         raise InputError(expected("module", wanted, found))
-    keys = {"cluster": in_one_word(on, "on"), "optimizer": optimizer, **sections}
-    job = _module_job("estimate_memory", module, inputs, keys)
+    if not isinstance(module, nn.Module):
+        _check_takes_nothing(module, "module")
+    given = {"cluster": in_one_word(on, "on"), "optimizer": optimizer, **keys}
+    job = _module_job("estimate_memory", module, inputs, given)
     for key, wanted, found in unplanned(job):
-        remedy = "Name the function that makes the module as model.python of a job."
+        remedy = (
+            "sw.memory('package.module:function') takes it, of a function that makes the module."
+        )
         wanted = f"{wanted} for a module at hand"
-        raise UnsupportedError(expected(f"estimate_memory: {key}", wanted, found, remedy))
+        where = f"estimate_memory: {_argument(key, given)}"
+        raise UnsupportedError(expected(where, wanted, found, remedy))
     build = partial(likeness, module) if isinstance(module, nn.Module) else module
     record = _module_record(job, build, (inputs, loss, targets))
     return footprint(job, details=True, record=record)
 
 
 def _module_job(where: str, build: Any, inputs: Any, keys: dict[str, Any]) -> Job:
-    """The job of a module that a program has: its ``cluster``, ``optimizer`` and sections."""
-    cluster, optimizer = keys.pop("cluster"), keys.pop("optimizer")
+    """The job of a module that a program has: its ``cluster``, what is short for a key, such as
+    ``optimizer``, and sections; errors name what the program gave."""
+    sections, cluster = {**keys}, keys["cluster"]
+    del sections["cluster"]
     if not isinstance(cluster, str | Mapping):
         wanted = "a preset's name or the keys of a job's [cluster]"
         raise InputError(expected("cluster", wanted, type(cluster).__name__))
     check_units(cluster, where, MOST_GIB)  # a program may have worked out few bytes
-    for section, each in keys.items():
-        check_type(each, Mapping, section, "It has the keys of a job's section.")
+    short = {key: sections.pop(key) for key in SHORT if not isinstance(keys.get(key, {}), Mapping)}
+    for name, each in sections.items():
+        if not isinstance(each, Mapping):
+            near = did_you_mean(name, (*SHORT, "loss", "targets", "cluster", "on"))
+            wanted = "the keys of a job's section, such as memory={'loss': 'chunked'}"
+            raise InputError(expected(f"{where}: {name}", wanted, repr(each), near))
     of = build if hasattr(build, "__qualname__") else type(build)
     name = f"{of.__module__}:{of.__qualname__}"
     document = {
         "model": {"python": re.sub(r"[^\w.:]", "", name)},
         "cluster": {"preset": cluster} if isinstance(cluster, str) else dict(cluster),
-        **{section: dict(each) for section, each in keys.items()},
+        **{section: dict(each) for section, each in sections.items()},
     }
-    document["train"] = {"optimizer": optimizer, **document.get("train", {})}
     document["batch"] = {"size": _samples(inputs), **document.get("batch", {})}
-    return parse_job(document, where)
+    for name, value in short.items():
+        section, _, key = SHORT[name].partition(".")
+        document[section] = {key: value, **document.get(section, {})}
+    try:
+        return parse_job(document, where)
+    except InputError as error:
+        text = str(error).removeprefix(f"{where}: ")
+        key, _, rest = text.partition(":")
+        raise type(error)(f"{where}: {_argument(key, keys)}:{rest}") from None
+
+
+def _argument(key: str, given: Mapping[str, Any]) -> str:
+    """The argument that a program gave for a key of a job, where there is one."""
+    names = {each: name for name, each in SHORT.items() if name in given}
+    return names.get(key, key)
 
 
 def _module_record(job: Job, build: Callable[[], nn.Module], given: tuple[Any, ...]) -> Recorded:
@@ -235,7 +260,7 @@ def _module_record(job: Job, build: Callable[[], nn.Module], given: tuple[Any, .
 
     machine, _ = cluster_of(job)
     device = memory_of(job).lowering or machine.compute_device
-    name, dtype = str(job.model.python), step_dtypes(job)[0]
+    name, dtype = f"module {str(job.model.python).partition(':')[2]}", step_dtypes(job)[0]
     inputs, loss, targets = given
     said = job.train.table_optimizer is not UNSET
 
@@ -248,7 +273,7 @@ def _module_record(job: Job, build: Callable[[], nn.Module], given: tuple[Any, .
     return lambda its, routed: of(routed if said else (), checkpointing_of(its)[0])
 
 
-def _check_takes_nothing(build: Callable[..., Any]) -> None:
+def _check_takes_nothing(build: Callable[..., Any], name: str) -> None:
     try:
         signature = inspect.signature(build)
     except (TypeError, ValueError):  # one that Python cannot look into
@@ -258,7 +283,7 @@ def _check_takes_nothing(build: Callable[..., Any]) -> None:
     except TypeError as error:
         remedy = "Bind them, as lambda: Net(64) does."
         raise InputError(
-            expected("build", "a function that takes nothing", f"{error}", remedy)
+            expected(name, "a function that takes nothing", f"{error}", remedy)
         ) from None
 
 

@@ -24,6 +24,7 @@ from shardwright.core.recording import Piece, RecordedUnit
 from shardwright.core.tensor import TensorSpec, element_bytes
 from shardwright.cost.clock import (
     beside_launches,
+    between,
     has_clock,
     near_of,
     piece_seconds,
@@ -110,7 +111,7 @@ class StageWork:
             sum(t.numel * sharding.stored(t.dtype) for t in unit.tensors),
             sum(t.numel * sharding.computed(t.dtype) for t in unit.tensors),
             sum(t.numel * sharding.reduced(t.dtype) for t in trained),
-            sum(_touched(t, optimizer) for t in trained),
+            sum(_touched(t, optimizer, sharding) for t in trained),
         )
         (self.experts if sharding.is_experts(name) else self.units).add(found)
 
@@ -255,9 +256,12 @@ def stage_of(work: StageWork, sharding: Sharding, clock: RankClock, optimizer: O
     return Stage(forward, backward, once, update)
 
 
-def _touched(tensor: TensorSpec, optimizer: Optimizer) -> int:
+def _touched(tensor: TensorSpec, optimizer: Optimizer, sharding: Sharding) -> int:
     """Bytes that an update reads and writes: weights, states, and gradients twice, once for their
-    norm."""
+    norm; of one of many kernels what these do."""
+    on_host = sharding.offload or optimizer.offload or not sharding.on_gpu
+    if passes := optimizer.host_passes if on_host else optimizer.passes:
+        return tensor.numel * (passes + 1) * element_bytes("fp32")
     counted = (s for s in states(optimizer, tensor) if s.place == "device" or optimizer.offload)
     kept = sum(state.bytes for state in counted)
     return 2 * kept + tensor.numel * (2 * element_bytes(tensor.dtype) + 2 * element_bytes("fp32"))
@@ -329,8 +333,7 @@ def _told(
     world = degrees.world_size
     return StepTime(
         seconds,
-        seconds / (1 + c["range"]),
-        seconds * (1 + c["range"]),
+        *between(seconds, c),
         {name: spent for name, spent in parts.items() if spent},
         batch.size * batch.sequence * degrees.data_replicate * degrees.data_shard,
         FORWARDS * forward_flops,

@@ -11,7 +11,7 @@ the machine of the runtime that the job names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -44,7 +44,7 @@ from shardwright.heap.rank_step import Chunk, MakeMachine, RankStep
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import WHOLE, MemorySection, Runtime, check_memory, float8_scaling
 from shardwright.job.model import as_function
-from shardwright.job.model_of_job import unplanned
+from shardwright.job.model_of_job import beyond_positions, unplanned
 from shardwright.job.parallel import ENDS_WEIGH, Degrees, ParallelSection, Quantile, experts_of
 from shardwright.job.rules import refuse_unread
 from shardwright.planner.profiles import cluster_of
@@ -109,7 +109,8 @@ class _Estimate:
         self.model = recorded_model(job, self.degrees, self.treatment)
         self.ranks = pipeline_ranks(self.model.layers, self.degrees, ends_of(self.section))
         self.operators: list[tuple[str, ...]] = []
-        self.assumptions = [*optimizer_of(job).assumptions(), *_sharing(job, self.degrees)]
+        self.assumptions = [*beyond_positions(job), *optimizer_of(job).assumptions()]
+        self.assumptions += _sharing(job, self.degrees)
 
     def result(self, details: bool, rank: str, spare: int | None) -> Footprint:
         # On the CPU the kernels of the trace are those of a run, so all bytes are met exactly; a
@@ -142,7 +143,7 @@ class _Estimate:
             parameters=self.model.parameters,
             world_size=self.degrees.world_size,
             parallel=_degrees(self.degrees),
-            settings=settings_of(self.job, self.device),
+            settings=settings_of(self.job, self.device, _tensors(classes)),
             ranks=found,
             capacity=self.capacity,
             outside=extras,
@@ -436,6 +437,13 @@ MACHINES: dict[Runtime, Callable[..., Machine]] = {
     "ddp": Replicated,
     "megatron": Megatron,
 }
+
+
+def _tensors(classes: Iterable[RankClass]) -> Iterator[TensorSpec]:
+    for each in classes:
+        for chunk in each.step.chunks:
+            for unit in chunk.step.units.values():
+                yield from unit.tensors
 
 
 def optimizer_of(job: Job) -> Optimizer:

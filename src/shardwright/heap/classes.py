@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from shardwright.core.footprint import Alive, Extra, ModuleMemory, PhasePeak, RankMemory, Sample
+from shardwright.core.quantities import counted
 from shardwright.core.timeline import Kind, StorageChange
 from shardwright.heap.allocator import AllocatorSettings, Replay, replay
 from shardwright.heap.ledger import Ledger
@@ -265,6 +266,6 @@ def outside(degrees: Degrees, on_gpu: bool, more: int = 0) -> tuple[Extra, ...]:
     count = communicators(degrees) + more
     if count:
         low, high = COMMUNICATOR
-        name = f"{count} communicator{'s' if count > 1 else ''}"
+        name = counted(count, "communicator")
         found.append(Extra(name, count * low, count * high, COMMUNICATOR_SOURCE))
     return tuple(found)

@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -63,7 +63,7 @@ def states(optimizer: Optimizer, tensor: TensorSpec) -> Iterator[StateTensor]:
 
 
 def step_temporaries(
-    optimizer: Optimizer, tensors: Iterable[TensorSpec]
+    optimizer: Optimizer, tensors: Iterable[TensorSpec], *, on_gpu: bool = False
 ) -> tuple[StorageChange, ...]:
     """What a step over ``tensors`` takes and frees, in order; all of it is freed in the end.
 
@@ -78,7 +78,7 @@ def step_temporaries(
     changes: list[StorageChange] = []
     for its in parts.values():
         names = _Locals()
-        part = optimizer.of(its[0])
+        part = replace(optimizer.of(its[0]), on_gpu=on_gpu)
         part.step(part, its, names)
         changes += names.closed()
     return tuple(changes)
@@ -259,7 +259,8 @@ class RankStep:
                     with heap.during("reduce"):
                         route.receive_gradients(heap, self.tables[path])
                 route.update(heap, self.tables[path])
-            for change in step_temporaries(self.optimizer, machine.updated()):
+            on_gpu = machine.sharding.on_gpu
+            for change in step_temporaries(self.optimizer, machine.updated(), on_gpu=on_gpu):
                 if change.bytes > 0:
                     heap.take(f"step.{change.storage}", "temporary", change.bytes)
                 else:

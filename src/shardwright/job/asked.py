@@ -144,8 +144,12 @@ def said_dtype(config: Mapping[str, Any]) -> Any:
 def tokens_of(config: Mapping[str, Any], otherwise: int) -> int:
     """Tokens of a sample where nobody names them: ``LONGEST``, or the positions that the model was
     made for where these are fewer; of ``otherwise`` positions where it names none."""
-    said = next((config[key] for key in POSITIONS if isinstance(config.get(key), int)), otherwise)
-    return min(max(said, 1), LONGEST)
+    return min(max(positions_of(config) or otherwise, 1), LONGEST)
+
+
+def positions_of(config: Mapping[str, Any]) -> int:
+    """The positions that a model was made for; 0 where its configuration names none."""
+    return next((config[key] for key in POSITIONS if isinstance(config.get(key), int)), 0)
 
 
 def document_of(model: Path | str) -> dict[str, Any]:

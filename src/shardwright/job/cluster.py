@@ -136,14 +136,38 @@ def in_one_word(text: str, where: str = "--on") -> dict[str, Any]:
     if text.endswith(".toml"):
         return {"file": text}
     known = {name.lower(): preset for name, preset in DEVICES.items()}
-    found = _COUNTED.fullmatch(f"1x{text}" if text.lower() in known else text)
-    if found is None:
+    if text in (*DEVICES.values(), *CPU_PRESETS):
         return {"preset": text}
-    preset = known.get(found["device"].lower())
-    if preset is None:
+    found = _COUNTED.fullmatch(f"1x{text}" if text.lower() in known else text)
+    preset = known.get(found["device"].lower()) if found else None
+    if found is None or preset is None:
+        if meant := _meant(text):
+            wanted = "a machine such as 8xH100, a preset or a cluster file"
+            raise InputError(expected(where, wanted, f"'{text}'", f"Did you mean '{meant}'?"))
+        if found is None:  # a preset that another profile has, or none
+            return {"preset": text}
         wanted = "a known device, a preset or a cluster file"
         remedy = there_are(found["device"], DEVICES)
         raise InputError(expected(where, wanted, f"'{found['device']}'", remedy))
     hosts, each = found["hosts"], int(found["each"])
     section = {"preset": preset, "world_size": int(hosts or 1) * each}
     return section | ({"local_world_size": each} if hosts else {})
+
+
+BESIDE = re.compile(r"\d+-?gb?\b|hbm\d?|sxm\d?|pcie\d?")  # what shops write beside a device
+
+
+def _meant(text: str) -> str:
+    """A machine in one word that has the device and the counts of a ``text``: ``8xH100`` of
+    ``H100x8`` and of ``8 H100-SXM5-80GB``; empty where no device, or more counts, are in it."""
+    spaced = re.sub(r"[^a-z0-9]+", "-", text.lower())
+    names = {name.lower().replace("-", ""): name for name in DEVICES}
+    names |= {name.removeprefix("rtx"): device for name, device in names.items()}
+    # The longest first, so that 80 of A100-80 is not taken for a count.
+    for name in sorted(names, key=len, reverse=True):
+        device = re.search("-?".join(name), spaced)
+        if device:
+            rest = f"{spaced[: device.start()]} {spaced[device.end() :]}"
+            counts = re.findall(r"\d+", BESIDE.sub("", rest)) or ["1"]
+            return "x".join([*counts, names[name]]) if len(counts) < 3 else ""
+    return ""

@@ -18,6 +18,7 @@ from shardwright.core.kinds import kind_of, members_of
 from shardwright.core.model import ModelSpec, TableSpec
 from shardwright.core.optimizers import TRAINED, UPDATED, trained
 from shardwright.core.recording import RecordedTable, Recording
+from shardwright.job.asked import config_document, config_name, positions_of
 from shardwright.job.job import Job, memory_of, parallel_of, table_optimizer
 from shardwright.job.memory import MemorySection
 from shardwright.job.parallel import ParallelSection
@@ -286,3 +287,19 @@ def _check_dim(job: Job) -> None:
             )
     if not bottom:
         raise InputError(expected("model.bottom", "at least one width", "no layer"))
+
+
+def beyond_positions(job: Job) -> tuple[str, ...]:
+    """What is to be known of samples that are longer than those that a published model was made
+    for; one with learned positions is refused them when its job is read."""
+    config = job.model.hf_config
+    if config is UNSET:
+        return ()
+    try:
+        positions = positions_of(config_document(config))
+    except InputError:  # of a plan whose file is elsewhere
+        return ()
+    if not 0 < positions < job.batch.sequence:
+        return ()
+    said = f"the {positions:,} positions that {config_name(config)} was made for"
+    return (f"batch.sequence {job.batch.sequence:,} is beyond {said}",)

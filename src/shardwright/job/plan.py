@@ -28,7 +28,7 @@ from shardwright.core.layout import ReplicaGrid
 from shardwright.core.model import ModelSpec
 from shardwright.core.option import ShardRun
 from shardwright.core.placement import Placement, Replicate, Roles, TwoZeros, Zero
-from shardwright.core.quantities import format_seconds
+from shardwright.core.quantities import counted, format_seconds
 from shardwright.core.recording import Recording
 from shardwright.core.schedule import Modes
 from shardwright.core.sharding import ShardingType, traits
@@ -262,12 +262,12 @@ class Plan(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __repr__(self) -> str:
         parts = [
-            f"{len(them):,} {name}{'s' if len(them) != 1 else ''}"
+            counted(len(them), name)
             for name, them in (("table", self.tables), ("unit", self.units))
             if them
         ]
         return (
-            f"<Plan of {' and '.join(parts)} on {self.world_size:,} ranks: "
+            f"<Plan of {' and '.join(parts)} on {counted(self.world_size, 'rank')}: "
             f"{format_seconds(self.max_rank_seconds)} per step, gap {self.gap * 100:.1f} %, "
             f"{self.verdict}, fingerprint {self.fingerprint[:12]}>"
         )

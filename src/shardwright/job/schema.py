@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET
 
+from shardwright.core.errors import is_called
 from shardwright.job.job import HIDDEN, Job
 from shardwright.job.memory import MemorySection
 from shardwright.job.model import CALLS, KINDS, ModelSection
@@ -85,6 +86,21 @@ def sections(kind: Any) -> Iterator[Section]:
                 yield from sections(inner)
     for inner in typing.get_args(kind):
         yield from sections(inner)
+
+
+def keys_called(name: str, kind: Section = Job, inside: str = "") -> Iterator[str]:
+    """The keys that are a ``name``, or what the field calls so, in sections of their own:
+    ``train.steps`` of ``steps``."""
+    found = typing.get_type_hints(kind)
+    known = [key for key in found if f"{kind.__name__}.{key}" not in HIDDEN]
+    if inside and (meant := is_called(name, known)):
+        yield f"{inside}{meant}"
+    for key in known:
+        # A section, which may be left out: entries of a list have names of their own.
+        for section in (found[key], *typing.get_args(found[key])):
+            is_entry = typing.get_origin(found[key]) is tuple or not isinstance(section, type)
+            if not is_entry and issubclass(section, msgspec.Struct):
+                yield from keys_called(name, section, f"{inside}{key}.")
 
 
 def _plain(text: KeyText) -> str:

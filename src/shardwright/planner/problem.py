@@ -22,7 +22,7 @@ from shardwright.cost.clock import has_clock
 from shardwright.heap.classes import outside
 from shardwright.heap.rank_step import Chunk
 from shardwright.job.job import Job, checkpointing_of, degrees_of, memory_of
-from shardwright.job.model_of_job import placed_tables, step_dtypes
+from shardwright.job.model_of_job import beyond_positions, placed_tables, step_dtypes
 from shardwright.job.planner import reservation_kind, trained_communication
 from shardwright.planner import profiles
 from shardwright.planner.choices import Rules, Tables, table_choices, uncut_notes
@@ -182,7 +182,7 @@ def make_problem(
     rules = Rules(job, model, context)
     tables = table_choices(rules, slow=slow, capacity=capacity, known=priced)
     told = (*_assumptions(job, unit_space), *_rates(unit_space), *_range(cluster, model))
-    notes = (*assumptions, *told)
+    notes = (*beyond_positions(job), *assumptions, *told)
     return Problem(job, context, model, tables, unit_space, reserved, notes, slow, sure)
 
 

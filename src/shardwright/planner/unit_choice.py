@@ -395,7 +395,8 @@ def unit_seconds(choice: UnitChoice, of: UnitSizes, c: Any) -> UnitSeconds:
         gathers = gathers + dense.copy_seconds(share, c, away=choice.away)
         if choice.reduces:
             reduces = reduces + dense.copy_seconds(of.trained, c, away=choice.away)
-    moved = optimizer.dense_update_bytes(of.trained, choice.unit.optimizer)
+    on_host = choice.away or not choice.context.on_gpu
+    moved = optimizer.dense_update_bytes(of.trained, choice.unit.optimizer, on_host=on_host)
     return UnitSeconds(
         gather=gathers,
         reduce=reduces,

@@ -27,6 +27,7 @@ from shardwright.report.table import assumed_line, drawn, listed, prose, spaced
 from shardwright.report.wording import (
     TEXT_LIMIT,
     about_seconds,
+    mfu_text,
     percent,
     printable,
     range_text,
@@ -149,7 +150,7 @@ def _rows_sheet(advice: Advice, rows: tuple[Advised, ...], *, full: bool) -> She
         text("loses by", lambda row: _largest(_losses(row, first))),
     ]
     if first.time.model_flops:
-        cells.insert(2, number("MFU", lambda row: f"{row.time.mfu:.0%}"))
+        cells.insert(2, number("MFU", lambda row: mfu_text(row.time.mfu)))
     if full:
         cells += [
             number(rate, lambda row: two_digits(row.time.tokens_per_second / row.time.devices)),

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from shardwright.core.measurement import ComparedNumber, Comparison
-from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.quantities import counted, format_bytes, format_seconds
 from shardwright.core.timeline import BESIDE, PHASES, category
 from shardwright.job.plan import Plan
 from shardwright.report.sheet import Cell, Sheet, number, sheet_of, text
 from shardwright.report.wording import (
     TEXT_LIMIT,
     about_seconds,
-    counted,
     error_text,
     percent,
     printable,

@@ -8,16 +8,18 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 from rich.console import Group, RenderableType
 
-from shardwright.core.footprint import Fit, Largest, PolicyFit, Remedy
-from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.footprint import Fit, PolicyFit, Remedy
+from shardwright.core.quantities import counted, format_bytes, format_seconds
 from shardwright.report.sheet import Cell, Sheet, number, sheet_of, text
 from shardwright.report.table import assumed_line, drawn, listed, prose, spaced
 from shardwright.report.wording import (
     TEXT_LIMIT,
     VERDICT_STYLES,
-    counted,
     fitting,
     largest_text,
+    largest_words,
+    mfu_text,
+    policy_words,
     printable,
     range_text,
     step_time_sentence,
@@ -73,31 +75,25 @@ def headline(fit: Fit) -> str:
 def job_line(fit: Fit) -> str:
     """The job as it is."""
     its = fit.own.estimate
-    where = f"the rank that needs most, in {printable(its.peak_phase)}" if its.peak_phase else "all"
+    where = f"the fullest rank, in {printable(its.peak_phase)}" if its.peak_phase else "all"
     text = fitting(its.least_bytes, its.most_bytes, fit.capacity, where)
-    how = f"{_batch_text(fit)}, {_policy_words(fit.checkpointing)}"
+    how = f"{_batch_text(fit)}, checkpointing {policy_words(fit.checkpointing)}"
     return f"As it is ({how}): {text[0].lower()}{text[1:]}"
 
 
 def policies_sheet(fit: Fit, *, full: bool = True) -> Sheet:
     """One row per checkpointing policy; ``full``: live bytes beside what is needed."""
     cells: list[Cell[PolicyFit]] = [
-        text(
-            "checkpointing",
-            lambda row: (
-                _policy_words(row.checkpointing) + (" (this job)" if row is fit.own else "")
-            ),
-        ),
+        text("checkpointing", lambda row: policy_words(row.checkpointing)),
         *_estimate_cells(fit, f"peak, batch {fit.batch}", fit.policies, full=full),
-        number("largest batch", lambda row: largest_words(row.largest_batch)),
     ]
-    if fit.sequence > 1 and any(row.largest_batch.size for row in fit.policies):
+    found = [row.largest_batch for row in fit.policies]
+    if full or any(each.size or each.next_perhaps for each in found):
+        cells.append(number("largest batch", lambda row: largest_words(row.largest_batch)))
+    if fit.sequence > 1 and any(each.size for each in found):
         cells.append(number("tokens per rank", lambda row: _tokens(row, fit.sequence), 1))
-    return sheet_of("By checkpointing policy", fit.policies, cells)
-
-
-def _policy_words(policy: str) -> str:
-    return "chosen by the plan" if policy == "as planned" else printable(policy)
+    title = f"By checkpointing policy (this job's: {policy_words(fit.checkpointing)})"
+    return sheet_of(title, fit.policies, cells)
 
 
 def _tokens(row: PolicyFit, sequence: int) -> str:
@@ -120,7 +116,9 @@ def _estimate_cells(
             cells.append(number("a step", lambda e: _rounded(e.estimate.step_seconds, " s")))
         rate = f"{_counted(fit)}/s/GPU"
         cells.append(number(rate, lambda e: _rounded(e.estimate.device_tokens_per_second)))
-        cells.append(number("MFU", lambda e: f"{e.estimate.mfu:.0%}" if e.estimate.mfu else "-"))
+        cells.append(
+            number("MFU", lambda e: mfu_text(e.estimate.mfu) if e.estimate.mfu else "-", 2)
+        )
     return cells
 
 
@@ -141,12 +139,13 @@ def answers(fit: Fit) -> list[str]:
         words = f"{largest_words(longest)} tokens{unit}" if longest.size else "none fits"
         words += "; the model does not run with more" if longest.refused else ""
         lines.append(
-            f"Longest sequence with batch {fit.batch}, {_policy_words(fit.checkpointing)}: {words}."
+            f"Longest sequence with batch {fit.batch}, checkpointing "
+            f"{policy_words(fit.checkpointing)}: {words}."
         )
     if fit.fewest_ranks is not None:
         none = "no number is enough, for more ranks only divide the data"
         ranks = counted(fit.fewest_ranks, "rank") if fit.fewest_ranks else none
-        how = f"{_batch_text(fit)} each, {_policy_words(fit.checkpointing)}"
+        how = f"{_batch_text(fit)} each, checkpointing {policy_words(fit.checkpointing)}"
         lines.append(f"Fewest ranks for {how}: {ranks}.")
     if not all(row.largest_batch.even for row in fit.policies):
         lines.append("A larger batch was seen to need less: sizes were tried one by one there.")
@@ -196,14 +195,6 @@ def _skipped(fit: Fit, *, full: bool) -> tuple[str, ...]:
     if full or len(texts) <= FIRST_SKIPPED + 1:
         return texts
     return (*texts[:FIRST_SKIPPED], f"{len(texts) - FIRST_SKIPPED} more (--full)")
-
-
-def largest_words(found: Largest) -> str:
-    """A size or ``none``, that the next one is not sure, or that more were not looked at."""
-    words = f"{found.size:,}" if found.size else "none"
-    if found.next_perhaps:
-        return f"{words}, perhaps {found.size + found.step:,}"
-    return f"{words} or more" if found.or_more else words
 
 
 def _batch_text(fit: Fit) -> str:

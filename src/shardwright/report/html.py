@@ -20,7 +20,7 @@ from markupsafe import Markup
 from msgspec import UNSET
 
 from shardwright.core.measurement import Comparison, Curve, Measurement, Quality, Saved, Scores
-from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.quantities import counted, format_bytes, format_seconds
 from shardwright.job.plan import Plan
 from shardwright.report import comparison_sheets, plan_sheets, svg
 from shardwright.report.marks import dark_colours, fitted
@@ -30,7 +30,6 @@ from shardwright.report.svg import measured_peaks, slowest, step_seconds
 from shardwright.report.table_map import sharding_map
 from shardwright.report.wording import (
     TEXT_LIMIT,
-    counted,
     percent,
     printable,
     saved_text,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from shardwright.core.footprint import Footprint, RankMemory, Sample
-from shardwright.core.quantities import format_bytes
+from shardwright.core.quantities import counted, format_bytes
 from shardwright.core.timeline import Kind, category, in_order
 from shardwright.report.marks import (
     LINE,
@@ -31,7 +31,7 @@ from shardwright.report.marks import (
     text_width,
     ticks,
 )
-from shardwright.report.wording import counted, headline, peak_text, shortened, verdict_sentence
+from shardwright.report.wording import headline, peak_text, shortened, verdict_sentence
 
 SHADES = {"setup": 0.08, "forward": 0.12, "backward": 0.26, "step": 0.4}
 LEFT, TOP, HEIGHT = 66.0, 58.0, 300.0

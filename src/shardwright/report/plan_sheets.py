@@ -11,16 +11,16 @@ from msgspec import UNSET
 
 from shardwright.core.cluster import TIERS
 from shardwright.core.placement import Replicate, shared_words
-from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.quantities import counted, format_bytes, format_seconds
 from shardwright.core.sharding import traits
 from shardwright.core.timeline import BESIDE, EXACT_KINDS, Kind, category, decode, exchange_seconds
+from shardwright.cost.clock import between, has_clock
 from shardwright.job.model_of_job import step_dtypes
 from shardwright.job.plan import Plan, RankTotals, TablePlan, UnitPlan
 from shardwright.report.sheet import Cell, Column, Sheet, number, sheet_of, text
 from shardwright.report.wording import (
     TEXT_LIMIT,
     about_seconds,
-    counted,
     fitting,
     percent,
     placement_text,
@@ -125,11 +125,11 @@ def step_text(plan: Plan) -> str:
     seconds = plan.max_rank_seconds
     if not is_rough(plan):
         return format_seconds(seconds)
-    about, range_of = f"about {about_seconds(seconds)}", plan.cluster.constants.get("range")
-    if range_of is None:
+    about, values = f"about {about_seconds(seconds)}", plan.cluster.values
+    if not has_clock(values):
         return about
-    low, high = seconds / (1 + range_of.value), seconds * (1 + range_of.value)
-    return f"{about} ({about_seconds(low)} to {about_seconds(high)})"
+    low, high = map(about_seconds, between(seconds, values))
+    return f"{about} ({low} to {high})"
 
 
 def hidden_line(plan: Plan) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwright.core.measurement import PhaseTime, ProfiledStage, by_phase
-from shardwright.core.quantities import format_seconds
+from shardwright.core.quantities import counted, format_seconds
 from shardwright.report.sheet import Sheet, number, sheet_of, text
-from shardwright.report.wording import counted, percent, printable
+from shardwright.report.wording import percent, printable
 
 MOST_KERNELS = 20
 _ALL = "all"

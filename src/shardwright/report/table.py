@@ -27,7 +27,7 @@ from rich.text import Text
 from shardwright.core import errors
 from shardwright.core.cluster import Calibration, SourcedFigure
 from shardwright.core.measurement import MOST_KERNELS, Comparison, ProfiledStage
-from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.quantities import counted, format_bytes, format_seconds
 from shardwright.job.plan import Plan
 from shardwright.report import comparison_sheets
 from shardwright.report.difference import Difference, Unit, Value, differences, together
@@ -37,7 +37,6 @@ from shardwright.report.wording import (
     NO_BREAK,
     TEXT_LIMIT,
     change_text,
-    counted,
     percent,
     printable,
     unit_words,

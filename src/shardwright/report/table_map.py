@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from shardwright.core.block import Block, BlockRun
 from shardwright.core.block import decode as blocks_of
-from shardwright.core.quantities import format_bytes
+from shardwright.core.quantities import counted, format_bytes
 from shardwright.core.sharding import TYPES
 from shardwright.job.plan import Plan, TablePlan
 from shardwright.report.marks import (
@@ -21,7 +21,7 @@ from shardwright.report.marks import (
     text_width,
 )
 from shardwright.report.plan_sheets import table_bytes
-from shardwright.report.wording import counted, percent, printable, shortened
+from shardwright.report.wording import percent, printable, shortened
 
 MOST_TABLES = 60
 MOST_MAPPED = 64

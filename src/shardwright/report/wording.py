@@ -14,10 +14,10 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardwright.core.footprint import Footprint, RankMemory, StepTime, Verdict, verdict_of
+from shardwright.core.footprint import Footprint, Largest, RankMemory, StepTime, Verdict, verdict_of
 from shardwright.core.measurement import Saved, Straggler
 from shardwright.core.placement import BlockShard, Flat, Owned, Placement, Replicate, Shard
-from shardwright.core.quantities import format_bytes, format_seconds
+from shardwright.core.quantities import counted, format_bytes, format_seconds
 from shardwright.core.timeline import Kind, category, stretches
 
 NAME_LIMIT = 120
@@ -61,11 +61,6 @@ def shortened(text: str, width: int) -> str:
         return text
     head = (width - 1) // 2
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
-
-
-def counted(number: int, noun: str) -> str:
-    """``1 table``, ``26 tables``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def ranks_text(ranks: Iterable[int], world_size: int) -> str:
@@ -124,8 +119,10 @@ def _dim_word(dim: int) -> str:
 
 
 def percent(share: float, signed: bool = False) -> str:
-    """``3.1 %``; two digits where one would round to nothing, none from 1000 % on."""
+    """``3.1 %``; two digits where one would round to nothing, none from 1000 % on; ``<0.01 %``."""
     value = share * 100
+    if 0 < abs(value) < 0.005:
+        return "<0.01 %"
     digits = 0 if abs(value) >= 1000 else 2 if 0 < abs(value) < 0.1 else 1
     if value == 0:
         return "0 %"
@@ -302,11 +299,16 @@ def step_time_sentence(time: StepTime) -> str:
     range and the peak are told where they are known."""
     rate = time.tokens_per_second
     known = f" ({two_digits(time.low)} to {two_digits(time.high)})" if time.low < time.high else ""
-    peak = f", MFU {time.mfu:.0%}" if time.model_flops else ""
+    peak = f", MFU {mfu_text(time.mfu)}" if time.model_flops else ""
     return (
         f"A step: about {two_digits(time.seconds)} s{known}, {two_digits(rate)} {time.counted}/s, "
         f"{two_digits(rate / time.devices)} a device{peak}."
     )
+
+
+def mfu_text(mfu: float) -> str:
+    """``37%``, and ``<1%`` of what would round to nothing."""
+    return f"{mfu:.0%}" if mfu >= 0.005 or not mfu else "<1%"
 
 
 def tokens_sentence(time: StepTime, tokens: float) -> str:
@@ -326,6 +328,19 @@ def about_seconds(seconds: float) -> str:
 def two_digits(value: float) -> str:
     """No digit more than a prediction of seconds deserves: ``1.3``, ``57,000``."""
     return f"{float(f'{value:.2g}'):,.10g}"
+
+
+def policy_words(policy: str) -> str:
+    """A checkpointing policy of ``fit``."""
+    return "chosen by the plan" if policy == "as planned" else printable(policy)
+
+
+def largest_words(found: Largest) -> str:
+    """A size or ``none``, that the next one is not sure, or that more were not looked at."""
+    words = f"{found.size:,}" if found.size else "none"
+    if found.next_perhaps:
+        return f"{words}, perhaps {found.size + found.step:,}"
+    return f"{words} or more" if found.or_more else words
 
 
 def fitting(least: int, most: int, capacity: int, where: str, tier: str = "") -> str:

@@ -46,7 +46,8 @@ class AdamW8bit(torch.optim.Optimizer):
     Blocks are counted from a parameter's first element, and no rank has a part of one: states and
     weights are those of one process bit for bit where gradients are, and nothing travels in a step.
     Parameters are whole ones, those of a sharded model, or ``optimizer_parameters`` of one, sharded
-    with ``block_size`` for flat cuts. A step has fp32 averages of 65,536 elements at a time.
+    with ``block_size`` for flat cuts. A step has fp32 averages of 65,536 elements at a time, on an
+    accelerator of 4,194,304.
 
     InputError where a cut divides a block, UnsupportedError for DTensors of others.
     """
@@ -158,6 +159,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 self.block,
                 max(self._form(p).longest * self._form(p).in_chunks for p in its),
                 cast=any(p.dtype != torch.float32 for p in its),
+                on_gpu=device.type != "cpu",
             )
             for device, its in found.items()
         }
@@ -268,12 +270,14 @@ def dynamic_code(*, signed: bool) -> list[float]:
 
 
 class _Codes(NamedTuple):
-    """A code's ``values`` in order, and how to find the nearest one: numbers with the same sign,
-    exponent and 7 bits of a mantissa are a cell, in which at most one middle of two values lies. Of
-    every cell this is the code of its least number, and the middle, infinite where there is none.
-    Cells go from ``LEAST`` to 1, after them those of negative numbers."""
+    """A code's ``values`` in order, and how to find the nearest one: by the ``edges`` between them;
+    or, much faster on a core, numbers with the same sign, exponent and 7 bits of a mantissa are a
+    cell, in which at most one of these lies. Of every cell this is the code of its least number,
+    and the edge, infinite where there is none. Cells go from ``LEAST`` to 1, after them those of
+    negative numbers."""
 
     values: torch.Tensor
+    edges: torch.Tensor
     codes: torch.Tensor
     middles: torch.Tensor
 
@@ -301,16 +305,18 @@ def codes_of(name: str, device: torch.device) -> _Codes:
     assert (high - low).max() <= 1
     beyond = torch.tensor(torch.inf)
     found = torch.where(high > low, middles[low.clamp(max=len(middles) - 1)], beyond)
-    tables = (values.float(), low.to(torch.uint8), found)
+    tables = (values.float(), middles, low.to(torch.uint8), found)
     return _Codes(*(table.to(device) for table in tables))
 
 
 class _Room:
     """The buffers of a step, and what is done in them: a chunk of averages at a time."""
 
-    def __init__(self, device: torch.device, block: int, longest: int, *, cast: bool) -> None:
-        self.block = block
-        self.size = chunk_of(longest, block)
+    def __init__(
+        self, device: torch.device, block: int, longest: int, *, cast: bool, on_gpu: bool
+    ) -> None:
+        self.block, self.on_gpu = block, on_gpu
+        self.size = chunk_of(longest, block, on_gpu=on_gpu)
         floats = {"dtype": torch.float32, "device": device}
         self.averages = torch.empty((4 if cast else 2, self.size), **floats)
         self.indices = torch.empty((2, self.size), dtype=torch.int32, device=device)
@@ -393,7 +399,12 @@ class _Room:
         torch.amax(magnitudes, 1, out=scales)
         tiny = torch.finfo(torch.float32).tiny
         blocks.div_(torch.clamp(scales, min=tiny, out=self.scales[: len(scales)])[:, None])
-        values = blocks.view(-1)
+        values, near = blocks.view(-1), self.codes[place]
+        if self.on_gpu:  # a search takes a thread, cells more kernels
+            index = index[:numel]
+            torch.bucketize(values[:numel], near.edges, out_int32=True, right=True, out=index)
+            codes.copy_(index)
+            return
         bits = values.view(torch.int32)
         torch.bitwise_right_shift(bits, CELL_BITS, out=index)
         if signed:
@@ -401,7 +412,7 @@ class _Room:
         index.clamp_(LEAST, MOST).sub_(LEAST)
         if signed:
             index.sub_(torch.bitwise_right_shift(bits, 31, out=other), alpha=CELLS)
-        index, values, near = index[:numel], values[:numel], self.codes[place]
+        index, values = index[:numel], values[:numel]
         middles = other[:numel].view(torch.float32)
         torch.index_select(near.middles, 0, index, out=middles)
         torch.index_select(near.codes, 0, index, out=codes)

@@ -175,7 +175,7 @@ def _reason(error: Exception, called: str) -> tuple[str, str, str]:
     return (
         f"a module that runs on fake tensors with {called}",
         first_line(error),
-        "Return (module, inputs) or (module, inputs, loss) from the function if it takes others.",
+        "Give what it takes: a job's function returns (module, inputs) or (module, inputs, loss).",
     )
 
 

@@ -41,6 +41,7 @@ from shardwright.core.errors import (
     ShardwrightError,
     expected,
 )
+from shardwright.core.quantities import counted
 from shardwright.job.job import checkpoint_folder
 from shardwright.job.plan import Plan
 from shardwright.launcher.folder import HELD_OUT, record_file, scores_file
@@ -102,7 +103,7 @@ class Hosts:
         """``2 hosts: a (ranks 0-1), b (ranks 2-3)``."""
         nodes = self._nodes()
         parts = [f"{self.facts[r[0]].host} (rank{_span(r)})" for r in nodes.values()]
-        return f"{len(parts)} host{'s' * (len(parts) > 1)}: {', '.join(parts)}"
+        return f"{counted(len(parts), 'host')}: {', '.join(parts)}"
 
     def bring(self, comm: Comm) -> None:
         """Rank 0's folder gets what ranks without it left in theirs (collective)."""

@@ -24,11 +24,11 @@ from shardwright.core.batch import expected_distinct
 from shardwright.core.document import encode_toml, parse_toml
 from shardwright.core.errors import InputError, expected
 from shardwright.core.model import TableSpec
+from shardwright.core.quantities import counted
 from shardwright.data.lines import Row
 from shardwright.data.reading import ClickBatch, ClickLog
 from shardwright.job.job import Job, data_files
 from shardwright.job.tables import entry_of
-from shardwright.report.wording import counted
 from shardwright.train.sources import source_of
 from shardwright.train.sources.clicks import is_folder, rows_of
 

@@ -40,6 +40,7 @@ from shardwright.core.errors import (
     ShardwrightError,
     expected,
 )
+from shardwright.core.quantities import counted
 from shardwright.estimate.own_model import Batch, inputs_of
 from shardwright.job.job import checkpoint_folder, named_files, run_in, table_folder
 from shardwright.job.plan import Plan, read_plan
@@ -257,7 +258,7 @@ def check_ranks(plan_path: Path) -> Plan:
         raise MismatchError(
             expected(
                 str(plan_path),
-                f"a plan for {world_size} rank{'s' * (world_size > 1)}, as torchrun started",
+                f"a plan for {counted(world_size, 'rank')}, as torchrun started",
                 f"one for {plan.world_size}",
                 f"Start {plan.world_size} ranks or plan again.",
             )

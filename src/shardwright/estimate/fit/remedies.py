@@ -18,6 +18,7 @@ from shardwright.core.errors import InputError
 from shardwright.core.footprint import Estimate, Remedy
 from shardwright.core.llama import LlamaShape
 from shardwright.core.optimizers import OPTIMIZERS
+from shardwright.core.quantities import counted
 from shardwright.estimate.fit.variants import on_ranks
 from shardwright.job.job import Job, memory_of, parallel_of
 from shardwright.job.memory import OFFLOADS
@@ -33,19 +34,19 @@ OF_EXPERTS = (2, 4, 8)  # of a module of one's own
 SHARED = "data_shard"  # how a degree says over how many ranks data is still shared
 TIMES = (2, 4, 8, 16, 32)  # as many ranks, where nothing fits on those there are
 
-Estimates = Callable[[Job], Estimate]
+Estimates = Callable[[Job, str], Estimate]  # of a job, and what of it was changed
 
 
 def remedies(
     estimate: Estimates, job: Job, world_size: int, shards: int | None
 ) -> tuple[Remedy, ...]:
-    """Single changes that make ``job`` smaller, those that fit first. Where none fits, pairs
-    of those that help most, and all that concern memory alone together; where none of these does,
-    or no number of ranks that only shares data, other degrees on more ranks. None is named that the
-    job's runtime does not run. ``shards`` is a degree of data sharding that fits, 0 where there is
-    none, None where it cannot be chosen.
+    """Single changes that make ``job`` smaller, those that fit first, the cheapest of them. Where
+    none fits, pairs of those that help most, and all that concern memory alone together; where none
+    of these does, or no number of ranks that only shares data, other degrees on more ranks. None is
+    named that the job's runtime does not run. ``shards`` is a degree of data sharding that fits, 0
+    where there is none, None where it cannot be chosen.
     """
-    its = estimate(job)
+    its = estimate(job, "")
     needs, rate = its.most_bytes, its.device_tokens_per_second
     found = []
     for way in _ways(job, world_size, shards):
@@ -65,11 +66,14 @@ def remedies(
             found += _on_more_ranks(estimate, changes, way_out, world_size)
             shards = None
 
-    def rank(remedy: Remedy) -> tuple[bool, int, int]:
-        fits = remedy.estimate.verdict == "fits"
-        return not fits, len(remedy.changes), remedy.estimate.most_bytes
+    return tuple(sorted((_timed(each, rate) for each in found), key=_order))
 
-    return tuple(_timed(each, rate) for each in sorted(found, key=rank))
+
+def _order(remedy: Remedy) -> tuple[bool, int, float, int]:
+    """What fits first, of it single changes, the cheapest, by seconds where they are known."""
+    fits = remedy.estimate.verdict == "fits"
+    seconds = remedy.longer if fits and remedy.longer is not UNSET else 0.0
+    return not fits, len(remedy.changes), seconds, remedy.estimate.most_bytes
 
 
 def _timed(remedy: Remedy, rate: float | UnsetType) -> Remedy:
@@ -85,7 +89,7 @@ def _fits(found: list[Remedy]) -> bool:
 def _tried(estimate: Estimates, changes: tuple[str, ...], job: Job) -> Remedy | None:
     """What a way out comes to; None where this model or runtime cannot go it."""
     try:
-        return Remedy(changes, estimate(job))
+        return Remedy(changes, estimate(job, " and ".join(changes)))
     except InputError:
         return None
 
@@ -107,7 +111,9 @@ def _ways(job: Job, world_size: int, shards: int | None) -> Iterator[Variation]:
         its = changed(job, {"parallel.data_shard": shards} if fixed else {})
         others = section.data_replicate * section.tensor * section.pipeline * section.context
         world = others * shards
-        yield Variation(on_ranks(its, world), f"parallel.data_shard = {shards} ({world} ranks)")
+        yield Variation(
+            on_ranks(its, world), f"parallel.data_shard = {shards} ({counted(world, 'rank')})"
+        )
     for name, degree in _degrees(job):
         yield from _divided(job, world_size, name, degree)
     if job.batch.sequence > 1:

@@ -189,10 +189,15 @@ Ask = Callable[[Point], Estimate]
 
 
 def by_policy(
-    ask: Ask, at: Point, limits: Limits, capacity: int
+    ask: Ask,
+    at: Point,
+    limits: Limits,
+    capacity: int,
+    known: Callable[[PolicyFit], None] = lambda _: None,
 ) -> tuple[tuple[PolicyFit, ...], tuple[str, ...]]:
-    """The job, which is ``at``, and its largest batch under each policy; and which policies ``ask``
-    refuses as unsupported, with the reason. The job's own may not be one of them."""
+    """The job, which is ``at``, and its largest batch under each policy, each told as it is
+    ``known``; and which policies ``ask`` refuses as unsupported, with the reason. The job's own may
+    not be one of them."""
     rows: list[PolicyFit] = []
     skipped: dict[str, list[str]] = {}  # policies by the reason
     for policy in limits.policies:
@@ -208,6 +213,7 @@ def by_policy(
         most = (limits.batch_step, limits.batch_limit)
         batch = _largest(sizes, capacity, *most, at.batch, limits.steady)
         rows.append(PolicyFit(policy, estimate, batch))
+        known(rows[-1])
     whys = (f"{', '.join(policies)}: {reason}" for reason, policies in skipped.items())
     return tuple(rows), tuple(whys)
 

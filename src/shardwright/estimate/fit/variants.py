@@ -8,7 +8,6 @@ third is not traced. What an answer rests on is traced all the same, and compare
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from shardwright.core.document import to_kind
 from shardwright.core.errors import NoPlanError
 from shardwright.core.footprint import Estimate, Footprint
 from shardwright.core.llama import MAX_WORLD
+from shardwright.core.quantities import counted
 from shardwright.core.recording import Recording
 from shardwright.estimate.fit.search import Limits, Point
 from shardwright.estimate.with_tables import Paths, Recorded
@@ -32,7 +32,6 @@ from shardwright.job.job import (
 )
 from shardwright.job.model_of_job import is_planned
 from shardwright.planner.variation import changed
-from shardwright.report.wording import counted
 
 # A policy that keeps less stands further down; a job's own other one comes first. Kinds that are
 # only planned have none.
@@ -48,27 +47,26 @@ Family = tuple[bytes, Paths | None]  # a job whatever its batch, and what of it 
 
 class Variants:
     """Variants of a ``job``, which is the first of them, with the estimate of each that was made;
-    ``progress`` gets a line about each new one."""
+    ``progress`` gets a line about each further one before it is made."""
 
     def __init__(self, job: Job, footprints: Footprints, progress: Callable[[str], None]) -> None:
         self.footprints = footprints
         self._progress = progress
         self._known: dict[bytes, Estimate] = {}
-        begun = time.perf_counter()
         self.first = footprints(job)
-        self._keep(msgspec.msgpack.encode(job), job, estimate_of(self.first), begun)
+        self._known[msgspec.msgpack.encode(job)] = estimate_of(self.first)
 
     @property
     def count(self) -> int:
         """How many estimates were made."""
         return len(self._known)
 
-    def estimate(self, job: Job) -> Estimate:
+    def estimate(self, job: Job, what: str = "") -> Estimate:
         """What a variant asks of the rank that needs most; one of a byte too much where it has to
-        be planned and cannot be."""
+        be planned and cannot be. ``what`` is changed, where it is not a size."""
         key = msgspec.msgpack.encode(job)
         if key not in self._known:
-            begun = time.perf_counter()
+            self._begin(job, what)
             # No plan, no footprint: a search only needs to know that it is too large, and by how
             # much nobody can say. The job itself is told properly, by an error.
             try:
@@ -76,16 +74,14 @@ class Variants:
             except NoPlanError:
                 most = (self.first.capacity or 0) + 1
                 found = Estimate(most, "", "no plan fits", most, most, "does not fit", {})
-            self._keep(key, job, found, begun)
+            self._known[key] = found
         return self._known[key]
 
-    def _keep(self, key: bytes, job: Job, estimate: Estimate, begun: float) -> None:
-        self._known[key] = estimate
-        ranks = job.cluster.world_size or self.first.world_size
-        self._progress(
-            f"{counted(self.count, 'estimate')}; {job.batch.size} x {job.batch.sequence} on "
-            f"{ranks} ranks, checkpointing {own_policy(job)}: {time.perf_counter() - begun:.1f} s"
-        )
+    def _begin(self, job: Job, what: str = "") -> None:
+        ranks = job.cluster.world_size
+        on = f" on {counted(ranks, 'rank')}" if ranks else ""
+        size = f"{job.batch.size} x {job.batch.sequence}{on}, checkpointing {own_policy(job)}"
+        self._progress(f"estimate {self.count + 1}: {what or size}")
 
 
 def estimate_of(footprint: Footprint) -> Estimate:

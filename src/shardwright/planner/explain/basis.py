@@ -13,7 +13,7 @@ from shardwright.core.kinds import KNOWN_AUC, PACKED, SEEDS_VARY, kind_of
 from shardwright.core.kinds import nbytes as nbytes_of
 from shardwright.core.model import TableSpec
 from shardwright.core.placement import Replicate
-from shardwright.core.quantities import exact_bytes, format_bytes
+from shardwright.core.quantities import counted, exact_bytes, format_bytes
 from shardwright.job.job import Job, checkpointing_of, memory_of
 from shardwright.job.model_of_job import step_dtypes
 from shardwright.job.plan import Plan
@@ -235,7 +235,7 @@ def _units(plan: Plan) -> Iterator[Fact]:
     size = plan.model.bucket_size
     if size:
         count = len(plan.units)
-        text = f"{count} bucket{'s' * (count > 1)} of {size:,} elements, as their gradients come"
+        text = f"{counted(count, 'bucket')} of {size:,} elements, as their gradients come"
         tried = {row.bucket_size for row in plan.search.tried or ()}
         yield Fact("units", text, _said(len(tried) < 2, f"{where}.bucket_size", chosen))
     most = max(len(unit.members) for unit in plan.units)

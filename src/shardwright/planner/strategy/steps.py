@@ -263,7 +263,8 @@ def _bytes_of(space: UnitSpace, choice: UnitChoice) -> float:
     trained = choice.layout.trained.payload_bytes
     # An even share, which no rank's is below: padding and uneven cuts only add.
     held = trained if choice.replicated else trained / choice.layout.world_size
-    updated: float = optimizer.dense_update_bytes(held, choice.unit.optimizer)
+    on_host = choice.away or not context.on_gpu
+    updated: float = optimizer.dense_update_bytes(held, choice.unit.optimizer, on_host=on_host)
     return _shown(space) * moved + updated / context.c["memory_rate"]
 
 
