@@ -132,7 +132,7 @@ def test_a_job_that_was_asked_by_name_is_written_and_reads_back(call: Any, tmp_p
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize(("hbm_cap", "code", "said"), [("40 GiB", 0, "Fits"), ("1 GiB", 3, "Does")])
+@pytest.mark.parametrize(("hbm_cap", "code", "said"), [("40 GiB", 0, "Fits"), ("300 MiB", 3, "Does")])
 def test_a_layout_is_checked_against_its_device(
     call: Any, hbm_cap: str, code: int, said: str
 ) -> None:
@@ -152,6 +152,6 @@ def test_a_machine_that_is_not_named_is_said(call: Any, job: Path) -> None:
         (("gpt2", "-n", "1"), "1 CPU rank of 2.00 GiB each"),
         (("llama3-8b", "--runtime", "fsdp2"), "2 CPU ranks"),
     ):
-        assert hint.format(ranks) in call("export", *words, "--to", "torchtitan").err
+        assert hint.format(ranks) in call("export", *words, "--to", "shardwright").err
     for named in (("gpt2", "--on", "H100"), ("gpt2", "--set", "cluster.ddr_cap=1 GiB"), (job,)):
-        assert "No machine" not in call("export", *named, "--to", "torchtitan").err
+        assert "No machine" not in call("export", *named, "--to", "shardwright").err

@@ -193,7 +193,6 @@ def _refuse_left(command: argparse.ArgumentParser, left: list[str]) -> NoReturn:
     the key of a job that it sets."""
     known = [name for action in command._actions for name in action.option_strings]
     (option, _, value), ways = left[0].partition("="), list[str]()
-    near = likeliest(option, known)
     if option.startswith("--") and "--set" in known and not is_called(option, known):
         from shardwright.job.asked import SHORT
         from shardwright.job.schema import keys_called
@@ -201,7 +200,8 @@ def _refuse_left(command: argparse.ArgumentParser, left: list[str]) -> NoReturn:
         value = value or "".join(word for word in left[1:2] if not word.startswith("-")) or "VALUE"
         short = {key: f"--{name}" for name, key in SHORT.items() if f"--{name}" in known}
         ways = [short.get(key, f"--set {key}={value}") for key in keys_called(option)]
-    meant = " or ".join(map(repr, dict.fromkeys(filter(None, (near, *ways)))))
+    near = likeliest(option, known)
+    meant = " or ".join(map(repr, dict.fromkeys(ways or filter(None, (near,)))))
     asked = f". Did you mean {meant}?" if meant else ""
     command.error(f"expected no {' '.join(map(repr, left))}{asked}")
 
