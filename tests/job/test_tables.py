@@ -183,7 +183,7 @@ NO_LIST = "{}: expected a list of tables, or an object with one, got "
     ("document", "message"),
     [
         ("", NO_JSON + "Expecting value: line 1 column 1 (char 0)'."),
-        ("[" * 5000, NO_JSON + "maximum recursion depth exceeded"),
+        ("[" * 200_000, NO_JSON + "maximum recursion depth exceeded"),
         ("[" + "1" * 5000 + "]", NO_JSON + "Exceeds the limit"),
         (
             {"tables": [TABLE], "topology": {}},

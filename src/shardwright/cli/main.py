@@ -201,7 +201,10 @@ def _refuse_left(command: argparse.ArgumentParser, left: list[str]) -> NoReturn:
         short = {key: f"--{name}" for name, key in SHORT.items() if f"--{name}" in known}
         ways = [short.get(key, f"--set {key}={value}") for key in keys_called(option)]
     near = likeliest(option, known)
-    meant = " or ".join(map(repr, dict.fromkeys(ways or filter(None, (near,)))))
+    # What is only spelt alike says nothing beside a key of that name.
+    if ways and not (near.startswith(option) or option.startswith(near)):
+        near = ""
+    meant = " or ".join(map(repr, dict.fromkeys(filter(None, (near, *ways)))))
     asked = f". Did you mean {meant}?" if meant else ""
     command.error(f"expected no {' '.join(map(repr, left))}{asked}")
 
