@@ -145,7 +145,7 @@ def test_an_allocator_is_asked_for_every_change_of_a_tape(
 
     def both(memory: RankMemory, each: RankClass, setting: Setting, _: bool) -> RankMemory:
         tape = each.step.taped(setting.make)
-        asked = _one_by_one(each.step.asked(setting.make))
+        asked = _one_by_one(each.step.asked(setting.make).twice())
         seen.append((asked, _one_by_one(_of_changes(tape.changes))))
         return memory
 

@@ -1,0 +1,97 @@
+"""What the caching allocator holds of a device that never runs out: the same blocks, but quicker."""
+
+# Most replays give nothing back to the device, and nobody asks them for more than what they hold in
+# the end. Then a block is two numbers: where it begins and how long it is. Neighbours that are free
+# are found by where they end or begin, the smallest that is large enough in a sorted list; segments
+# lie one behind another with a gap, so that none touches the next. What must stay true: which block
+# is taken and whether its rest is cut off are the comparisons of ``Allocator``, in its order; tests
+# hold both against each other. It is one loop, for a call costs more than what a request does.
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Sequence
+
+from shardwright.heap.allocator.settings import MIN_BLOCK, SMALL_REQUEST, AllocatorSettings
+
+Requests = Sequence[tuple[int, int, int, int]]
+_SMALL = SMALL_REQUEST // MIN_BLOCK
+_LENGTH = 32  # bits of a place; a free block is its length, then its place, in blocks of 512 bytes
+_PLACE = 2**_LENGTH - 1
+_REACH = _PLACE * MIN_BLOCK // 2  # bytes of all segments, with gaps, whose places fit
+
+
+def grown(
+    requests: tuple[Requests, Requests],
+    settings: AllocatorSettings,
+    capacity: int | None = None,
+    enough: int | None = None,
+) -> int | None:
+    """Bytes that are held in the end: of what was there before, and then of a step twice, whose
+    storages have numbers; as soon as that is more than ``enough``, as much.
+
+    None where a device of ``capacity`` bytes runs out, or by settings with which segments grow or
+    are given back: then ``replay`` tells.
+    """
+    s = settings
+    if s.expandable_segments or s.max_split_size is not None or s.garbage_collection_threshold:
+        return None
+    room = float(_REACH) if capacity is None else min(capacity, _REACH)
+    if capacity is not None and s.memory_fraction is not None:
+        room = min(room, int(s.memory_fraction * capacity))
+    most = math.inf if enough is None else enough
+    small: defaultdict[int, list[int]] = defaultdict(list)
+    large: defaultdict[int, list[int]] = defaultdict(list)  # free blocks of every stream
+    lengths: dict[int, int] = {}  # of free blocks, by their begins
+    begins: dict[int, int] = {}  # of free blocks, by their ends
+    sizes: dict[int, int] = {}
+    held: dict[int, tuple[list[int], int, int]] = {}
+    total = top = 0
+    before, step = requests
+    for asked in (before, step, step):
+        held = {}  # what a step leaves stays, and the next one has numbers of its own
+        for number, nbytes, stream, _ in asked:
+            if nbytes > 0:
+                size = sizes.get(nbytes)
+                if size is None:
+                    size = sizes[nbytes] = s.rounded(nbytes) // MIN_BLOCK
+                free, kept = (small[stream], 0) if size <= _SMALL else (large[stream], _SMALL)
+                at = bisect_left(free, size << _LENGTH)
+                if at < len(free):
+                    block = free.pop(at)
+                    length, begin = block >> _LENGTH, block & _PLACE
+                    del lengths[begin]
+                    del begins[begin + length]
+                else:
+                    segment = s.segment(size * MIN_BLOCK)
+                    if total + segment > room:
+                        return None
+                    total += segment
+                    if total > most:
+                        return total
+                    length, begin = segment // MIN_BLOCK, top
+                    top += length + 1
+                rest = length - size
+                if rest > kept:
+                    behind = begin + size
+                    lengths[behind], begins[begin + length] = rest, behind
+                    insort(free, rest << _LENGTH | behind)
+                    length = size
+                held[number] = free, begin, length
+            elif nbytes:
+                free, begin, length = held.pop(number)
+                behind = begin + length
+                more = lengths.pop(behind, 0)
+                if more:
+                    del free[bisect_left(free, more << _LENGTH | behind)]
+                    length += more
+                first = begins.pop(begin, -1)
+                if first >= 0:
+                    less = begin - first
+                    del free[bisect_left(free, less << _LENGTH | first)]
+                    begin, length = first, length + less
+                lengths[begin], begins[begin + length] = length, begin
+                insort(free, length << _LENGTH | begin)
+    return total
