@@ -66,7 +66,8 @@ def estimated(
 ) -> Footprint:
     """The memory of every class of ranks of a llama or a user's module, as ``[parallel]`` and
     ``[memory]`` divide and run it; arguments are those of :func:`footprint`. Where all that is
-    asked is whether so many bytes are ``spare``, what allocators hold is not followed beyond that.
+    asked is whether so many bytes are ``spare``, what allocators hold is not followed beyond that,
+    and seconds are left out.
     """
     return _Estimate(job).result(details, rank, spare)
 
@@ -149,7 +150,9 @@ class _Estimate:
             assumptions=tuple(dict.fromkeys(self.assumptions)),
             source=f"Estimated without a plan, for none follows {keys}." if keys else "",
             # Where routing is uneven the last class of a stage is the usual one.
-            time=self.time(
+            time=UNSET
+            if spare is not None
+            else self.time(
                 list({c.coordinates.get("pipeline", 0): c.step.chunks for c in classes}.values())
             ),
         )

@@ -219,15 +219,19 @@ def reserved(
     Where the device would be full, it is what a larger one would hold. A replay ends where more
     than ``enough`` is held, if nobody asks how much more.
     """
-    if (most := grown(requests, settings, capacity, enough)) is not None:
+    most = grown(requests, settings, enough)
+    room = settings.room(capacity)
+    if most is not None and (room is None or most <= room):
         return most, 0
     twice = requests.twice()
     found = replay(twice, settings, capacity, enough)
     # Where the device runs out, the replay ends at that request and says nothing of how much would
     # have been enough.
-    if found.out_of_memory is not None:
-        found = replay(twice, settings, enough=enough)
-    return found.reserved_peak, found.retries
+    if found.out_of_memory is None:
+        return found.reserved_peak, found.retries
+    if most is None:
+        most = replay(twice, settings, enough=enough).reserved_peak
+    return most, 0
 
 
 def _around(module: str) -> Iterable[str]:

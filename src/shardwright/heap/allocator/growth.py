@@ -1,4 +1,4 @@
-"""What the caching allocator holds of a device that never runs out: the same blocks, but quicker."""
+"""What the caching allocator holds of a device that never runs out: its blocks, found quicker."""
 
 # Most replays give nothing back to the device, and nobody asks them for more than what they hold in
 # the end. Then a block is two numbers: where it begins and how long it is. Neighbours that are free
@@ -18,29 +18,24 @@ from shardwright.heap.allocator.settings import MIN_BLOCK, SMALL_REQUEST, Alloca
 
 Requests = Sequence[tuple[int, int, int, int]]
 _SMALL = SMALL_REQUEST // MIN_BLOCK
-_LENGTH = 32  # bits of a place; a free block is its length, then its place, in blocks of 512 bytes
-_PLACE = 2**_LENGTH - 1
-_REACH = _PLACE * MIN_BLOCK // 2  # bytes of all segments, with gaps, whose places fit
+_LENGTH = 40  # bits of a place; a free block is its length, then its place, in blocks of 512 bytes
+_PLACE = 2**_LENGTH - 1  # of 512 TiB
 
 
 def grown(
     requests: tuple[Requests, Requests],
     settings: AllocatorSettings,
-    capacity: int | None = None,
     enough: int | None = None,
 ) -> int | None:
     """Bytes that are held in the end: of what was there before, and then of a step twice, whose
     storages have numbers; as soon as that is more than ``enough``, as much.
 
-    None where a device of ``capacity`` bytes runs out, or by settings with which segments grow or
-    are given back: then ``replay`` tells.
+    None by settings with which segments grow or are given back, and of more than 512 TiB: then
+    ``replay`` tells.
     """
     s = settings
     if s.expandable_segments or s.max_split_size is not None or s.garbage_collection_threshold:
         return None
-    room = float(_REACH) if capacity is None else min(capacity, _REACH)
-    if capacity is not None and s.memory_fraction is not None:
-        room = min(room, int(s.memory_fraction * capacity))
     most = math.inf if enough is None else enough
     small: defaultdict[int, list[int]] = defaultdict(list)
     large: defaultdict[int, list[int]] = defaultdict(list)  # free blocks of every stream
@@ -66,13 +61,13 @@ def grown(
                     del begins[begin + length]
                 else:
                     segment = s.segment(size * MIN_BLOCK)
-                    if total + segment > room:
-                        return None
                     total += segment
                     if total > most:
                         return total
                     length, begin = segment // MIN_BLOCK, top
                     top += length + 1
+                    if top > _PLACE:
+                        return None
                 rest = length - size
                 if rest > kept:
                     behind = begin + size
