@@ -256,9 +256,11 @@ def _call_of(function: Any, arguments: Any, keywords: Any) -> Any:
     tensors look like, or it changes or returns what it is given."""
     if function.namespace not in _OURS or function.is_view or schema_of(function).is_mutable:
         return None
-    told = [_told(value) for value in (*arguments, *keywords.values())]
     # Nothing without a tensor: what makes tensors is quick.
-    if None in told or not any(type(each[0]) is torch.Size for each in told):
+    if not given_tensors(arguments):
+        return None
+    told = [_told(value) for value in (*arguments, *keywords.values())]
+    if None in told:
         return None
     return function, len(arguments), *keywords, *told
 
