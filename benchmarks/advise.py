@@ -163,8 +163,8 @@ def exact(count: int) -> dict[str, Any]:
             begun = time.process_time()
             estimated(each, spare=0)
             seconds.append(1000 * (time.process_time() - begun))
-        found[f"{turn}_ms_median"] = round(statistics.median(seconds), 1)
-        found[f"{turn}_ms_most"] = round(max(seconds), 1)
+        found[f"{turn}_ms_median"] = round(statistics.median(seconds))
+        found[f"{turn}_ms_most"] = round(max(seconds))
     return found
 
 
