@@ -76,14 +76,13 @@ def chunks_of(job: Job) -> tuple[list[Sequence[Chunk]], Sharding, Degrees]:
     """What the ranks of a job's pipeline compute, how data ranks share parameters, and how ranks
     are divided: what a step's seconds follow from, without its memory."""
     made = _Estimate(job)
-    chunks = [made.step(each, made.parallel).chunks for each in made.ranks]
-    return chunks, made.sharding, made.degrees
+    return made.usual(), made.sharding, made.degrees
 
 
 def timed(job: Job) -> StepTime | UnsetType:
     """A step's seconds as :func:`estimated` has them, without its memory, which takes longer."""
     made = _Estimate(job)
-    return made.time([made.step(each, made.parallel).chunks for each in made.ranks])
+    return made.time(made.usual())
 
 
 class _Estimate:
@@ -173,6 +172,11 @@ class _Estimate:
             self.job.batch,
             dtype,
         )
+
+    def usual(self) -> list[Sequence[Chunk]]:
+        """What every rank of the pipeline computes; where routing is uneven, the usual one."""
+        *_, (_, _, section) = self._loads()
+        return [self.step(each, section).chunks for each in self.ranks]
 
     def _classes(self) -> Iterator[RankClass]:
         degrees = self.degrees
