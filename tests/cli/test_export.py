@@ -132,7 +132,9 @@ def test_a_job_that_was_asked_by_name_is_written_and_reads_back(call: Any, tmp_p
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize(("hbm_cap", "code", "said"), [("40 GiB", 0, "Fits"), ("300 MiB", 3, "Does")])
+@pytest.mark.parametrize(
+    ("hbm_cap", "code", "said"), [("40 GiB", 0, "Fits"), ("300 MiB", 3, "Does")]
+)
 def test_a_layout_is_checked_against_its_device(
     call: Any, hbm_cap: str, code: int, said: str
 ) -> None:

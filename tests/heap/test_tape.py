@@ -110,7 +110,7 @@ def test_a_batch_that_was_fetched_ahead_is_what_the_next_step_lets_go(overlap: s
     draft = found_for(parse_job(job), Watch()).draft
     assert isinstance(draft, StepDraft)
     held: dict[int, int] = {}
-    for number, nbytes, _, _ in draft.rank_step(draft.load(0)).asked(draft.machine):
+    for number, nbytes, _, _ in draft.rank_step(draft.load(0)).asked(draft.machine).twice():
         if nbytes > 0:
             held[number] = nbytes
         else:
@@ -178,7 +178,7 @@ def test_an_allocator_is_asked_for_every_change_of_a_tape(
 
     def both(memory: RankMemory, each: RankClass, setting: Setting, _: bool) -> RankMemory:
         tape = each.step.taped(setting.make)
-        asked = _one_by_one(each.step.asked(setting.make))
+        asked = _one_by_one(each.step.asked(setting.make).twice())
         seen.append((asked, _one_by_one(_of_changes(tape.changes))))
         return memory
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +13,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwright.trace.recorder import Recorder, watching
 
 FOUR = 16  # bytes of four numbers
+HALF = torch.float16
+# Each beside one that a careless look would take for the same call.
+CALLS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (lambda x: x.bool() * 1, lambda x: x.bool() * True),
+    (lambda x: x.int() + 1, lambda x: x.int() + 1.0),
+    (lambda x: x.half() + x.half(), lambda x: x + x.half()),
+    (lambda x: x.t().exp(), lambda x: x.exp()),
+    (lambda x: x.sum(0), lambda x: x.sum(1)),
+    (lambda x: x.sum(0, dtype=HALF), lambda x: x.sum(0)),
+    (lambda x: torch.cat([x, x]), lambda x: torch.cat([x, x], 1)),
+    (lambda x: x.max(0), lambda x: x.max(1)),
+    (lambda x: x[:, :2] + x[:, 1:3], lambda x: x[:2] + x[1:3]),
+    (lambda x: x.clone(), lambda x: x.t().clone()),
+    (lambda x: x.topk(2), lambda x: x.topk(3)),
+    (lambda x: x.to(HALF), lambda x: x.to(torch.float64)),
+    (lambda x: x.new_zeros(2), lambda x: x.new_zeros(3)),
+]
 
 
 def seen(recorder: Recorder) -> list[tuple[str, int]]:
@@ -146,3 +166,47 @@ def test_a_unit_that_changes_its_input_ends_its_backward_with_the_gradient_of_it
         "enter_backward",
         "leave_backward",
     ]
+
+
+def _looks(found: Any) -> list[tuple[object, ...]]:
+    results = [found] if isinstance(found, Tensor) else list(found)
+    return [
+        (t.shape, t.stride(), t.dtype, t.storage_offset(), t.untyped_storage().nbytes())
+        for t in results
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(CALLS)))
+def test_an_operation_without_data_is_worked_out_once_and_looks_the_same(number: int) -> None:
+    x = torch.empty(4, 3, device="meta")
+    wanted = [_looks(call(x)) for call in CALLS[number]]
+    assert wanted[0] != wanted[1]
+    recorder = Recorder()
+    with recorder:
+        for _ in range(3):
+            found = [call(x) for call in CALLS[number]]
+            assert [_looks(each) for each in found] == wanted
+            del found
+    takes, frees = (
+        [each for each in seen(recorder) if each[0] == what] for what in ("take", "free")
+    )
+    assert len(takes) == len(frees)
+    turn = len(takes) // 3
+    assert takes == takes[:turn] * 3
+
+
+def test_what_an_operation_changes_or_hands_on_is_not_made_anew() -> None:
+    x = torch.empty(4, 3, device="meta")
+    with Recorder() as recorder:
+        for _ in range(2):
+            assert x.add_(1) is x
+            x.view(12)  # as large, and no memory of its own
+            assert x.contiguous() is x
+    assert seen(recorder) == []
+
+
+def test_tensors_with_data_are_computed() -> None:
+    x = torch.ones(4)
+    with Recorder():
+        assert [(x * k).sum().item() for k in (1, 1, 2, 2)] == [4, 4, 8, 8]
+        assert (x + x).tolist() == (x + x).tolist() == [2.0] * 4

@@ -66,7 +66,8 @@ def estimated(
 ) -> Footprint:
     """The memory of every class of ranks of a llama or a user's module, as ``[parallel]`` and
     ``[memory]`` divide and run it; arguments are those of :func:`footprint`. Where all that is
-    asked is whether so many bytes are ``spare``, what allocators hold is not followed beyond that.
+    asked is whether so many bytes are ``spare``, what allocators hold is not followed beyond that,
+    and seconds are left out.
     """
     return _Estimate(job).result(details, rank, spare)
 
@@ -75,14 +76,13 @@ def chunks_of(job: Job) -> tuple[list[Sequence[Chunk]], Sharding, Degrees]:
     """What the ranks of a job's pipeline compute, how data ranks share parameters, and how ranks
     are divided: what a step's seconds follow from, without its memory."""
     made = _Estimate(job)
-    chunks = [made.step(each, made.parallel).chunks for each in made.ranks]
-    return chunks, made.sharding, made.degrees
+    return made.usual(), made.sharding, made.degrees
 
 
 def timed(job: Job) -> StepTime | UnsetType:
     """A step's seconds as :func:`estimated` has them, without its memory, which takes longer."""
     made = _Estimate(job)
-    return made.time([made.step(each, made.parallel).chunks for each in made.ranks])
+    return made.time(made.usual())
 
 
 class _Estimate:
@@ -151,7 +151,9 @@ class _Estimate:
             source=f"Estimated without a plan, for none follows {keys}." if keys else "",
             # Where routing is uneven the last class of a stage is the usual one.
             frozen=self.model.frozen or UNSET,
-            time=self.time(
+            time=UNSET
+            if spare is not None
+            else self.time(
                 list({c.coordinates.get("pipeline", 0): c.step.chunks for c in classes}.values())
             ),
         )
@@ -172,6 +174,11 @@ class _Estimate:
             self.job.batch,
             dtype,
         )
+
+    def usual(self) -> list[Sequence[Chunk]]:
+        """What every rank of the pipeline computes; where routing is uneven, the usual one."""
+        *_, (_, _, section) = self._loads()
+        return [self.step(each, section).chunks for each in self.ranks]
 
     def _classes(self) -> Iterator[RankClass]:
         degrees = self.degrees

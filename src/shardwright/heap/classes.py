@@ -14,11 +14,12 @@ import msgspec
 from shardwright.core.footprint import Alive, Extra, ModuleMemory, PhasePeak, RankMemory, Sample
 from shardwright.core.quantities import counted
 from shardwright.core.timeline import Kind, StorageChange
-from shardwright.heap.allocator import AllocatorSettings, Replay, replay
+from shardwright.heap.allocator import AllocatorSettings, replay
+from shardwright.heap.allocator.growth import grown
 from shardwright.heap.ledger import Ledger
 from shardwright.heap.machine import Sharding
 from shardwright.heap.rank_step import MakeMachine, RankStep
-from shardwright.heap.tape import Asked
+from shardwright.heap.tape import StepRequests
 from shardwright.job.parallel import Degrees
 
 CLOSE, MOST_FOLLOWED = 0.9, 4  # classes whose peaks are followed event by event
@@ -97,10 +98,8 @@ def _with_events(
     """A class with what its events show."""
     if setting.on_gpu:
         asked = each.step.asked(setting.make)
-        found = reserved(asked, setting.allocator, setting.capacity, setting.enough)
-        memory = msgspec.structs.replace(
-            memory, reserved_bytes=found.reserved_peak, retries=found.retries
-        )
+        most, retries = reserved(asked, setting.allocator, setting.capacity, setting.enough)
+        memory = msgspec.structs.replace(memory, reserved_bytes=most, retries=retries)
     if not details:
         return memory
     tape = each.step.taped(setting.make)
@@ -210,22 +209,30 @@ def timeline(changes: Sequence[StorageChange]) -> tuple[tuple[Kind, ...], tuple[
 
 
 def reserved(
-    requests: Sequence[Asked],
+    requests: StepRequests,
     settings: AllocatorSettings,
     capacity: int | None,
     enough: int | None = None,
-) -> Replay:
-    """Two steps through the caching allocator: what was there before, then the step twice.
+) -> tuple[int, int]:
+    """Bytes that the caching allocator holds at most: of what was there before, then of the step
+    twice; and how often it gave everything back for a request.
 
     Where the device would be full, it is what a larger one would hold. A replay ends where more
     than ``enough`` is held, if nobody asks how much more.
     """
-    found = replay(requests, settings, capacity, enough)
-    if found.out_of_memory is None:
-        return found
+    twice = requests.twice()
+    most = grown(twice, settings, enough)
+    room = settings.room(capacity)
+    if most is not None and (room is None or most <= room):
+        return most, 0
+    found = replay(twice, settings, capacity, enough)
     # Where the device runs out, the replay ends at that request and says nothing of how much would
     # have been enough.
-    return replay(requests, settings, enough=enough)
+    if found.out_of_memory is None:
+        return found.reserved_peak, found.retries
+    if most is None:
+        most = replay(twice, settings, enough=enough).reserved_peak
+    return most, 0
 
 
 def _around(module: str) -> Iterable[str]:

@@ -32,7 +32,7 @@ from shardwright.core.timeline import Kind, Phase, StorageChange
 from shardwright.heap import route
 from shardwright.heap.ledger import STAYING, GradientRule, Ledger, Scene, Summaries
 from shardwright.heap.machine import Machine, Repetition, Sharding
-from shardwright.heap.tape import Asked, PieceRequests, RequestTape, Tape
+from shardwright.heap.tape import PieceRequests, RequestTape, StepRequests, Tape
 from shardwright.heap.traffic import Traffic
 from shardwright.job.pipelining import Pass, PassKind, PassRun
 
@@ -327,8 +327,8 @@ class RankStep:
         self.run(tape, make)
         return tape
 
-    def asked(self, make: MakeMachine) -> list[Asked]:
-        """What an allocator is asked for before a steady step and in two of them."""
+    def asked(self, make: MakeMachine) -> StepRequests:
+        """What an allocator is asked for before a steady step and in it."""
         heap = RequestTape([chunk.asks for chunk in self.chunks])
         self.run(heap, make)
         return heap.requests()

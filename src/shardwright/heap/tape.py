@@ -17,9 +17,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from shardwright.core.footprint import Alive
-from shardwright.core.recording import Moment
+from shardwright.core.recording import Piece
 from shardwright.core.slots import Slots
 from shardwright.core.timeline import Kind, StorageChange
 from shardwright.heap.ledger import STAYING, GradientRule, Ledger, Scene, Summary
@@ -27,7 +28,19 @@ from shardwright.heap.ledger import STAYING, GradientRule, Ledger, Scene, Summar
 # Which stream FSDP allocates a kind of buffer on: gathers and reduces have their own.
 STREAMS: dict[Kind, int] = {"all_gather": 1, "gradient": 2}
 Asked = tuple[int, int, int, int]  # a request of an allocator, whose name is a number
+_OfBlock = tuple[int, int, int, int]  # a number, how much it moves with a block, bytes, stream
 PASS, AGAIN = 2**40, 2**60  # between numbers of storages in passes and in steps
+
+
+class StepRequests(NamedTuple):
+    """What an allocator is asked for ``before`` a steady step, and in one."""
+
+    before: list[Asked]
+    step: list[Asked]
+
+    def twice(self) -> list[Asked]:
+        """With two steps, in which every storage has another number."""
+        return [*self.before, *self.step, *_again(self.step)]
 
 
 class _Followed(Ledger):
@@ -101,22 +114,21 @@ class PieceRequests:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._found: dict[tuple[int, int, GradientRule], tuple[list[Asked], list[Asked]]] = {}
+        self._found: dict[tuple[int, GradientRule], tuple[list[_OfBlock], list[_OfBlock]]] = {}
 
-    def of(self, moment: Moment, rule: GradientRule) -> tuple[list[Asked], list[Asked]]:
-        """Requests of a moment, and gradients that stay where they are: nobody is asked."""
-        # By identity of the piece, and by block: a piece is the same for all blocks of a series,
-        # but each block has storages of its own.
-        place = id(moment.piece), moment.block, rule
-        if place not in self._found:
-            asked, fresh = self._found[place] = list[Asked](), list[Asked]()
-            for number, touch, _ in self._slots.touched(moment):
+    def of(self, piece: Piece, rule: GradientRule) -> tuple[list[_OfBlock], list[_OfBlock]]:
+        """Requests of a piece, and gradients that stay where they are: nobody is asked."""
+        found = self._found.get((id(piece), rule))  # by identity, as Slots has them
+        if found is None:
+            asked, fresh = found = list[_OfBlock](), list[_OfBlock]()
+            for number, more, touch, _ in self._slots.touched(piece):
                 stays = touch.what == "gradient" and rule == "stays"
                 nbytes = touch.nbytes if touch.what == "take" else -touch.nbytes
                 (fresh if stays else asked).append(
-                    (number, abs(nbytes) if stays else nbytes, STREAMS.get(touch.kind, 0), 0)
+                    (number, more, abs(nbytes) if stays else nbytes, STREAMS.get(touch.kind, 0))
                 )
-        return self._found[place]
+            self._found[id(piece), rule] = found
+        return found
 
 
 class RequestTape(_Followed):
@@ -131,28 +143,21 @@ class RequestTape(_Followed):
         self._numbers: dict[Hashable, int] = {}  # below 0, of what no piece takes
         self._passes: dict[tuple[int, int], int] = {}
 
-    def requests(self) -> list[Asked]:
-        """What was there before, then the step twice, in which every storage has another number."""
+    def requests(self) -> StepRequests:
+        """What was there before, then the step."""
         there: set[int] = set()
-        before, step = _happening(self._before, there), _happening(self._step, there)
-        return [*before, *step, *_again(step)]
+        return StepRequests(_happening(self._before, there), _happening(self._step, there))
 
     def run(self, summary: Summary, scene: Scene, rule: GradientRule) -> None:
         """Every touch of the piece."""
         super().run(summary, scene, rule)
-        moment = Moment(scene.piece, scene.unit, scene.block)
-        asked, fresh = self._asks[scene.chunk].of(moment, rule)
+        asked, fresh = self._asks[scene.chunk].of(scene.piece, rule)
         here = scene.chunk, scene.microbatch
         # The numbers of a piece are the same in every microbatch. Two of them may be alive at once
-        # in a pipeline, so each pass has a range of its own; the first pass has the numbers as they
-        # are, which saves making the list anew where there is only one.
-        if first := PASS * self._passes.setdefault(here, len(self._passes)):
-            asked, fresh = (
-                [(first + k, nbytes, stream, 0) for k, nbytes, stream, _ in each]
-                for each in (asked, fresh)
-            )
-        self._list().extend(asked)
-        self._fresh.extend((number, nbytes) for number, nbytes, _, _ in fresh)
+        # in a pipeline, so each pass has a range of its own.
+        first, block = PASS * self._passes.setdefault(here, len(self._passes)), scene.block
+        self._list().extend([(first + k + more * block, n, s, 0) for k, more, n, s in asked])
+        self._fresh.extend([(first + k + more * block, n) for k, more, n, _ in fresh])
 
     def _list(self) -> list[Asked]:
         return self._before if self.phase == "setup" else self._step
@@ -171,7 +176,7 @@ def _happening(asked: Sequence[Asked], there: set[int]) -> list[Asked]:
     """What comes, and goes of what is there; but not what goes and at once is there again."""
     found: list[Asked] = []
     for each in asked:
-        number, nbytes = each[:2]
+        number, nbytes, _, _ = each
         if nbytes > 0:
             there.add(number)
             # What is freed and taken again at once, under one number and as large, stays where it
@@ -228,9 +233,8 @@ class Tape(_Followed):
         """Every touch of the piece."""
         super().run(summary, scene, rule)
         chunk, self._microbatch = scene.chunk, scene.microbatch
-        moment = Moment(scene.piece, scene.unit, scene.block)
-        for number, touch, module in self._slots[chunk].touched(moment):
-            key = (chunk, scene.microbatch, number)
+        for number, more, touch, module in self._slots[chunk].touched(scene.piece):
+            key = (chunk, scene.microbatch, number + more * scene.block)
             if touch.what == "take":
                 self._note(key, touch.nbytes, touch.kind, touch.name, module)
             elif touch.what == "gradient" and rule == "stays":

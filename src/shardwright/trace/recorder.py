@@ -40,6 +40,7 @@ from shardwright.tracker.private import (
     answered_device,
     key_of,
     operator_name,
+    schema_of,
 )
 from shardwright.tracker.storages import (
     BEFORE,
@@ -101,6 +102,24 @@ class Recorder(Follower):
         self._numbers = count()
         self._fresh: dict[Holding, int] = {}  # where in ``touches`` it was taken
         self._gradients: set[Holding] = set()
+        self._known: dict[Any, tuple[type, list[Any]] | None] = {}  # see `run`
+
+    def run(self, function: Any, arguments: Any, keywords: Any) -> Any:
+        """What an operation returns; where tensors have no data, of the same shapes as before
+        without asking it once more."""
+        # Most of a trace is spent in kernels of meta tensors, which torch has in Python for many
+        # operators; a layer asks for the same few shapes again and again, and its neighbours do.
+        # What is known goes with the recorder, so no more than one step's different calls.
+        key = _call_of(function, arguments, keywords)
+        known = None if key is None else self._known.get(key)
+        if known is not None:
+            kind, results = known
+            made = [_EMPTY(shape, stride, **how) for shape, stride, how in results]
+            return made[0] if kind is torch.Tensor else kind(made)
+        found = function(*arguments, **keywords)
+        if key is not None and key not in self._known:
+            self._known[key] = _results_of(found, arguments)
+        return found
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Leave out a storage that was there before."""
@@ -232,6 +251,61 @@ class Recorder(Follower):
         # A module that runs in the backward is a checkpointed one that runs again: what it makes
         # are activations, though they do not live long.
         return "temporary" if self._backward and not self.running else "activation"
+
+
+_EMPTY = torch.ops.aten.empty_strided.default
+_OURS = ("aten", "shardwright")  # whose results follow from what they are given
+
+
+def _call_of(function: Any, arguments: Any, keywords: Any) -> Any:
+    """An operation with all that its result follows from; None where that is more than what its
+    tensors look like, or it changes or returns what it is given."""
+    if function.namespace not in _OURS or function.is_view or schema_of(function).is_mutable:
+        return None
+    # Nothing without a tensor: what makes tensors is quick.
+    if not given_tensors(arguments):
+        return None
+    told = [_told(value) for value in (*arguments, *keywords.values())]
+    if None in told:
+        return None
+    return function, len(arguments), *keywords, *told
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        plain = type(value) in (torch.Tensor, nn.Parameter) and value.is_meta
+        if not plain or value.layout is not torch.strided or value.is_complex():
+            return None
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        told = tuple(map(_told, value))
+        return None if None in told else (type(value), told)
+    # 1, 1.0 and True are equal, and not the same argument.
+    return (type(value), value) if isinstance(value, _PLAIN) else None
+
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
+
+
+def _results_of(found: Any, arguments: Any) -> tuple[type, list[Any]] | None:
+    """How to make the results of an operation again; None of those that are not fresh tensors,
+    each with no more memory than its elements need."""
+    results = list(found) if type(found) in (list, tuple) else [found]
+    if not all(type(each) is torch.Tensor and _told(each) for each in results):
+        return None
+    made = []
+    for each in results:
+        how = {"dtype": each.dtype, "device": each.device}
+        again = _EMPTY(each.shape, each.stride(), **how)
+        if (
+            each.storage_offset()
+            or again.untyped_storage().nbytes() != each.untyped_storage().nbytes()
+        ):
+            return None
+        made.append((each.shape, each.stride(), how))
+    storages = {key_of(t.untyped_storage()) for t in (*results, *given_tensors(arguments))}
+    apart = len({key_of(t.untyped_storage()) for t in given_tensors(arguments)}) + len(results)
+    return (type(found), made) if len(storages) == apart else None
 
 
 def _in_order(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:

@@ -184,6 +184,10 @@ class Follower(TorchDispatchMode):
         self.free(held)
         self.resize(new, size)
 
+    def run(self, function: Any, arguments: Any, keywords: Any) -> Any:
+        """What an operation returns."""
+        return function(*arguments, **keywords)
+
     def heed(self, function: Any, arguments: Any, keywords: Any, result: Any) -> bool:
         """An operation ran; whether it may return what it was given and nobody counts."""
         return False
@@ -199,7 +203,7 @@ class Follower(TorchDispatchMode):
         if any(map(_unwraps, types)):
             return NotImplemented  # its parts come by on their own
         keywords = keywords or {}
-        result = function(*arguments, **keywords)
+        result = self.run(function, arguments, keywords)
         complete(function, arguments, result)
         if self._paused:
             return result

@@ -14,7 +14,7 @@ from shardwright.core.errors import InputError, UnsupportedError
 from shardwright.estimate.advise import advise, fewest_ranks, job_of
 from shardwright.estimate.advise.pricing import Pricing
 from shardwright.estimate.advise.space import Space, global_batch
-from shardwright.estimate.unplanned import estimated
+from shardwright.estimate.unplanned import estimated, timed
 from shardwright.job.exported import cannot
 from shardwright.job.job import Job, parse_job
 
@@ -74,13 +74,14 @@ def hold_against_memory(name: str, count: int, seed: int) -> None:
     layouts = list(space.layouts())
     for layout in draw.sample(layouts, min(count, len(layouts))):
         # Nobody asks for what an allocator holds, so that none is replayed.
-        found = estimated(space.job_of(layout), spare=2**50)
-        assert found.time
+        job = space.job_of(layout)
+        found, told = estimated(job, spare=2**50), timed(job)
+        assert told
         time = pricing.time(layout)
-        assert time.seconds == pytest.approx(found.time.seconds, rel=NEAR), layout.words
+        assert time.seconds == pytest.approx(told.seconds, rel=NEAR), layout.words
         assert pricing.least_seconds(layout) <= time.seconds * (1 + 1e-9), layout.words
         assert pricing.least_bytes(layout) <= found.worst.peak_bytes, layout.words
-        assert time.model_flops == found.time.model_flops
+        assert time.model_flops == told.model_flops
 
 
 @pytest.mark.parametrize("name", CASES)

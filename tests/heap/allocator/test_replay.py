@@ -18,6 +18,7 @@ from shardwright.heap.allocator import (
     replay,
 )
 from shardwright.heap.allocator.allocator import Allocator, CachedBlock
+from shardwright.heap.allocator.growth import grown
 
 KIB, MIB = 2**10, 2**20
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
@@ -291,6 +292,7 @@ ANY_SETTINGS = st.sampled_from(
         EXPANDABLE,
         AllocatorSettings.parse("max_split_size_mb:32"),
         AllocatorSettings.parse("roundup_power2_divisions:8"),
+        AllocatorSettings.parse("per_process_memory_fraction:0.5"),
         AllocatorSettings.parse("expandable_segments:True,max_split_size_mb:32"),
         AllocatorSettings.parse("garbage_collection_threshold:0.6,per_process_memory_fraction:0.9"),
     ]
@@ -405,3 +407,35 @@ def test_requests_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(InputError, match=message):
         replay(requests)
+
+
+@given(
+    traces().map(lambda its: [AllocatorRequest(*each[:3]) for each in its]),
+    ANY_SETTINGS,
+    CAPACITIES,
+    st.sampled_from([None, 30 * MIB, 90 * MIB, 250 * MIB]),
+    st.integers(0, 60),
+)
+@settings(max_examples=200)
+def test_what_only_grows_is_what_a_replay_holds(
+    requests: list[AllocatorRequest],
+    chosen: AllocatorSettings,
+    capacity: int | None,
+    enough: int | None,
+    begin: int,
+) -> None:
+    """Of a step that is played twice, beside what was there before and is not freed."""
+    there = [each for each in requests[:begin] if each.bytes > 0]
+    before = [each._replace(name=f"before {each.name}") for each in there]
+    again = [each._replace(name=f"again {each.name}") for each in requests]
+    told = replay([*before, *requests, *again], chosen, enough=enough)
+    found = grown([*before, *requests, *again], chosen, enough)  # type: ignore[arg-type]
+    plain = not (chosen.expandable_segments or chosen.max_split_size)
+    if not plain or chosen.garbage_collection_threshold:
+        assert found is None
+        return
+    assert found == told.reserved_peak
+    room = chosen.room(capacity)
+    if room is not None and found <= room:
+        told = replay([*before, *requests, *again], chosen, capacity, enough)
+        assert (found, 0, None) == (told.reserved_peak, told.retries, told.out_of_memory)

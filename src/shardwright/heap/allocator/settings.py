@@ -82,6 +82,12 @@ class AllocatorSettings(msgspec.Struct, frozen=True):
             return -(-nbytes // step) * step
         return -(-nbytes // MIN_BLOCK) * MIN_BLOCK
 
+    def room(self, capacity: int | None) -> int | None:
+        """Bytes that may be reserved of a device with ``capacity``; None of one without end."""
+        if capacity is None or self.memory_fraction is None:
+            return capacity
+        return int(self.memory_fraction * capacity)
+
     def segment(self, size: int) -> int:
         """The bytes of a new segment for a block of ``size``."""
         if size <= SMALL_REQUEST:
