@@ -33,6 +33,7 @@ from shardwright.models.llama.attention import (
 )
 from shardwright.models.llama.experts import MixtureOfExperts, grouped_product
 from shardwright.models.llama.layers import (
+    ACTIVATIONS,
     MLP,
     TOKENS,
     Context,
@@ -438,7 +439,8 @@ class MegatronExperts(MixtureOfExperts):
         weights = [here.w1] if here.w3 is None else [here.w1, here.w3]
         parts = [grouped_product(found, weight, ends, adds, narrow) for weight in weights]
         del found
-        inner = _activated(parts, here.activation, fused.bias_activation_fusion, shares)
+        activation = ACTIVATIONS[here.activation]
+        inner = _activated(parts, activation, fused.bias_activation_fusion, shares)
         del parts
         found = reduce_scatter(grouped_product(inner, here.w2, ends, adds, narrow), 0, width)
         del inner
