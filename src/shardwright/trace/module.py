@@ -12,6 +12,7 @@ import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
@@ -77,6 +78,9 @@ def record(subject: TracedModule) -> Recording:
                 recorder.homes[key_of(parameter.untyped_storage())] = unit
     given = tree_leaves([list(subject.inputs), dict(subject.keywords), list(subject.extra)])
     before = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+    # Torch's kernels for tensors without data import this at their first call. Amid a step it would
+    # leave cycles around what is alive there: a first recording in a process kept 400 MB of logits.
+    import_module("torch._dynamo")
     # Everything that is there before has to be adopted, or it would be taken for something that the
     # step made where an operation first meets it.
     held = list(held_tensors(module))
