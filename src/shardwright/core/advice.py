@@ -33,6 +33,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def words(self) -> str:
         """What is not left at one, in a line."""
+        return f"{self.ranks}, micro {self.micro_batch}, checkpointing {self.checkpointing}"
+
+    @property
+    def ranks(self) -> str:
+        """What each rank has and how it runs, in a line."""
         return ", ".join(self._words())
 
     def _words(self) -> Iterator[str]:
@@ -45,8 +50,6 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         yield f"{shard} x {self.data_replicate}" if self.data_replicate > 1 else shard
         if self.zero:
             yield f"zero {self.zero}"
-        yield f"micro {self.micro_batch}"
-        yield self.checkpointing
         if self.compile:
             yield "compiled"
 
@@ -60,6 +63,16 @@ class Advised(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     least_bytes: int
     most_bytes: int
     verdict: Verdict
+
+
+class OfEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fastest of an engine's layouts that fits, if any does; of an engine that runs none what
+    it ``lacks``."""
+
+    engine: str
+    layouts: int
+    best: Advised | UnsetType = UNSET
+    lacks: str = ""
 
 
 class Priced(msgspec.Struct, frozen=True, array_like=True):
@@ -77,8 +90,9 @@ class Advice(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``space`` has the values of every axis, ``layouts`` is how many of their combinations there are;
     all were priced. ``bounded`` were refused by a bound of their memory, ``exact`` had theirs
-    worked out, and ``unable`` are what the engine does not run. ``proven``: every layout that is
-    faster than the answer was refused. Samples of all ranks are the ``global_batch``.
+    worked out, and ``unable`` are what the engine does not run. ``engines``, fastest first, are all
+    that were asked where nobody named one, of which the first is this. ``proven``: every layout
+    that is faster than the answer was refused. Samples of all ranks are the ``global_batch``.
     """
 
     model: str
@@ -102,6 +116,7 @@ class Advice(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fewest_ranks: int | UnsetType = UNSET
     points: tuple[Priced, ...] = ()
     assumptions: tuple[str, ...] = ()
+    engines: tuple[OfEngine, ...] = ()
     seconds: float = 0.0
     schema: str = SCHEMA
 

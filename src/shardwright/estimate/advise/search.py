@@ -10,16 +10,18 @@ memory or by its exact figure, until enough fit.
 from __future__ import annotations
 
 import heapq
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET
 
-from shardwright.core.advice import Advice, Advised, Layout, Priced
+from shardwright.core.advice import Advice, Advised, Layout, OfEngine, Priced
 from shardwright.core.errors import (
     InputError,
     NoPlanError,
@@ -43,13 +45,16 @@ from shardwright.planner.variation import changed
 SHOWN = 10  # layouts that fit
 FASTER = 5  # layouts in front of them
 MOST_DOUBLED = 2**14  # ranks up to which fewer are looked for
+# What is asked where nobody names an engine: of torch's ways the first that takes the model.
+OFFERED = (("shardwright",), ("torchtitan", "torchtitan-toml", "fsdp2"), ("megatron",))
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is asked for beside a job: an engine's layouts, values of axes, bytes of every device
-    that stay free, samples of all ranks in a step (the job's, where 0), and jobs of its model with
-    the seconds that a step of each was measured to take, by which all are scaled."""
+    """What is asked for beside a job: layouts of an engine (where neither it nor another runtime is
+    named, of those that are ``OFFERED``), values of axes, bytes of every device that stay free,
+    samples of all ranks in a step (the job's, where 0), and jobs of its model with the seconds that
+    a step of each was measured to take, by which all are scaled."""
 
     engine: str = ""
     fixed: Mapping[str, str] = field(default_factory=dict)
@@ -73,15 +78,32 @@ def advise(job: Job, progress: Hear = lambda _: None, **wanted: Any) -> Advice:
     """
     begun = time.perf_counter()
     check_type(job, Job, "job", A_JOB)
-    search = _Search(job, Wanted(**wanted), progress)
-    found = search.advice()
-    if not found.rows and search.finished:
-        found = msgspec.structs.replace(found, **search.ways_out())
+    searches, lacking = _searches(job, Wanted(**wanted), progress)
+    try:
+        for search in searches:
+            search.look(1)
+        best = min(searches, key=_seconds)
+        best.look(SHOWN)
+    except KeyboardInterrupt:
+        best = min(searches, key=_seconds)
+        if not best.rows:
+            raise
+    found = best.advice()
+    if not found.rows:
+        ways = [(search, search.ways_out()) for search in searches]
+        best, way = min(ways, key=lambda each: (each[1].ranks, each[1].nearest.most_bytes))
+        found = msgspec.structs.replace(best.advice(), nearest=way.nearest)
+        if way.ranks < math.inf:
+            found = msgspec.structs.replace(found, fewest_ranks=int(way.ranks))
+    if len(searches) + len(lacking) > 1:
+        each = [s.of_engine() for s in sorted(searches, key=_seconds)]
+        each += [OfEngine(engine, 0, lacks=why) for engine, why in lacking.items()]
+        found = msgspec.structs.replace(found, engines=tuple(each))
     return msgspec.structs.replace(found, seconds=time.perf_counter() - begun)
 
 
 def job_of(job: Job, layout: Layout, **wanted: Any) -> Job:
-    """The job that asks for a ``layout`` which was advised for it."""
+    """The job that asks for a ``layout`` which was advised for it; ``engine`` as the advice has."""
     return _Search(job, Wanted(**wanted), lambda _: None).space.job_of(layout)
 
 
@@ -97,7 +119,7 @@ def fewest_ranks(
     wanted["global_batch"] = here.space.global_batch
     for world in _doubled(min(cluster.local_world_size or 1, here.world)):
         fewer = _on(job, world)
-        if not any(True for _ in _Search(fewer, Wanted(**wanted), progress).space.layouts()):
+        if not any(search.layouts for search in _searches(fewer, Wanted(**wanted), progress)[0]):
             continue
         found = advise(fewer, progress, **wanted)
         if found.rows and fast_enough(found):
@@ -120,6 +142,34 @@ def _on(job: Job, world: int) -> Job:
     if job.parallel is not UNSET:
         keys |= {"parallel.data_shard": -1, "parallel.data_replicate": 1}
     return changed(job, keys)
+
+
+def _searches(job: Job, wanted: Wanted, progress: Hear) -> tuple[list[_Search], dict[str, str]]:
+    """A search for each engine that is asked, and why some are not."""
+    found: list[_Search] = []
+    lacking: dict[str, str] = {}
+    if not wanted.engine and memory_of(job).runtime == "shardwright":
+        for names in OFFERED:
+            for name in names:
+                search = _Search(job, replace(wanted, engine=name), progress)
+                if not (why := search.lacks()):
+                    found.append(search)
+                    lacking.pop(names[0], None)
+                    break
+                lacking.setdefault(names[0], why)
+    return (found, lacking) if found else ([_Search(job, wanted, progress)], {})
+
+
+def _seconds(search: _Search) -> float:
+    """Of its answer."""
+    return search.rows[0].time.seconds if search.rows else math.inf
+
+
+class _WayOut(NamedTuple):
+    """Where nothing fits: what lacks least, and the fewest ranks on which something does."""
+
+    nearest: Advised
+    ranks: float = math.inf
 
 
 class _Search:
@@ -146,27 +196,50 @@ class _Search:
         self.scale = 1.0
         self.least: dict[Layout, tuple[float, int]] = {}
         self.taken: list[Advised] = []
+        self.rows: list[Advised] = []  # that fit
+        self._order: Iterator[Advised] | None = None
         self.refused: list[Layout] = []  # by their bound
         self.exact = 0
-        self.finished = False
         self.assumptions: list[str] = []
+
+    @cached_property
+    def layouts(self) -> list[Layout]:
+        """All of the space."""
+        return list(self.space.layouts())
+
+    def lacks(self) -> str:
+        """Why the engine does none of it; empty where it may."""
+        if not self.layouts:
+            return "no layout divides ranks, batch and model"
+        if not self.wanted.engine:
+            return ""
+
+        def degrees(each: Layout) -> tuple[int, ...]:
+            return each.pipeline, each.tensor, each.context, self.space.microbatches(each)
+
+        # Most of what an engine refuses is of the model, whatever the layout.
+        plain = min(self.layouts, key=degrees)
+        return " ".join(cannot(self.space.job_of(plain), self.wanted.engine))
+
+    def look(self, count: int) -> None:
+        """Go on until so many fit, or to the end."""
+        if self._order is None:
+            self.price()
+            self._scale()
+            self._order = self.in_order()
+        while len(self.rows) < count and (each := next(self._order, None)):
+            if not any(map(partial(_is_same, each), self.taken)):
+                self.taken.append(each)
+                self.rows += [each] if each.verdict == "fits" else []
+
+    def of_engine(self) -> OfEngine:
+        """The answer in a line."""
+        best = self.rows[0] if self.rows else UNSET
+        return OfEngine(self.wanted.engine, len(self.layouts), best)
 
     def advice(self) -> Advice:
         """What was found, in the order of seconds."""
-        rows: list[Advised] = []
-        try:
-            self.price()
-            self._scale()
-            for each in self.in_order():
-                self.taken.append(each)
-                if each.verdict == "fits":
-                    rows.append(each)
-                if len(rows) == SHOWN:
-                    break
-            self.finished = True
-        except KeyboardInterrupt:
-            if not rows:
-                raise
+        rows = self.rows
         answer = rows[0] if rows else None
         return Advice(
             model=self.job.model.name,
@@ -190,35 +263,32 @@ class _Search:
             assumptions=tuple(dict.fromkeys(self.assumptions)),
         )
 
-    def ways_out(self) -> dict[str, object]:
-        """Where nothing fits: what lacks least, and the fewest ranks on which something does."""
+    def ways_out(self) -> _WayOut:
+        """Of a job for which nothing fits."""
         order = sorted(self.least, key=lambda layout: self._bound(layout)[0])
         nearest = min(map(self._exact, order[:3]), key=lambda each: each.most_bytes)
         wanted = replace(self.wanted, global_batch=self.space.global_batch)
         for world in _doubled(2 * self.world):
             search = _Search(_on(self.job, world), wanted, self.progress)
-            if not any(True for _ in search.space.layouts()):
+            if not search.layouts:
                 break  # the batch is not divided among so many
-            search.price()
-            if any(each.verdict == "fits" for each in search.in_order()):
-                return {"nearest": nearest, "fewest_ranks": world}
-        return {"nearest": nearest}
+            search.look(1)
+            if search.rows:
+                return _WayOut(nearest, world)
+        return _WayOut(nearest)
 
     def price(self) -> None:
         """Seconds and bytes of every layout, from below."""
         heard = time.monotonic()
-        layouts = list(self.space.layouts())
+        layouts = self.layouts
         if not layouts:
             ways = f"{self.space.global_batch:,} samples on {self.world:,} ranks"
             fixed = "".join(f", {axis} {value}" for axis, value in self.wanted.fixed.items())
             wanted = f"a layout of {ways}{fixed}"
             remedy = "Degrees divide ranks, batch, heads, layers and tokens: see --global-batch."
             raise InputError(expected("advise", wanted, "none", remedy))
-        if self.wanted.engine:
-            # Most of what an engine refuses is of the model, whatever the layout.
-            plain = min(layouts, key=lambda each: (each.pipeline, each.tensor, each.context))
-            if why := cannot(self.space.job_of(plain), self.wanted.engine):
-                raise UnsupportedError(" ".join(why))
+        if why := self.lacks():
+            raise UnsupportedError(why)
         for layout in layouts:
             seconds = self.pricing.least_seconds(layout)
             self.least[layout] = seconds, self.pricing.least_bytes(layout)
@@ -330,3 +400,9 @@ class _Search:
             )
             for layout, (seconds, nbytes) in self.least.items()
         )
+
+
+def _is_same(one: Advised, other: Advised) -> bool:
+    """Whether two layouts differ in nothing but the name of their stage of ZeRO."""
+    layout = msgspec.structs.replace(one.layout, zero=other.layout.zero)
+    return msgspec.structs.replace(one, layout=layout) == other

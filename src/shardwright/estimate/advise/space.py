@@ -141,7 +141,8 @@ class Space:
             raise InputError(not_one_of("--fix", axis, AXES))
         where = f"--fix {axis}"
         if axis == "checkpointing":
-            check_policy(text, where)
+            if text not in QUARTERS:
+                check_policy(text, where)
             return text
         if axis == "schedule":
             return named(text).name
@@ -193,10 +194,14 @@ class Space:
                         yield msgspec.structs.replace(made, **keys)
 
     def _zeros(self, layout: Layout) -> Sequence[int]:
-        """Stages of ZeRO that differ: in a step of one backward 1 is 2."""
+        """Stages of ZeRO that differ: in a step of one backward 1 is 2, and where nobody shares
+        anything each is any other."""
         stages: Sequence[int] = self.axes["zero"]
-        one = self.microbatches(layout) == 1 and 2 in stages
-        return [stage for stage in stages if not (one and stage == 1)]
+        if self.microbatches(layout) > 1:
+            return stages
+        if layout.data_shard == 1:
+            return stages[:1]
+        return [stage for stage in stages if stage != 1 or 2 not in stages]
 
     def _policies(self, layout: Layout) -> Sequence[str]:
         """Policies that differ, with numbers of layers for parts of a stage."""
