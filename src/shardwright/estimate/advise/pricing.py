@@ -93,6 +93,7 @@ class Pricing:
         self._ranks: dict[tuple[object, ...], list[tuple[ModelStage, ...]]] = {}
         self._stages: dict[tuple[object, ...], Stage] = {}
         self._residents: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._works: dict[tuple[int, ModelStage], StageWork] = {}
         self._sums: dict[tuple[object, ...], _Kept] = {}
         self._in_flight: dict[
             tuple[object, ...], list[tuple[tuple[ModelStage, ...], set[InFlight]]]
@@ -132,9 +133,7 @@ class Pricing:
             for stage in rank:
                 key = (id(model), stage, ways)
                 if key not in self._stages:
-                    work = StageWork()
-                    for share, times in model.shares(stage):
-                        work.add(share.work, times)
+                    work = self._work(model, stage)
                     self._stages[key] = stage_of(work, cut, clock, self.optimizer)
                 of_rank.append(self._stages[key])
             found.append(of_rank)
@@ -148,6 +147,15 @@ class Pricing:
             ranks = stages_of_ranks(len(model.layers), self.space.degrees(layout), ends)
             self._ranks[key] = [tuple(map(model.like, its)) for its in ranks]
         return self._ranks[key]
+
+    def _work(self, model: Model, stage: ModelStage) -> StageWork:
+        """What a stage computes, however it is shared."""
+        key = id(model), stage
+        if key not in self._works:
+            self._works[key] = work = StageWork()
+            for share, times in model.shares(stage):
+                work.add(share.work, times)
+        return self._works[key]
 
     def _ranks_key(self, layout: Layout) -> tuple[object, ...]:
         model = self.model(layout)

@@ -33,7 +33,7 @@ MOST_MICRO, MOST_CHUNKS = 8, 4
 QUARTERS = {"first:25%": 1, "first:50%": 2, "first:75%": 3}  # of a stage's layers, the first ones
 POLICIES: dict[str, tuple[str, ...]] = {
     "megatron": ("none", "core_attention", "full", *QUARTERS),
-    "fsdp2": ("none", "selective", "full", "layers:2", "layers:4", "first:75%"),
+    "fsdp2": ("none", "selective", "full", "layers:2", "layers:4"),
     "shardwright": ("none", "selective", "full", *QUARTERS),
     "ddp": ("none", "selective", "full", *QUARTERS),
 }
