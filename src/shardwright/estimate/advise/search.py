@@ -95,7 +95,7 @@ def advise(job: Job, progress: Hear = lambda _: None, **wanted: Any) -> Advice:
         found = msgspec.structs.replace(best.advice(), nearest=way.nearest)
         if way.ranks < math.inf:
             found = msgspec.structs.replace(found, fewest_ranks=int(way.ranks))
-    if len(searches) + len(lacking) > 1:
+    if len(searches) > 1:
         each = [s.of_engine() for s in sorted(searches, key=_seconds)]
         each += [OfEngine(engine, 0, lacks=why) for engine, why in lacking.items()]
         found = msgspec.structs.replace(found, engines=tuple(each))
