@@ -91,8 +91,9 @@ class Advice(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``space`` has the values of every axis, ``layouts`` is how many of their combinations there are;
     all were priced. ``bounded`` were refused by a bound of their memory, ``exact`` had theirs
     worked out, and ``unable`` are what the engine does not run. ``engines``, fastest first, are all
-    that were asked where nobody named one and several answer; the first is this. ``proven``: every layout
-    that is faster than the answer was refused. Samples of all ranks are the ``global_batch``.
+    that were asked where nobody named one and several answer; the first is this. ``proven``: every
+    layout that is faster than the answer was refused. Samples of all ranks are the
+    ``global_batch``.
     """
 
     model: str
