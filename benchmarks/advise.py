@@ -138,6 +138,7 @@ def bounded(count: int, seed: int) -> dict[str, Any]:
             if bound > exact:
                 print(f"above: {name}, {layout.words}: {bound} > {exact}", file=sys.stderr)
             parts.append(bound / exact)
+        print(f"{name}: {len(parts)} layouts so far", file=sys.stderr)
     return {
         "layouts": len(parts),
         "above": sum(part > 1 for part in parts),
@@ -200,6 +201,7 @@ def exhaustive(count: int, seed: int) -> dict[str, Any]:
             if footprint.verdict == "fits":
                 fits.append((footprint.time.seconds, layout.words))
         layouts.append(found.layouts)
+        print(f"job {number}: {found.layouts} layouts, {len(fits)} fit", file=sys.stderr)
         best, told = min(fits, default=None), found.answer
         nothing += best is None
         if (best is None) != (told is None) or (

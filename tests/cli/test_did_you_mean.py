@@ -112,7 +112,8 @@ def test_of_a_wrong_policy_the_right_one_is_named(
 
 def test_a_policy_of_another_type_is_answered_with_all(call: Any, job: Path) -> None:
     call("plan", job, "--set", "memory.checkpointing=true").refuses(
-        2, "expected one of none, full, selective, selective_op, core_attention, layers:N, save:"
+        2,
+        "expected one of none, full, selective, selective_op, core_attention, layers:N, first:N, ",
     )
 
 

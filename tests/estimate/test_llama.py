@@ -111,7 +111,7 @@ def test_blocks_for_further_tokens_are_the_last_stages_alone() -> None:
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("checkpointing", ["none", "layers:2"])
+@pytest.mark.parametrize("checkpointing", ["none", "layers:2", "first:3"])
 def test_unfolded_layers_take_what_each_of_them_takes(
     checkpointing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def test_layers_that_a_module_picks_by_number_are_those_that_run(run: int, noted
     [
         ("encoder", {"checkpointing": "full"}),
         ("alternating", {"checkpointing": "layers:2", "runtime": "ddp"}),
+        ("encoder", {"checkpointing": "first:2"}),
         ("skipping", {"checkpointing": "selective", "lowering": "cuda", "param_dtype": "fp32"}),
         ("recurrent", {"runtime": "ddp"}),
     ],

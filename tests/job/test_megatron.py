@@ -66,6 +66,12 @@ def test_a_switch_is_true_and_several_values_are_the_first() -> None:
     ("more", "section", "key", "wanted"),
     [
         ("--recompute-granularity full", "memory", "checkpointing", "full"),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 5",
+            "memory",
+            "checkpointing",
+            "first:5",
+        ),
         ("--recompute-activations", "memory", "checkpointing", "core_attention"),
         ("--recompute-granularity selective", "memory", "checkpointing", "core_attention"),
         ("--grad-reduce-in-bf16", "memory", "reduce_dtype", "bf16"),

@@ -75,6 +75,7 @@ def share(rows: int, ranks: int, place: int) -> int:
         ({"data_replicate": 2}, {"checkpointing": "full"}, {"tied_embeddings": True}),
         ({}, {"checkpointing": "selective", "reshard_after_forward": False}, EXPERTS),
         ({"tensor": 2}, {"checkpointing": "layers:2", "loss": "parallel"}, {}),
+        ({}, {"checkpointing": "first:2"}, {}),
         ({"tensor": 2, "data_replicate": 2}, {"checkpointing": "save:aten.mm"}, {}),
         ({"tensor": 2, "sequence": False}, {"checkpointing": "selective"}, {}),
     ],

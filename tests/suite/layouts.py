@@ -22,7 +22,7 @@ OF_ENGINE: dict[str, dict[str, list[Any]]] = {
         "runtime": ["megatron"],
         "loss": ["parallel"],
         "zero": [1, 1, 3],
-        "checkpointing": ["none", "full", "core_attention"],
+        "checkpointing": ["none", "full", "core_attention", "first:2"],
         "param_dtype": ["bf16", "bf16", "fp16", "fp32"],
         "reduce_dtype": ["fp32", "fp32", "bf16", "fp16"],
         "implementation": ["fused"],
@@ -48,7 +48,7 @@ OF_ENGINE: dict[str, dict[str, list[Any]]] = {
     },
 }
 OF_ENGINE["fsdp2"] = OF_ENGINE["torchtitan-toml"] | {
-    "checkpointing": ["none", "full", "selective", "layers:2", "save:aten.mm"],
+    "checkpointing": ["none", "full", "selective", "layers:2", "first:2", "save:aten.mm"],
     "float8": [False],
 }
 # What Megatron-LM's models and their layers may have otherwise; half of it is left out.

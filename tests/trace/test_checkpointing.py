@@ -84,12 +84,13 @@ def test_core_attention_of_its_own_module_is_recomputed_as_one(saved: Any) -> No
             assert saved(lambda: block(x)) == 8 * 4 * 4
 
 
-def test_layers_checkpoints_every_nth_block(block: Any) -> None:
+@pytest.mark.parametrize(("name", "picked"), [("layers:2", [1, 3]), ("first:2", [0, 1])])
+def test_a_policy_picks_blocks_by_their_places(block: Any, name: str, picked: list[int]) -> None:
     with FakeTensorMode():
         blocks = [block(small=True) for _ in range(5)]
-    with apply_checkpointing(blocks, "layers:2") as applied:
-        assert applied.blocks == [blocks[1], blocks[3]]
-    assert checkpointing.treated(range(5), 2) == [1, 3]  # so an estimate counts them
+    with apply_checkpointing(blocks, name) as applied:
+        assert applied.blocks == [blocks[k] for k in picked]
+    assert checkpointing.treated(range(5), policy(name)) == picked  # so an estimate counts them
 
 
 def test_selective_keeps_what_a_reduce_scatter_returned(step: Step) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardwright.trace.checkpointing import policy
 from shardwright.trace.structure import PartRange, containers
 
 
@@ -123,9 +124,11 @@ def test_a_layer_tied_to_what_is_outside_is_no_unit() -> None:
 
 def test_parts_that_a_policy_picks_are_unlike_the_others() -> None:
     model = nn.ModuleList(Layer() for _ in range(9))
-    assert containers(model, every=2)[0].stretches == (PartRange(0, 9, 2),)
+    assert containers(model, policy("layers:2"))[0].stretches == (PartRange(0, 9, 2),)
+    first = containers(model, policy("first:4"))[0].stretches
+    assert first == (PartRange(0, 4, 1), PartRange(4, 5, 1))
     two = nn.ModuleDict({"a": nn.ModuleList(Layer() for _ in range(3)), "b": model})
-    assert [each.stretches[0] for each in containers(two, every=3)] == [
+    assert [each.stretches[0] for each in containers(two, policy("layers:3"))] == [
         PartRange(0, 2, 1),
         PartRange(0, 9, 3),
     ]

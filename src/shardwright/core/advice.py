@@ -35,6 +35,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def words(self) -> str:
         """What is not left at one, in a line."""
+        return f"{self.ranks}, micro {self.micro_batch}, checkpointing {self.checkpointing}"
+
+    @property
+    def ranks(self) -> str:
+        """What each rank has and how it runs, in a line."""
         return ", ".join(self._words())
 
     def _words(self) -> Iterator[str]:
@@ -47,10 +52,6 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         yield f"{shard} x {self.data_replicate}" if self.data_replicate > 1 else shard
         if self.zero:
             yield f"zero {self.zero}"
-        if self.micro_batch:
-            yield f"micro {self.micro_batch}"
-        if self.checkpointing:
-            yield self.checkpointing
         if self.compile:
             yield "compiled"
 
@@ -64,6 +65,16 @@ class Advised(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     least_bytes: int
     most_bytes: int
     verdict: Verdict
+
+
+class OfEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fastest of an engine's layouts that fits, if any does; of an engine that runs none what
+    it ``lacks``."""
+
+    engine: str
+    layouts: int
+    best: Advised | UnsetType = UNSET
+    lacks: str = ""
 
 
 class Priced(msgspec.Struct, frozen=True, array_like=True):
@@ -81,9 +92,10 @@ class Advice(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``space`` has the values of every axis, ``layouts`` is how many of their combinations there are;
     all were priced. ``bounded`` were refused by a bound of their memory, ``exact`` had theirs
-    worked out, and ``unable`` are what the engine does not run. ``proven``: every layout that is
-    faster than the answer was refused. Samples of all ranks are the ``global_batch``, bytes of a
-    device's ``capacity`` that stay free its ``headroom``.
+    worked out, and ``unable`` are what the engine does not run. ``engines``, fastest first, are all
+    that were asked where nobody named one and several answer; the first is this. ``proven``: every
+    layout that is faster than the answer was refused. Samples of all ranks are the
+    ``global_batch``, bytes of a device's ``capacity`` that stay free its ``headroom``.
 
     Of a job whose layouts are planned ``exact`` were, and the others cannot be faster; no plan of
     any that may fit takes less than ``lower_bound_seconds``, which is 0 where nothing is known;
@@ -113,6 +125,7 @@ class Advice(Shown, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lower_bound_seconds: float | UnsetType = UNSET
     points: tuple[Priced, ...] = ()
     assumptions: tuple[str, ...] = ()
+    engines: tuple[OfEngine, ...] = ()
     seconds: float = 0.0
     schema: str = SCHEMA
 

@@ -54,11 +54,11 @@ class StageRequest(msgspec.Struct, frozen=True):
 
 def stage_recording(request: StageRequest, stage: ModelStage) -> Recording:
     """The recording of a stage of the llama, unfolded to its layers by its series."""
-    shape, every = request.shape, policy(request.treatment.checkpointing).every
+    shape, chosen = request.shape, policy(request.treatment.checkpointing)
     layers = range(*stage.layers)
     # All that may differ between two layers of a llama: whether it has experts, and whether the
     # policy picks it.
-    signatures = [(shape.is_moe(layer), (place + 1) % every) for place, layer in enumerate(layers)]
+    signatures = [(shape.is_moe(layer), chosen.turn(place)) for place, layer in enumerate(layers)]
     cut = stretches(signatures)
     few = [place for stretch in cut for place in stretch.recorded]
     further = range(len(few), len(few) + shape.further * stage.last)  # blocks behind the last
@@ -71,13 +71,15 @@ def stage_recording(request: StageRequest, stage: ModelStage) -> Recording:
         ),
         mtp_layers=len(further) or UNSET,
     )
-    treated = (*(k for k, place in enumerate(few) if signatures[place][1] == 0), *further)
+    treated = [k for k, place in enumerate(few) if signatures[place][1] == 0]
+    treated += further if not chosen.first else ()  # which are behind the first ones
     local = msgspec.structs.replace(request.local, first=stage.first, last=stage.last, layers=None)
     if not small.moe_layers:  # a stage of a model that has experts elsewhere
         local = msgspec.structs.replace(local, expert=1, expert_load=1.0, capacity_factor=None)
     # Asked for with the few layers alone, so that the cache knows nothing of the depth: a llama of
     # 32 and one of 80 layers share a recording.
-    found = _recorded(msgspec.structs.replace(request, shape=small, local=local), treated)
+    request = msgspec.structs.replace(request, shape=small, local=local)
+    found = _recorded(request, tuple(treated))
     series, begin = [], 0
     for index, stretch in enumerate(cut):
         size = len(stretch.recorded)

@@ -295,12 +295,12 @@ def _composed(
         keywords=built.keywords,
         extra=[leaf for leaf in tree_leaves(built.targets) if isinstance(leaf, torch.Tensor)],
     )
-    every = policy(request.treatment.checkpointing).every
+    chosen = policy(request.treatment.checkpointing)
     parts: Sequence[str] | None = None if request.planned else built.apart
     if of:
         last = of.stage.last
         subject = replace(subject, call=of.run, loss=subject.loss if last else None)
-        parts = of.apart(every)
+        parts = of.apart(chosen)
     full = request.full or bool(of and parts)
     run = _run(request, subject, routed, experts)
     if built.units:
@@ -318,7 +318,7 @@ def _composed(
             routed.asked = asked
 
     known = of or built.apart  # which of their parts run
-    composer = Composer(module, run, every, full, parts, experts, None if known else forward)
+    composer = Composer(module, run, chosen, full, parts, experts, None if known else forward)
     try:
         found = composer.recording()
     except Untraceable as error:
@@ -334,7 +334,7 @@ def _run(
 ) -> Callable[[Shortened], Recording]:
     """Records the module with the parts that it has just then."""
     treatment, dtype = request.treatment, DTYPES.get(request.dtype)
-    every = policy(treatment.checkpointing).every
+    chosen = policy(treatment.checkpointing)
 
     def run(shortened: Shortened) -> Recording:
         routed.asked.clear()
@@ -345,7 +345,7 @@ def _run(
             units = {part for name, parts in shortened.units.items() if name for part in parts}
             blocks = [part for part in subject.module.modules() if part in units - set(experts)]
             places = list(range(len(blocks)))
-        picked = treated(places, every)
+        picked = treated(places, chosen)
         with treatment.applied(subject.module, blocks, picked) as applied:
             here = replace(
                 subject,

@@ -36,6 +36,7 @@ from shardwright.core.work import OperatorShapes
 from shardwright.heap.rank_step import ENDING, ONE_PASS
 from shardwright.job.parallel import ENDS_WEIGH, Degrees, dealt
 from shardwright.job.pipelining import PassRun, expanded, order_in_runs, representative, stage_of
+from shardwright.trace.checkpointing import Policy
 from shardwright.trace.module import TracedModule, storage_bytes
 from shardwright.trace.recorder import Recorder
 from shardwright.trace.structure import Container, containers
@@ -241,9 +242,9 @@ class StageOf:
             modules.clear()
             modules.update(before)
 
-    def apart(self, every: int) -> list[str]:
+    def apart(self, chosen: Policy) -> list[str]:
         """Blocks of the stage that repeat no other."""
-        units = {c.names[k] for c in containers(self.module, every) for k in c.units}
+        units = {c.names[k] for c in containers(self.module, chosen) for k in c.units}
         return [name for name in self.blocks if name not in units]
 
     def run(self, subject: TracedModule, recorder: Recorder) -> Any:

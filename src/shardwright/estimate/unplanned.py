@@ -46,6 +46,7 @@ from shardwright.job.memory import WHOLE, MemorySection, Runtime, check_memory, 
 from shardwright.job.model import as_function
 from shardwright.job.model_of_job import beyond_positions, unplanned
 from shardwright.job.parallel import ENDS_WEIGH, Degrees, ParallelSection, Quantile, experts_of
+from shardwright.job.pipelining import named
 from shardwright.job.rules import refuse_unread
 from shardwright.planner.profiles import cluster_of
 from shardwright.trace.treatment import Treatment
@@ -301,6 +302,11 @@ def _sharing(job: Job, degrees: Degrees) -> Iterator[str]:
         yield f"sums over replicas that are not gradients themselves stay {stay} ({whose})"
     if degrees.pipeline > 1:
         yield "the last stage keeps no results (return_outputs=False)"
+        if named(degrees.schedule).split:
+            yield (
+                f"{degrees.schedule} splits backwards in halves: gradients that wait in between, "
+                "and what is computed again for both, are not counted"
+            )
     holders = _expert_holders(job, degrees)
     if holders:
         yield (

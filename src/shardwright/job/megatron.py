@@ -330,7 +330,7 @@ def _checkpointing(keys: Keys) -> str:
         several = keys.number(ALL, "recompute-num-layers", default=1)
         # The first so many of a stage: all of them, where it has no more.
         if method == "block" and several < needed(keys, "num-layers"):
-            keys.refuse(ALL, "recompute-method", "uniform, or block with all layers")
-        elif method != "block" and several != 1:
+            return f"first:{several}"
+        if method != "block" and several != 1:
             keys.refuse(ALL, "recompute-num-layers", "1, each block by itself")
     return keys.one_of(ALL, "recompute-granularity", {"none": "none", "full": "full"}, "none")

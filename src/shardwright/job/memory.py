@@ -29,9 +29,9 @@ AttentionKernel = Literal["flash", "eager"]
 NormKernel = Literal["fused", "composite"]
 
 # What is kept of a block for its backward. "layers:N" computes every Nth block again as a whole,
-# "save:aten.mm,..." all but the results of these operators.
+# "first:N" the first N of a stage, "save:aten.mm,..." all but the results of these operators.
 CHECKPOINTING = ("none", "full", "selective", "selective_op", "core_attention")
-POLICIES = (*CHECKPOINTING, "layers:N", "save:OPERATOR,...")
+POLICIES = (*CHECKPOINTING, "layers:N", "first:N", "save:OPERATOR,...")
 Policy = Annotated[str, msgspec.Meta(examples=list(POLICIES))]
 # What "selective" keeps of a block: every second product, and what is costly. _scaled_mm: a product
 # in fp8, which TorchTitan's policy sees as mm of torchao's tensors
@@ -50,7 +50,7 @@ COSTLY = frozenset(
         "aten::max",
     )
 )
-_PARAMETRIC = re.compile(r"layers:[1-9][0-9]{0,3}|save:[\w.:, ]+")
+_PARAMETRIC = re.compile(r"(layers|first):[1-9][0-9]{0,3}|save:[\w.:, ]+")
 
 
 class Fsdp2Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,7 +80,8 @@ class MemorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             all that backward needs; ``"full"``: its inputs; ``"selective"`` (``"selective_op"``):
             every second matrix product, attention and what arrives from other ranks;
             ``"core_attention"``: all but what attention keeps inside; ``"layers:N"``: every Nth
-            block its inputs alone; ``"save:aten.mm,..."``: results of these operators
+            block its inputs alone; ``"first:N"``: the first N of a stage;
+            ``"save:aten.mm,..."``: results of these operators
         lowering (by device): ``"cuda"`` or ``"cpu"``: whose kernels decide what is kept
         runtime: ``"shardwright"``, ``"fsdp2"``, ``"ddp"``, ``"megatron"`` (Megatron-LM's data
             parallel)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import RenderableType
 
-from shardwright.core.advice import Advice, Advised, Priced
+from shardwright.core.advice import Advice, Advised, OfEngine, Priced
 from shardwright.core.quantities import format_bytes, format_seconds
 from shardwright.report.marks import (
     LINE,
@@ -38,6 +38,8 @@ from shardwright.report.wording import (
 )
 
 FIRST_ROWS, FIRST_FASTER = 6, 3  # of a first screen
+LACKS = 120  # letters of what an engine lacks
+NOISE = 0.01  # of a step: what is slower by less is told as that
 COMPUTING = ("products", "attention", "elementwise", "optimizer", "launches", "fixed")
 
 
@@ -54,8 +56,9 @@ def advice_report(
         prose(_answer(advice, answer, tokens), style="bold green")
         if answer
         else prose(_nothing(advice), style="bold red"),
+        drawn(_engines_sheet(advice), short=not full) if answer and advice.engines else None,
         prose(_proof(advice)) if answer else None,
-        drawn(_rows_sheet(advice, rows, full=full)) if answer and len(rows) > 1 else None,
+        drawn(_rows_sheet(advice, rows, full=full), short=not full) if rows[1:] else None,
         drawn(_faster_sheet(advice, faster)) if faster else None,
         listed("Axes", tuple(_axes(advice))) if full else None,
         listed("Assumptions", assumed) if full else assumed_line(assumed, 1),
@@ -68,16 +71,20 @@ def _headline(advice: Advice) -> str:
     if advice.sequence > 1:
         samples = f"{advice.global_batch:,} x {advice.sequence:,} tokens a step"
     engine = advice.engine or advice.runtime
+    if advice.engines:
+        engine = ", ".join(each.engine for each in advice.engines if not each.lacks)
+    ranks = f"{advice.world_size:,} ranks" if advice.world_size > 1 else "1 rank"
     return (
-        f"Layouts of {printable(advice.model)} on {advice.world_size:,} ranks of "
+        f"Layouts of {printable(advice.model)} on {ranks} of "
         f"{printable(advice.device)} for {engine}, {advice.dtype}: {samples}"
     )
 
 
 def _answer(advice: Advice, answer: Advised, tokens: float | None) -> str:
     spare = advice.capacity - answer.most_bytes
+    by = f"{advice.engine} with " if advice.engines else ""
     lines = [
-        f"Fastest that fits: {answer.layout.words}",
+        f"Fastest that fits: {by}{answer.layout.words}",
         step_time_sentence(answer.time),
         f"Needs {range_text(answer.least_bytes, answer.most_bytes)} of "
         f"{format_bytes(advice.capacity)}: {format_bytes(spare)} to spare.",
@@ -97,7 +104,7 @@ def _proof(advice: Advice) -> str:
         _planned(advice, answer)
         if advice.planned
         else (
-            f"Of {advice.layouts:,} layouts none that fits is faster within this model "
+            f"Of {_of_layouts(advice)} none that fits is faster within this model "
             f"({advice.bounded:,} refused by a bound of memory, {advice.exact:,} worked out in "
             f"{format_seconds(advice.seconds)}{unable}).{whole}"
         )
@@ -128,8 +135,42 @@ def _planned(advice: Advice, answer: Advised) -> str:
     return f"{found} {best} (gap {percent(advice.gap)})."
 
 
+def _of_layouts(advice: Advice) -> str:
+    return f"{advice.layouts:,} layouts" + f" of {advice.engine}" * bool(advice.engines)
+
+
+def _engines_sheet(advice: Advice) -> Sheet:
+    """The fastest of each engine, and why others have none."""
+
+    def of(show: Callable[[Advised], str]) -> Callable[[OfEngine], str]:
+        return lambda each: show(each.best) if each.best else ""
+
+    def why(each: OfEngine) -> str:
+        return f"{each.engine}: {printable(each.lacks, LACKS) or 'nothing fits'}"
+
+    cells: list[Cell[OfEngine]] = [
+        text("engine", lambda each: each.engine),
+        *((column, of(show)) for column, show in _layout_cells(advice) if column.title != "MFU"),
+    ]
+    some = [each for each in advice.engines if each.best]
+    others = [why(each) for each in advice.engines if not each.best]
+    return sheet_of("The fastest of each engine", some, cells, "\n".join(others))
+
+
+def _layout_cells(advice: Advice) -> list[Cell[Advised]]:
+    cells: list[Cell[Advised]] = [text("layout", lambda row: row.layout.ranks)]
+    if not advice.planned:
+        cells.append(number("micro", lambda row: str(row.layout.micro_batch)))
+    if "checkpointing" in advice.space:
+        cells.append(text("checkpointing", lambda row: row.layout.checkpointing))
+    cells.append(number("a step", lambda row: f"{two_digits(row.time.seconds)} s"))
+    if advice.answer and advice.answer.time.model_flops:
+        cells.append(number("MFU", lambda row: mfu_text(row.time.mfu), spare=1))
+    return [*cells, number("needs", lambda row: format_bytes(row.most_bytes))]
+
+
 def _nothing(advice: Advice) -> str:
-    found = f"None of {advice.layouts:,} layouts fits."
+    found = f"None of {_of_layouts(advice)} fits."
     if advice.nearest:
         lack = advice.lack(advice.nearest)
         needs = f"needs {format_bytes(lack)} more" if lack > 0 else "lacks memory of its host"
@@ -143,14 +184,8 @@ def _rows_sheet(advice: Advice, rows: tuple[Advised, ...], *, full: bool) -> She
     """The rows that fit; with ``full`` also rates, and what they wait for."""
     first = rows[0]
     rate = f"{first.time.counted}/s a device"
-    cells: list[Cell[Advised]] = [
-        text("layout", lambda row: row.layout.words),
-        number("a step", lambda row: f"{two_digits(row.time.seconds)} s"),
-        number("needs", lambda row: format_bytes(row.most_bytes)),
-        text("loses by", lambda row: _largest(_losses(row, first))),
-    ]
-    if first.time.model_flops:
-        cells.insert(2, number("MFU", lambda row: mfu_text(row.time.mfu)))
+    cells: list[Cell[Advised]] = [*_layout_cells(advice)]
+    cells += [text("slower by", lambda row: _slower(row, first))]
     if full:
         cells += [
             number(rate, lambda row: two_digits(row.time.tokens_per_second / row.time.devices)),
@@ -158,7 +193,8 @@ def _rows_sheet(advice: Advice, rows: tuple[Advised, ...], *, full: bool) -> She
             text("waits most for", lambda row: _largest(_exposed(row))),
         ]
     left = len(advice.rows) - len(rows)
-    return sheet_of("Fastest that fit", rows, cells, f"{left} more: --full." if left else "")
+    title = f"Fastest that fit{f' of {advice.engine}' * bool(advice.engines)}"
+    return sheet_of(title, rows, cells, f"{left} more: --full." if left else "")
 
 
 def _faster_sheet(advice: Advice, faster: tuple[Advised, ...]) -> Sheet:
@@ -166,11 +202,8 @@ def _faster_sheet(advice: Advice, faster: tuple[Advised, ...]) -> Sheet:
         missing = format_bytes(advice.lack(row))
         return f"perhaps fits; {missing} to be sure" if row.verdict == "perhaps" else missing
 
-    cells: list[Cell[Advised]] = [
-        text("layout", lambda row: row.layout.words),
-        number("a step", lambda row: f"{two_digits(row.time.seconds)} s"),
-        text("lacks", lacks),
-    ]
+    cells = [each for each in _layout_cells(advice) if each[0].title not in ("MFU", "needs")]
+    cells.append(text("lacks", lacks))
     return sheet_of("Faster, that lack least", faster, cells)
 
 
@@ -178,10 +211,14 @@ def _exposed(row: Advised) -> dict[str, float]:
     return {name: spent for name, spent in row.time.parts.items() if name not in COMPUTING}
 
 
-def _losses(row: Advised, first: Advised) -> dict[str, float]:
-    """By how much parts of a step take longer than in the first row."""
+def _slower(row: Advised, first: Advised) -> str:
+    """How much longer a step takes than in the first row, and what takes longest of that."""
+    more = row.time.seconds - first.time.seconds
+    if more < NOISE * first.time.seconds:
+        return "-" if row is first else f"under {NOISE:.0%}"
     before = _alike(first)
-    return {name: spent - before.get(name, 0.0) for name, spent in _alike(row).items()}
+    parts = {name: spent - before.get(name, 0.0) for name, spent in _alike(row).items()}
+    return f"{more / first.time.seconds:.0%}: {max(parts, key=parts.__getitem__)}"
 
 
 def _alike(row: Advised) -> dict[str, float]:
@@ -205,6 +242,8 @@ def _axes(advice: Advice) -> Iterator[str]:
 
 def _next(advice: Advice, answer: Advised | None, *, full: bool) -> str:
     more = "" if full else "More: --full. "
+    if advice.engines:
+        more += "Of one engine: --engine NAME. "
     if answer is None:
         return f"{more}Other axes: --fix AXIS=VALUE. A smaller batch: --global-batch N."
     if advice.planned:

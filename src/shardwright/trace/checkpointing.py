@@ -37,7 +37,9 @@ from shardwright.tracker.private import operator_name
 Kind = Literal["none", "full", "operators", "core_attention"]
 
 CORE_MODULES = ("core_attention", "inner_attention", "sdpa")  # Megatron, TorchTitan
-NAMES = "none, full, selective, selective_op, core_attention, layers:N or save:OPERATOR,..."
+NAMES = (
+    "none, full, selective, selective_op, core_attention, layers:N, first:N or save:OPERATOR,..."
+)
 
 _ATTENTION = functional.scaled_dot_product_attention
 
@@ -45,18 +47,29 @@ _ATTENTION = functional.scaled_dot_product_attention
 @dataclass(frozen=True, slots=True)
 class Policy:
     """``kept`` are the operators whose results stay, ``alternate`` those of which only the first,
-    third, ... result does; every ``every``-th block is checkpointed."""
+    third, ... result does; every ``every``-th block is checkpointed, or the ``first`` ones are."""
 
     name: str
     kind: Kind
     kept: frozenset[str] = frozenset()
     alternate: frozenset[str] = frozenset()
     every: int = 1
+    first: int = 0
+
+    @property
+    def picks_some(self) -> bool:
+        """Whether it is of some blocks alone, by their places."""
+        return self.every > 1 or self.first > 0
 
     @property
     def of_a_block(self) -> Policy:
         """The policy of those blocks that it picks."""
-        return self if self.every == 1 else Policy("full", "full")
+        return Policy("full", "full") if self.picks_some else self
+
+    def turn(self, place: int) -> int:
+        """Where a block stands in what the policy repeats, by its place from 0 on: it is picked at
+        0, and blocks with the same are treated alike."""
+        return int(place >= self.first) if self.first else (place + 1) % self.every
 
     def keeps(self) -> Callable[[str], bool]:
         """A fresh count: whether the result of the next operator of a name is kept."""
@@ -85,17 +98,17 @@ def policy(name: str) -> Policy:
         return Policy(name, "operators", COSTLY, PRODUCTS)
     if name == "core_attention":
         return Policy(name, "core_attention")
-    if head == "layers" and rest.isdigit() and int(rest) > 0:
-        return Policy(name, "full", every=int(rest))
+    if head in ("layers", "first") and rest.isdigit() and int(rest) > 0:
+        return Policy(name, "full", **{"every" if head == "layers" else "first": int(rest)})
     if head == "save" and rest:
         kept = frozenset(_operator(name, part.strip()) for part in rest.split(","))
         return Policy(name, "operators", kept)
     raise InputError("memory.checkpointing", NAMES, f"'{name}'", "Choose one of these policies.")
 
 
-def treated(places: Iterable[int], every: int) -> list[int]:
-    """Which of the blocks at ``places`` a policy picks that takes every ``every``-th."""
-    return [index for index, place in enumerate(places) if (place + 1) % every == 0]
+def treated(places: Iterable[int], chosen: Policy) -> list[int]:
+    """Which of the blocks at ``places`` a policy picks."""
+    return [index for index, place in enumerate(places) if chosen.turn(place) == 0]
 
 
 @dataclass
@@ -140,9 +153,7 @@ def apply_checkpointing(
         "preserve_rng_state": preserve_rng_state,
         "early_stop": early_stop,
     }
-    for place, block in enumerate(blocks, start=1):
-        if place % chosen.every:
-            continue
+    for block in (blocks[place] for place in treated(range(len(blocks)), chosen)):
         for changed, run in _checkpointed(block, chosen, options):
             if "forward" in vars(changed):
                 wanted = "a block that is not checkpointed yet"

@@ -66,12 +66,12 @@ def apply_compile(
                 "memory.checkpointing",
                 "a policy by operator or block for compiled blocks",
                 f"'{chosen.name}'",
-                "Use none, full, selective, layers:N or save:OPERATOR.",
+                "Use none, full, selective, layers:N, first:N or save:OPERATOR.",
             )
         )
     result = Compiled()
     cache: dict[Any, _Graphs | None] = {}
-    for place, block in enumerate(blocks, start=1):
+    for place, block in enumerate(blocks):
         if "forward" in vars(block):
             raise InputError(
                 type(block).__name__,
@@ -79,7 +79,7 @@ def apply_compile(
                 "one whose forward was exchanged",
                 "Let apply_compile do the checkpointing.",
             )
-        here = chosen if chosen.kind != "none" and place % chosen.every == 0 else None
+        here = chosen if chosen.kind != "none" and chosen.turn(place) == 0 else None
         run = _Block(block, here, kernels or Kernels(), cache, result)
         result.exchange(block, run)
     return result

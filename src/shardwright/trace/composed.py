@@ -45,6 +45,7 @@ from shardwright.core.recording import (
 )
 from shardwright.core.tensor import TensorSpec
 from shardwright.heap.ledger import Summaries
+from shardwright.trace.checkpointing import Policy
 from shardwright.trace.checks import Untraceable, first_line
 from shardwright.trace.module import NoUnitsError
 from shardwright.trace.structure import FEW, Container, called, containers, large_parts, repeats
@@ -76,15 +77,15 @@ Run = Callable[[Shortened], Recording]
 
 @dataclass
 class Composer:
-    """Records ``model`` by ``run``, which is called while it is shortened; ``every`` is how often
-    a policy picks one of its blocks, ``full`` says that it is not to be shortened at all. Modules
+    """Records ``model`` by ``run``, which is called while it is shortened; ``chosen`` is the
+    policy that picks its blocks, ``full`` says that it is not to be shortened at all. Modules
     ``apart`` are units of their own beside the parts that repeat, found by their size where it is
     None; those whose parameters others use as well are none. Modules ``within`` others, by their
     paths, are units beside those that they are in. ``forward`` runs the whole module once."""
 
     model: nn.Module
     run: Run
-    every: int = 1
+    chosen: Policy | None = None
     full: bool = False
     apart: Sequence[str] | None = ()
     within: Mapping[nn.Module, str] = field(default_factory=dict)
@@ -114,7 +115,7 @@ class Composer:
     @cached_property
     def containers(self) -> list[Container]:
         """Where parts repeat."""
-        return containers(self.model, self.every)
+        return containers(self.model, self.chosen)
 
     @cached_property
     def left_out(self) -> dict[str, int]:

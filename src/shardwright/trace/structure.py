@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from shardwright.core.recording import Series
+from shardwright.trace.checkpointing import Policy
 from shardwright.tracker.private import hook_counts, own_buffers, own_children, own_parameters
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -48,22 +49,23 @@ class Container(NamedTuple):
     units: tuple[int, ...]
 
 
-def containers(model: nn.Module, every: int = 1) -> list[Container]:
+def containers(model: nn.Module, chosen: Policy | None = None) -> list[Container]:
     """Where parts of ``model`` repeat, outermost first.
 
-    Parts inside of a part that repeats belong to it. With ``every`` the units are distinguished by
-    their place, as one that picks every n-th does.
+    Parts inside of a part that repeats belong to it. Of a ``chosen`` policy that picks some by
+    their places, units are distinguished by these.
     """
     found = list(_walk(model, "", _Sharing(model)))
-    # A policy that picks every n-th part makes parts different that are built alike, so places are
+    # A policy that picks some of the parts makes parts different that are built alike, so this is
     # part of what is compared. Places go on from container to container, as the policy counts.
-    if every == 1:
+    if chosen is None or not chosen.picks_some:
         return found
     begin, cuts = 0, []
     for container in found:
-        places = {child: begin + k for k, child in enumerate(container.units, start=1)}
+        places = {child: begin + k for k, child in enumerate(container.units)}
         keys = _keys(container.children, _Sharing(model))
-        cut = stretches([(key, places.get(k, 0) % every == 0) for k, key in enumerate(keys)])
+        picked = {k for k, place in places.items() if chosen.turn(place) == 0}
+        cut = stretches([(key, k in picked) for k, key in enumerate(keys)])
         cuts.append(container._replace(stretches=tuple(cut)))
         begin += len(container.units)
     return cuts

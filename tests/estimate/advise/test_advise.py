@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from shardwright.core.advice import Advice, Layout
@@ -15,7 +16,7 @@ from shardwright.estimate.advise import advise, fewest_ranks, job_of
 from shardwright.estimate.advise.pricing import Pricing
 from shardwright.estimate.advise.space import Space, global_batch
 from shardwright.estimate.unplanned import estimated, timed
-from shardwright.job.exported import cannot
+from shardwright.job.exported import cannot, exported
 from shardwright.job.job import Job, parse_job
 
 WIDTHS = {
@@ -54,6 +55,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
     "fsdp2": ({}, {}, {}, {}),
     "megatron": ({"runtime": "megatron", "zero": 1}, {}, {}, {}),
     "ddp": ({"runtime": "ddp"}, {}, {}, {}),
+    "the first layers": ({"runtime": "megatron"}, {}, {}, {"checkpointing": "first:2"}),
     "experts": ({}, EXPERTS, {}, {}),
     "tied": ({}, {"tied_embeddings": True}, {}, {}),
     "some experts": ({}, EXPERTS | {"moe_layers": [2, 3, 4, 5, 6, 7]}, {}, {}),
@@ -183,6 +185,64 @@ def test_an_engine_runs_what_is_advised_for_it(engine: str) -> None:
         assert not cannot(job_of(job, row.layout, engine=engine), engine), row.layout.words
     if engine != "megatron":
         assert {row.layout.pipeline for row in found.rows} == {1}
+
+
+def test_where_nobody_names_an_engine_each_is_asked_and_the_fastest_answers() -> None:
+    fixed = {"pipeline": "1", "context": "1", "checkpointing": "none", "micro_batch": "8"}
+    job = job_with({"runtime": "shardwright"}, {"layers": 2})
+    found = advise(job, fixed=fixed)
+    # No configuration of TorchTitan has these widths: its place is that of a loop with FSDP2.
+    assert {each.engine for each in found.engines} == {"shardwright", "fsdp2", "megatron"}
+    seconds = []
+    for each in found.engines:
+        alone = advise(job, engine=each.engine, fixed=fixed)
+        assert each.best == alone.answer
+        assert each.layouts == alone.layouts
+        assert alone.engines == ()
+        seconds.append(each.best.time.seconds if each.best else 0.0)
+    assert seconds == sorted(seconds)
+    assert found.engine == found.engines[0].engine
+    assert found.answer == found.engines[0].best
+    assert advise(job_with({}, {"layers": 2}), fixed=fixed).engines == (), "the job names fsdp2"
+
+
+def test_an_engine_that_does_not_run_the_job_is_told_with_what_it_lacks() -> None:
+    fixed = {"pipeline": "1", "context": "1", "checkpointing": "none", "micro_batch": "1"}
+    job = job_with({"runtime": "shardwright"}, {"layers": 2})
+    found = advise(job, fixed=fixed | {"tensor": "1"})
+    lacks = {each.engine: each.lacks for each in found.engines}
+    assert "parallel.microbatches: expected None" in lacks.pop("shardwright")
+    assert set(lacks.values()) == {""}
+    assert found.engine in lacks
+
+
+def test_no_two_layouts_are_the_same() -> None:
+    job = job_with({"runtime": "shardwright"})
+    layouts = list(space_of(job, micro_batch="1").layouts())
+    whole = [each for each in layouts if each.data_shard == 1]
+    assert {each.zero for each in whole} == {3, 2, 1}, "gradients of eight backwards add up"
+    small = msgspec.structs.replace(job, batch=msgspec.structs.replace(job.batch, size=1))
+    layouts = list(space_of(small).layouts())
+    assert {each.zero for each in layouts if each.data_shard == 1} == {3}
+    assert {each.zero for each in layouts if each.data_shard > 1} == {3, 2}
+    # Eight layers: of stages with one or two of them no fourth is picked, and a half is one.
+    space = space_of(job_with({"runtime": "megatron"}), tensor="1", context="1", micro_batch="1")
+    policies = {(each.pipeline * each.chunks, each.checkpointing) for each in space.layouts()}
+    usual = {"none", "core_attention", "full"}
+    assert {name for stages, name in policies if stages == 8} >= usual
+    assert {n for stages, n in policies if stages == 1} == usual | {"first:2", "first:4", "first:6"}
+    assert not [n for _, n in policies if n in ("first:0", "first:8") or "%" in n]
+
+
+def test_layers_that_are_checkpointed_first_are_written_for_megatron() -> None:
+    fixed = {"checkpointing": "first:50%", "context": "1", "micro_batch": "1", "pipeline": "1"}
+    job = job_with(hbm_cap="24 GiB")
+    found = advise(job, engine="megatron", fixed=fixed)
+    assert found.answer
+    assert found.answer.layout.checkpointing == "first:4"
+    text = exported(job_of(job, found.answer.layout, engine="megatron"), "megatron")
+    assert "--recompute-method block" in text
+    assert "--recompute-num-layers 4" in text
 
 
 def test_where_nothing_fits_the_nearest_and_more_ranks_are_told() -> None:

@@ -52,7 +52,7 @@ from shardwright.job.parallel import Degrees, experts_of
 from shardwright.job.pipelining import State, checked, highest, maximal, named, representative
 from shardwright.planner.profiles import cluster_of
 from shardwright.planner.variation import changed
-from shardwright.trace.checkpointing import policy
+from shardwright.trace.checkpointing import Policy, policy
 
 PAIRS = ((1, 2), (2, 4))  # sizes of microbatches that larger ones are drawn by
 # Before a backward: its chunk, of how many microbatches each chunk keeps something then, and which
@@ -93,6 +93,7 @@ class Pricing:
         self._ranks: dict[tuple[object, ...], list[tuple[ModelStage, ...]]] = {}
         self._stages: dict[tuple[object, ...], Stage] = {}
         self._residents: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._works: dict[tuple[int, ModelStage], StageWork] = {}
         self._sums: dict[tuple[object, ...], _Kept] = {}
         self._in_flight: dict[
             tuple[object, ...], list[tuple[tuple[ModelStage, ...], set[InFlight]]]
@@ -132,9 +133,7 @@ class Pricing:
             for stage in rank:
                 key = (id(model), stage, ways)
                 if key not in self._stages:
-                    work = StageWork()
-                    for share, times in model.shares(stage):
-                        work.add(share.work, times)
+                    work = self._work(model, stage)
                     self._stages[key] = stage_of(work, cut, clock, self.optimizer)
                 of_rank.append(self._stages[key])
             found.append(of_rank)
@@ -148,6 +147,15 @@ class Pricing:
             ranks = stages_of_ranks(len(model.layers), self.space.degrees(layout), ends)
             self._ranks[key] = [tuple(map(model.like, its)) for its in ranks]
         return self._ranks[key]
+
+    def _work(self, model: Model, stage: ModelStage) -> StageWork:
+        """What a stage computes, however it is shared."""
+        key = id(model), stage
+        if key not in self._works:
+            self._works[key] = work = StageWork()
+            for share, times in model.shares(stage):
+                work.add(share.work, times)
+        return self._works[key]
 
     def _ranks_key(self, layout: Layout) -> tuple[object, ...]:
         model = self.model(layout)
@@ -196,20 +204,22 @@ class Pricing:
             layout.checkpointing, layout.pipeline > 1 and self.tied,
         )  # fmt: skip
         if key not in self._models:
-            every = policy(layout.checkpointing).every
-            if every > 1 and self.space.shape is not None:
-                self._models[key] = self._in_turn(layout, every)
+            chosen = policy(layout.checkpointing)
+            if chosen.picks_some and self.space.shape is not None:
+                self._models[key] = self._of_some(layout, chosen)
             else:
                 self._models[key] = self._recorded(layout)
         return self._models[key]
 
-    def _in_turn(self, layout: Layout, every: int) -> Model:
-        """Every so many layers fully checkpointed, the others not."""
+    def _of_some(self, layout: Layout, chosen: Policy) -> Model:
+        """Some layers fully checkpointed, the others not."""
         none, full = (
             self.model(msgspec.structs.replace(layout, checkpointing=name))
             for name in ("none", "full")
         )
-        return none._replace(every=every, picked=full.layers)
+        # Blocks behind the last are picked with every so many, and are not of the first.
+        end = none.end if chosen.first else full.end
+        return none._replace(chosen=chosen, picked=full.layers, end=end)
 
     def _recorded(self, layout: Layout) -> Model:
         # One data rank that runs one microbatch: what is shared among more is the machine's.

@@ -12,16 +12,18 @@ memory or by its exact figure, until enough fit.
 from __future__ import annotations
 
 import heapq
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from shardwright.core.advice import Advice, Advised, Layout, Priced
+from shardwright.core.advice import Advice, Advised, Layout, OfEngine, Priced
 from shardwright.core.cluster import Cluster
 from shardwright.core.errors import (
     InputError,
@@ -47,13 +49,16 @@ from shardwright.planner.variation import changed
 SHOWN = 10  # layouts that fit
 FASTER = 5  # layouts in front of them
 MOST_DOUBLED = 2**14  # ranks up to which fewer are looked for
+# What is asked where nobody names an engine: of torch's ways the first that takes the model.
+OFFERED = (("shardwright",), ("torchtitan", "torchtitan-toml", "fsdp2"), ("megatron",))
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is asked for beside a job: an engine's layouts, values of axes, bytes of every device
-    that stay free, samples of all ranks in a step (the job's, where 0), and jobs of its model with
-    the seconds that a step of each was measured to take, by which all are scaled."""
+    """What is asked for beside a job: layouts of an engine (where neither it nor another runtime is
+    named, of those that are ``OFFERED``), values of axes, bytes of every device that stay free,
+    samples of all ranks in a step (the job's, where 0), and jobs of its model with the seconds that
+    a step of each was measured to take, by which all are scaled."""
 
     engine: str = ""
     fixed: Mapping[str, str] = field(default_factory=dict)
@@ -77,18 +82,34 @@ def advise(job: Job, progress: Hear = lambda _: None, **wanted: Any) -> Advice:
     """
     begun = time.perf_counter()
     check_type(job, Job, "job", A_JOB)
-    return _advised(_Search(job, Wanted(**wanted), progress), begun)
-
-
-def _advised(search: _Search, begun: float) -> Advice:
-    found = search.advice()
-    if not found.rows and search.finished:
-        found = msgspec.structs.replace(found, **search.ways_out())
+    searches, lacking = _searches(job, Wanted(**wanted), progress)
+    try:
+        for search in searches:
+            search.look(1)
+        best = min(searches, key=_seconds)
+        best.look(SHOWN)
+    except KeyboardInterrupt:
+        for search in searches:
+            search.stop()
+        best = min(searches, key=_seconds)
+        if not best.rows:
+            raise
+    found = best.advice()
+    if not found.rows:
+        ways = [(search, search.ways_out()) for search in searches]
+        best, way = min(ways, key=lambda each: (each[1].ranks, each[1].nearest.most_bytes))
+        found = msgspec.structs.replace(best.advice(), nearest=way.nearest)
+        if way.ranks < math.inf:
+            found = msgspec.structs.replace(found, fewest_ranks=int(way.ranks))
+    if len(searches) > 1:
+        each = [s.of_engine() for s in sorted(searches, key=_seconds)]
+        each += [OfEngine(engine, 0, lacks=why) for engine, why in lacking.items()]
+        found = msgspec.structs.replace(found, engines=tuple(each))
     return msgspec.structs.replace(found, seconds=time.perf_counter() - begun)
 
 
 def job_of(job: Job, layout: Layout, **wanted: Any) -> Job:
-    """The job that asks for a ``layout`` which was advised for it."""
+    """The job that asks for a ``layout`` which was advised for it; ``engine`` as the advice has."""
     return _Search(job, Wanted(**wanted), lambda _: None).space.job_of(layout)
 
 
@@ -103,11 +124,10 @@ def fewest_ranks(
     cluster, here = cluster_of(job)[0], _Search(job, Wanted(**wanted), progress)
     wanted["global_batch"] = here.space.global_batch
     for world in _doubled(min(cluster.local_world_size or 1, here.world)):
-        fewer, begun = _on(job, world), time.perf_counter()
-        search = _Search(fewer, Wanted(**wanted), progress)
-        if not any(True for _ in search.space.layouts()):
+        fewer = _on(job, world)
+        if not any(search.layouts for search in _searches(fewer, Wanted(**wanted), progress)[0]):
             continue
-        found = _advised(search, begun)
+        found = advise(fewer, progress, **wanted)
         if found.rows and fast_enough(found):
             return fewer, found
     return None
@@ -137,6 +157,35 @@ def _leaving(job: Job, headroom: int) -> Job:
     return changed(job, {f"cluster.{cluster.decisive_tier}_cap": left}) if headroom else job
 
 
+def _searches(job: Job, wanted: Wanted, progress: Hear) -> tuple[list[_Search], dict[str, str]]:
+    """A search for each engine that is asked, and why some are not."""
+    found: list[_Search] = []
+    lacking: dict[str, str] = {}
+    first = _Search(job, wanted, progress)
+    if not (wanted.engine or first.plans) and memory_of(job).runtime == "shardwright":
+        for names in OFFERED:
+            for name in names:
+                search = _Search(job, replace(wanted, engine=name), progress)
+                if not (why := search.lacks()):
+                    found.append(search)
+                    lacking.pop(names[0], None)
+                    break
+                lacking.setdefault(names[0], why)
+    return (found, lacking) if found else ([first], {})
+
+
+def _seconds(search: _Search) -> float:
+    """Of its answer."""
+    return search.rows[0].time.seconds if search.rows else math.inf
+
+
+class _WayOut(NamedTuple):
+    """Where nothing fits: what lacks least, and the fewest ranks on which something does."""
+
+    nearest: Advised
+    ranks: float = math.inf
+
+
 class _Search:
     def __init__(self, job: Job, wanted: Wanted, progress: Callable[[str], None]) -> None:
         cluster, _ = cluster_of(job)
@@ -160,11 +209,11 @@ class _Search:
             self.pricing = Pricing(self.space)
         self.scale = 1.0
         self.least: dict[Layout, tuple[float, int]] = {}
-        self.rows: list[Advised] = []
         self.taken: list[Advised] = []
+        self.rows: list[Advised] = []  # that fit
+        self._order: Iterator[Advised] | None = None
         self.refused: list[Layout] = []  # by their bound
         self.exact = 0
-        self.finished = False
         self.assumptions: list[str] = []
 
     def _check_has_seconds(self, cluster: Cluster) -> None:
@@ -179,26 +228,51 @@ class _Search:
             what = "a model with a step"
             raise UnsupportedError(expected("job: model.kind", what, job.model.kind, remedy))
 
+    @cached_property
+    def layouts(self) -> list[Layout]:
+        """All of the space."""
+        return list(self.space.layouts())
+
+    def lacks(self) -> str:
+        """Why the engine does none of it; empty where it may."""
+        if not self.layouts:
+            return "no layout divides ranks, batch and model"
+        if not self.wanted.engine:
+            return ""
+
+        def degrees(each: Layout) -> tuple[int, ...]:
+            return each.pipeline, each.tensor, each.context, self.space.microbatches(each)
+
+        # Most of what an engine refuses is of the model, whatever the layout.
+        plain = min(self.layouts, key=degrees)
+        return " ".join(cannot(self.space.job_of(plain), self.wanted.engine))
+
+    def look(self, count: int) -> None:
+        """Go on until so many fit, or to the end."""
+        if self._order is None:
+            self.price()
+            self._scale()
+            self._order = self.in_order()
+        while len(self.rows) < count and (each := next(self._order, None)):
+            if not any(map(partial(_is_same, each), self.taken)):
+                self.taken.append(each)
+                self.rows += [each] if each.verdict == "fits" else []
+
+    def stop(self) -> None:
+        """Have what was planned until now where that is not told yet."""
+        if self.plans and not self.rows:
+            found = map(self._exact, self.plans.planned)
+            self.taken = sorted(found, key=lambda each: each.time.seconds)
+            self.rows = [each for each in self.taken if each.verdict == "fits"]
+
+    def of_engine(self) -> OfEngine:
+        """The answer in a line."""
+        best = self.rows[0] if self.rows else UNSET
+        return OfEngine(self.wanted.engine, len(self.layouts), best)
+
     def advice(self) -> Advice:
         """What was found, in the order of seconds."""
         rows = self.rows
-        try:
-            self.price()
-            self._scale()
-            for each in self.in_order():
-                self.taken.append(each)
-                if each.verdict == "fits":
-                    rows.append(each)
-                if len(rows) == SHOWN:
-                    break
-            self.finished = True
-        except KeyboardInterrupt:
-            if self.plans and not rows:
-                found = map(self._exact, self.plans.planned)
-                self.taken = sorted(found, key=lambda each: each.time.seconds)
-                rows += [each for each in self.taken if each.verdict == "fits"]
-            if not rows:
-                raise
         answer = rows[0] if rows else None
         return Advice(
             model=self.job.model.name,
@@ -235,36 +309,33 @@ class _Search:
         least = self._lower_bound()
         return answer is not None and (not self.plans or answer.time.seconds <= least * (1 + 1e-9))
 
-    def ways_out(self) -> dict[str, object]:
-        """Where nothing fits: what lacks least, and the fewest ranks on which something does."""
+    def ways_out(self) -> _WayOut:
+        """Of a job for which nothing fits."""
         order = sorted(self.least, key=lambda layout: self._bound(layout)[0])
         few = self.plans.planned or order[:1] if self.plans else order[:3]
         nearest = min(map(self._exact, few), key=lambda each: each.most_bytes)
         wanted = replace(self.wanted, global_batch=self.space.global_batch)
         for world in _doubled(2 * self.world):
             search = _Search(_on(self.job, world), wanted, self.progress)
-            if not any(True for _ in search.space.layouts()):
+            if not search.layouts:
                 break  # the batch is not divided among so many
-            search.price()
-            if any(each.verdict == "fits" for each in search.in_order()):
-                return {"nearest": nearest, "fewest_ranks": world}
-        return {"nearest": nearest}
+            search.look(1)
+            if search.rows:
+                return _WayOut(nearest, world)
+        return _WayOut(nearest)
 
     def price(self) -> None:
         """Seconds and bytes of every layout, from below."""
         heard = time.monotonic()
-        layouts = list(self.space.layouts())
+        layouts = self.layouts
         if not layouts:
             ways = f"{self.space.global_batch:,} samples on {self.world:,} ranks"
             fixed = "".join(f", {axis} {value}" for axis, value in self.wanted.fixed.items())
             wanted = f"a layout of {ways}{fixed}"
             remedy = "Degrees divide ranks, batch, heads, layers and tokens: see --global-batch."
             raise InputError(expected("advise", wanted, "none", remedy))
-        if self.wanted.engine:
-            # Most of what an engine refuses is of the model, whatever the layout.
-            plain = min(layouts, key=lambda each: (each.pipeline, each.tensor, each.context))
-            if why := cannot(self.space.job_of(plain), self.wanted.engine):
-                raise UnsupportedError(" ".join(why))
+        if why := self.lacks():
+            raise UnsupportedError(why)
         for layout in layouts:
             seconds = self.pricing.least_seconds(layout)
             self.least[layout] = seconds, self.pricing.least_bytes(layout)
@@ -389,3 +460,9 @@ class _Search:
             )
             for layout, (seconds, nbytes) in self.least.items()
         )
+
+
+def _is_same(one: Advised, other: Advised) -> bool:
+    """Whether two layouts differ in nothing but the name of their stage of ZeRO."""
+    layout = msgspec.structs.replace(one.layout, zero=other.layout.zero)
+    return msgspec.structs.replace(one, layout=layout) == other

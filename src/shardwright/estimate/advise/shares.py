@@ -14,6 +14,7 @@ from shardwright.core.recording import Piece, Recording
 from shardwright.core.tensor import TensorSpec
 from shardwright.estimate.stages import ModelStage
 from shardwright.estimate.step_time import RankClock, StageWork
+from shardwright.trace.checkpointing import Policy
 
 NEAR = 1e-3  # by what part of its bytes what is drawn may be off
 
@@ -39,15 +40,15 @@ class Share:
 
 
 class Model(NamedTuple):
-    """The shares of a model: before its layers, a layer of each number, behind them; layers that a
-    policy picks, ``every`` so many of a stage, are those of ``picked``. With ``alike`` all layers
-    but the first are one."""
+    """The shares of a model: before its layers, a layer of each number, behind them; layers of a
+    stage that a policy picks by their places (``chosen``) are those of ``picked``. With ``alike``
+    all layers but the first are one."""
 
     begin: Share
     layers: list[Share]
     end: Share
     stream: int  # bytes that a stage sends on
-    every: int = 1
+    chosen: Policy | None = None
     picked: list[Share] = []  # noqa: RUF012
     alike: bool = False
 
@@ -61,10 +62,7 @@ class Model(NamedTuple):
     def shares(self, stage: ModelStage) -> list[tuple[Share, int]]:
         """What a stage has of it, in order, and how often."""
         first, stop = stage.layers
-        found = self.layers[first:stop]
-        if self.every > 1:
-            picked = slice(self.every - 1, None, self.every)
-            found[picked] = self.picked[first:stop][picked]
+        found = [self._layer(stage, place) for place in range(stop - first)]
         before, behind = [self.begin] if stage.first else [], [self.end] if stage.last else []
         every = [*before, *found, *behind]
         times = Counter(map(id, every))
@@ -75,8 +73,11 @@ class Model(NamedTuple):
         first, stop = stage.layers
         if first == stop:
             return self.begin if stage.first else self.end
-        is_picked = self.every > 1 and (stop - first) % self.every == 0
-        return (self.picked if is_picked else self.layers)[stop - 1]
+        return self._layer(stage, stop - first - 1)
+
+    def _layer(self, stage: ModelStage, place: int) -> Share:
+        is_picked = self.chosen is not None and self.chosen.turn(place) == 0
+        return (self.picked if is_picked else self.layers)[stage.layers[0] + place]
 
 
 def share_of(

@@ -15,12 +15,12 @@ import msgspec
 from shardwright.core.advice import Layout
 from shardwright.core.errors import InputError, expected, not_one_of
 from shardwright.core.llama import LlamaShape
-from shardwright.estimate.unplanned import treatment_of
+from shardwright.estimate.unplanned import ends_of, treatment_of
 from shardwright.job.cluster import device_of
 from shardwright.job.exported import ENGINES, unlike
 from shardwright.job.job import Job, degrees_of, memory_of, parallel_of
 from shardwright.job.memory import check_policy
-from shardwright.job.parallel import Degrees, ParallelSection, degrees
+from shardwright.job.parallel import Degrees, ParallelSection, dealt, degrees
 from shardwright.job.pipelining import checked, named
 from shardwright.planner.variation import changed
 
@@ -29,11 +29,12 @@ MOST_MICRO, MOST_CHUNKS = 8, 4
 
 # What a runtime has where no engine is named that runs it: ours runs data ranks alone, and torch's
 # is asked for what TorchTitan makes of it.
+QUARTERS = {"first:25%": 1, "first:50%": 2, "first:75%": 3}  # of a stage's layers, the first ones
 POLICIES: dict[str, tuple[str, ...]] = {
-    "megatron": ("none", "core_attention", "full"),
+    "megatron": ("none", "core_attention", "full", *QUARTERS),
     "fsdp2": ("none", "selective", "full", "layers:2", "layers:4"),
-    "shardwright": ("none", "selective", "full"),
-    "ddp": ("none", "selective", "full"),
+    "shardwright": ("none", "selective", "full", *QUARTERS),
+    "ddp": ("none", "selective", "full", *QUARTERS),
 }
 ZEROS: dict[str, tuple[int, ...]] = {"megatron": (1,), "shardwright": (3, 2, 1)}
 DATA_ALONE = ("shardwright", "ddp")
@@ -127,7 +128,8 @@ class Space:
             raise InputError(not_one_of("--fix", axis, self.axes))
         where = f"--fix {axis}"
         if axis == "checkpointing":
-            check_policy(text, where)
+            if text not in QUARTERS:
+                check_policy(text, where)
             return text
         if axis == "schedule":
             return named(text).name
@@ -174,10 +176,29 @@ class Space:
                 first = schedule == a["schedule"][0] and chunks == a["chunks"][0]
                 if (first if pipeline == 1 else True) and self._runs(made):
                     for zero, policy, compiled in product(
-                        a["zero"], a["checkpointing"], a["compile"]
+                        self._zeros(made), self._policies(made), a["compile"]
                     ):
                         keys = {"zero": zero, "checkpointing": policy, "compile": compiled}
                         yield msgspec.structs.replace(made, **keys)
+
+    def _zeros(self, layout: Layout) -> Sequence[int]:
+        """Stages of ZeRO that differ: in a step of one backward 1 is 2, and where nobody shares
+        anything each is any other."""
+        stages: Sequence[int] = self.axes["zero"]
+        if self.microbatches(layout) > 1:
+            return stages
+        if layout.data_shard == 1:
+            return stages[:1]
+        return [stage for stage in stages if stage != 1 or 2 not in stages]
+
+    def _policies(self, layout: Layout) -> Sequence[str]:
+        """Policies that differ, with numbers of layers for parts of a stage."""
+        policies: Sequence[str] = self.axes["checkpointing"]
+        if self.shape is None:
+            return [name for name in policies if name not in QUARTERS]
+        stages = layout.pipeline * layout.chunks
+        most = max(dealt(self.shape.layers, stages, ends_of(memory_of(self.job))))
+        return list(dict.fromkeys(_of_stage(name, most) for name in policies))
 
     def microbatches(self, layout: Layout) -> int:
         """How many a data rank has in a step."""
@@ -224,6 +245,19 @@ class Space:
         except InputError:
             return False
         return True
+
+
+def _of_stage(name: str, layers: int) -> str:
+    """A policy of a stage with so many layers at most, of which it may pick none or all."""
+    kind, _, count = name.partition(":")
+    if kind not in ("first", "layers"):
+        return name
+    if name in QUARTERS:
+        picked = QUARTERS[name] * layers // 4
+        name = f"first:{picked}"
+    else:
+        picked = min(int(count), layers) if kind == "first" else layers // int(count)
+    return name if 0 < picked < layers else "full" if picked else "none"
 
 
 def global_batch(job: Job, world: int) -> int:

@@ -223,6 +223,7 @@ def _checkpoints(policy: str) -> str:
     if kind == "none":
         return ""
     picked = f"[{int(rest) - 1}::{rest}]" if kind == "layers" else ""
+    picked = f"[:{rest}]" if kind == "first" else picked
     context = ", context_fn=selective" if kind in ("selective", "save") else ""
     return CHECKPOINTS.format(picked=picked, context=context)
 
@@ -286,7 +287,7 @@ FSDP2 = Engine(
         "parallel.sequence": (ANY,),
         "parallel.microbatches": (ANY,),
         "memory.runtime": ("fsdp2",),
-        "memory.checkpointing": ("none", "full", "selective", "layers:*", "save:*"),
+        "memory.checkpointing": ("none", "full", "selective", "layers:*", "first:*", "save:*"),
         "memory.param_dtype": (ANY,),
         "memory.reduce_dtype": (ANY,),
         "memory.implementation": tuple(HOW),

@@ -220,9 +220,11 @@ def _memory(layout: EngineLayout) -> Flags:
     policy = layout.said["memory.checkpointing"]
     if policy == "core_attention":
         yield "recompute-granularity", "selective"
-    elif policy == "full":
-        yield from (("recompute-granularity", "full"), ("recompute-method", "uniform"))
-        yield "recompute-num-layers", 1
+    elif policy != "none":
+        first = policy.removeprefix("first:")
+        yield "recompute-granularity", "full"
+        yield "recompute-method", "uniform" if policy == "full" else "block"
+        yield "recompute-num-layers", 1 if policy == "full" else first
     yield from _switched(_kernels(layout), _mlp(layout.shape))
 
 
@@ -264,7 +266,7 @@ MEGATRON = Engine(
         "parallel.expert_tensor": (ANY,),
         "memory.runtime": ("megatron",),
         "memory.zero": (3, 1),
-        "memory.checkpointing": ("none", "full", "core_attention"),
+        "memory.checkpointing": ("none", "full", "core_attention", "first:*"),
         "memory.param_dtype": (ANY,),
         "memory.reduce_dtype": (ANY,),
         "memory.implementation": ("fused", "foreach"),

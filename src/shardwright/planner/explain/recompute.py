@@ -212,7 +212,8 @@ def _check_cut(plan: Plan, space: UnitSpace) -> None:
         wanted = " or ".join(map(str, space.prefetches))
         raise MismatchError("plan: prefetch", wanted, str(plan.prefetch), AGAIN)
     ran = {unit.checkpointing for unit in plan.units if unit.checkpointed}
-    known = {"full" if name.startswith("layers:") else name for name in checkpointing_of(plan.job)}
+    picked = ("layers:", "first:")
+    known = {"full" if name.startswith(picked) else name for name in checkpointing_of(plan.job)}
     if not ran <= known:
         wanted = " or ".join(sorted(known))
         raise MismatchError("plan: checkpointing", wanted, ", ".join(sorted(ran)), AGAIN)
