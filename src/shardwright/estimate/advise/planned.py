@@ -19,7 +19,7 @@ from shardwright.core.cluster import MAX_PLANNED
 from shardwright.core.errors import UnsupportedError
 from shardwright.core.footprint import Footprint, StepTime
 from shardwright.core.quantities import format_seconds
-from shardwright.estimate.advise.space import POLICIES, Space, for_engine
+from shardwright.estimate.advise.space import POLICIES, QUARTERS, Space, for_engine
 from shardwright.estimate.footprint import footprint_of
 from shardwright.estimate.recordings import found_among, found_for, models_of
 from shardwright.estimate.step_time import planned_time, unranged_time
@@ -71,6 +71,10 @@ class PlannedSpace(Space):
             if shard > 1 or zero == a["zero"][0]:
                 stage = zero if shard > 1 else 0
                 yield Layout(replicate, shard, zero=stage, micro_batch=0, checkpointing=policy)
+
+    def microbatches(self, layout: Layout) -> int:
+        """A planned step has one."""
+        return 1
 
     def job_of(self, layout: Layout) -> Job:
         """The job that asks for a layout."""
@@ -194,7 +198,7 @@ def planned_layouts(
         return None
     keys |= {"memory.checkpointing": "selective", "planner.dense.checkpointing": UNSET}
     runs = traits.has_blocks and not not_run(models[0](changed(job, keys)))
-    policies = POLICIES["shardwright"] if runs else ()
+    policies = [each for each in POLICIES["shardwright"] if each not in QUARTERS] if runs else ()
     return Plans(PlannedSpace(job, ranks, batch, fixed, policies), models, progress)
 
 

@@ -44,9 +44,9 @@ from shardwright.models.llama.megatron import (
     MegatronExperts,
     MegatronLatent,
     MegatronMLP,
-    columns,
     vocab_loss,
 )
+from shardwright.models.llama.products import columns
 from shardwright.models.start import Started, generator_of
 
 NOTHING = (".lora_b.weight", ".b1", ".b2", ".b3")  # begin as 0, as other biases
