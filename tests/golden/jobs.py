@@ -108,7 +108,10 @@ def _said(command: str, folder: Path, *, shown: bool) -> Tree:
         found["json"] = summary(json.loads(text) | {"seconds": 0.0})
     elif text:
         found["out"] = text if shown else _digest(text)
-    if said := _steady(err.getvalue(), folder):
+    said = _steady(err.getvalue(), folder)
+    if said and (
+        code == 2 or words[0] != "fit"
+    ):  # which says what it knows as soon as it takes long
         found["err"] = said
     if "-o" in words and code == 0 and (path := folder / words[words.index("-o") + 1]).exists():
         if path.suffix == ".json":
