@@ -88,7 +88,7 @@ def test_a_missing_data_file_is_named(call: Any) -> None:
 @pytest.mark.slow
 def test_a_directory_is_no_data_file(call: Any, tmp_path: Path) -> None:
     answer = call("train", CRITEO, "--set", f"data.path={tmp_path}")
-    answer.refuses(2, str(tmp_path), "a directory")
+    answer.refuses(2, str(tmp_path), "an empty folder")
 
 
 @pytest.mark.slow

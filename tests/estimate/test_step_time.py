@@ -69,6 +69,7 @@ EVERY_RANK_S = [
     {"memory": {"compile": True}},
     {"memory": {"compile": True, "checkpointing": "selective"}},
     {"memory": {"float8": "rowwise"}},
+    {"memory": {"loss": "chunked"}},
     {"memory": MEGATRON},
     {"memory": MEGATRON | IN_8_BITS, "parallel": {"tensor": 2, "sequence": True}},
     {"parallel": {"tensor": 2, "sequence": True}},
@@ -105,6 +106,16 @@ def test_whatever_ranks_share_and_kernels_do_a_models_flops_are_the_same(
     least = (found.model_flops - attention) / found.peak_flops / (2 if is_narrow else 1)
     assert found.parts["products"] > least
     assert found.parts["attention"] > attention / 2 / found.peak_flops
+
+
+def test_frozen_weights_have_no_gradients_among_a_models_flops() -> None:
+    """Of adapters there are few: a backward takes about as much as a forward, attention apart."""
+    found = time_of(model={"lora": 4}).model_flops / 3 / forward_flops(8 * 8 * SEQUENCE)
+    assert 2 / 3 < found < 0.75
+
+
+def test_a_head_that_is_the_embedding_counts_as_another() -> None:
+    assert time_of(model={"tied_embeddings": True}).model_flops == time_of().model_flops
 
 
 def test_products_take_their_flops_at_the_peak_with_what_fits_their_size() -> None:

@@ -113,9 +113,9 @@ class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     up to them, of the rank of a pipeline that has most to do.
 
     A step has ``tokens`` on all ranks, or samples where those are ``counted``. The model takes
-    ``model_flops`` (three times a forward's, attention counted in full, nothing that is computed
-    again); ``peak_flops`` are those of all devices in a second. ``source`` says what the constants
-    rest on.
+    ``model_flops`` (three times a forward's, two where weights are frozen, attention counted in
+    full, nothing that is computed again); ``peak_flops`` are those of all devices in a second.
+    ``source`` says what the constants rest on.
     """
 
     seconds: float

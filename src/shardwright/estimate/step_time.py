@@ -51,7 +51,7 @@ class PassSeconds:
     """Seconds of a pass by what takes them."""
 
     parts: Counter[str] = field(default_factory=Counter)
-    flops: int = 0
+    flops: Counter[str] = field(default_factory=Counter)  # of units
 
     @property
     def seconds(self) -> float:
@@ -61,7 +61,8 @@ class PassSeconds:
         """What ``times`` of another one take, too."""
         for name, seconds in other.parts.items():
             self.parts[name] += times * seconds
-        self.flops += times * other.flops
+        for unit, flops in other.flops.items():
+            self.flops[unit] += times * flops
 
 
 @dataclass
@@ -160,7 +161,7 @@ class RankClock:
         # Blocks that repeat are one piece again and again.
         times = Counter(map(id, pieces))
         for piece in {id(piece): piece for piece in pieces}.values():
-            one = PassSeconds(flops=piece.work.flops)
+            one = PassSeconds(flops=Counter({piece.unit: piece.work.flops}))
             spent = piece_seconds(piece, self.c)
             busy = spent.computing
             for sent in piece.operators.sent if piece.operators else ():
@@ -321,14 +322,33 @@ def time_of(
         # A rank that never waits has none, and its sum in another order may end a bit earlier.
         parts["pipeline bubble"] = max(ends - max(busy), 0.0)
     parts["fixed"] = c["step_latency"]
-    flops = sum(s.forward.flops for each in stages for s in each) * times
+    flops = sum(_model_flops(s.forward, s.backward) for each in stages for s in each) * times
     return _told(parts, flops * degrees.world_size // degrees.pipeline, clock, batch, dtype)
 
 
+def _model_flops(forward: PassSeconds, backward: PassSeconds) -> int:
+    """Three times a forward, but for units whose step takes less: what is frozen has no gradient of
+    its own, and a loss by chunks computes those of the head in its forward."""
+    there, back = (_of_outermost(each.flops) for each in (forward, backward))
+    found = sum(min(FORWARDS * flops, flops + back[unit]) for unit, flops in there.items())
+    # A head whose weight is the embedding's has its backward there.
+    elsewhere = sum(flops for unit, flops in back.items() if not there[unit])
+    return min(found + elsewhere, FORWARDS * sum(there.values()))
+
+
+def _of_outermost(flops: Counter[str]) -> Counter[str]:
+    """Of units inside of others, as experts are, as those of the outermost."""
+    found: Counter[str] = Counter()
+    for unit, its in sorted(flops.items()):
+        inside = (other for other in found if other and unit.startswith(f"{other}."))
+        found[next(inside, unit)] += its
+    return found
+
+
 def _told(
-    parts: Counter[str], forward_flops: int, clock: RankClock, batch: BatchSection, dtype: str
+    parts: Counter[str], flops: int, clock: RankClock, batch: BatchSection, dtype: str
 ) -> StepTime:
-    """With what seconds come to; ``forward_flops`` are those of all ranks."""
+    """With what seconds come to; ``flops`` are those of all ranks that the model needs."""
     seconds, degrees, c = sum(parts.values()), clock.degrees, clock.c
     world = degrees.world_size
     return StepTime(
@@ -336,7 +356,7 @@ def _told(
         *between(seconds, c),
         {name: spent for name, spent in parts.items() if spent},
         batch.size * batch.sequence * degrees.data_replicate * degrees.data_shard,
-        FORWARDS * forward_flops,
+        flops,
         world * product_rate(dtype, c),
         world,
         clock.source,
@@ -364,7 +384,8 @@ def planned_time(draft: StepDraft) -> StepTime | UnsetType:
     parts["loading"] = seconds.get("load", 0.0)
     parts["tables"] = sum(seconds.values()) - sum(parts.values()) if draft.tables else 0.0
     dtype = problem.unit_space.context.param_dtype or "fp32"
-    return _told(parts, forward.flops * draft.ranks, clock, job.batch, dtype)
+    flops = _model_flops(forward, backward) * draft.ranks
+    return _told(parts, flops, clock, job.batch, dtype)
 
 
 def unranged_time(draft: StepDraft) -> StepTime:
