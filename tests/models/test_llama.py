@@ -134,14 +134,21 @@ def _turned(x: torch.Tensor, theta: float) -> torch.Tensor:
 
 
 def _attended(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cap: float = 0.0
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cap: float = 0.0,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One head [T, width] each: what comes before is averaged by the softmax of products."""
     length, width = query.shape
     later = torch.ones(length, length).triu(1).bool()
     scores = query @ key.T / width**0.5
     scores = cap * torch.tanh(scores / cap) if cap else scores
-    return scores.masked_fill(later, float("-inf")).softmax(-1) @ value
+    scores = scores.masked_fill(later, float("-inf"))
+    if sink is not None:  # one more share, of nothing
+        return torch.cat((scores, sink.expand(length, 1)), -1).softmax(-1)[:, :-1] @ value
+    return scores.softmax(-1) @ value
 
 
 class Reference:
@@ -199,7 +206,8 @@ class Reference:
                 query, key = self._norm(query, f"{name}q_norm"), self._norm(key, f"{name}k_norm")
             if not shape.positions:
                 query, key = _turned(query, shape.rope_theta), _turned(key, shape.rope_theta)
-            found.append(_attended(query, key, value, shape.attention_cap or 0.0))
+            sink = self.values[f"{name}sinks"][head] if shape.sinks else None
+            found.append(_attended(query, key, value, shape.attention_cap or 0.0, sink))
         return self._linear(torch.cat(found, -1), f"{name}wo")
 
     def _latent(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -239,16 +247,26 @@ class Reference:
         """One token [D]."""
         scores = self._linear(x, f"{name}router").softmax(-1)
         best = scores.argsort(descending=True)[: self.shape.experts_per_token]
-        total = torch.sigmoid(self._linear(x, f"{name}shared_gate")) * self._mlp(
-            x, f"{name}shared_experts."
-        )
+        total = torch.zeros_like(x)
+        if self.shape.shared_ffn_dim:
+            total = torch.sigmoid(self._linear(x, f"{name}shared_gate")) * self._mlp(
+                x, f"{name}shared_experts."
+            )
         for expert in best:
-            w1, w2 = (self.values[f"{name}experts.w{i}"][expert] for i in (1, 2))
-            inner = self._activated(w1 @ x)
-            if not self.shape.ungated:
-                inner = inner * (self.values[f"{name}experts.w3"][expert] @ x)
+
+            def of(number: int, x: torch.Tensor, expert: torch.Tensor = expert) -> torch.Tensor:
+                found = self.values[f"{name}experts.w{number}"][expert] @ x
+                bias = self.values.get(f"{name}experts.b{number}")
+                return found if bias is None else found + bias[expert]
+
+            if self.shape.activation == "clipped_silu":
+                gate = of(1, x).clamp(max=7)
+                inner = gate * torch.sigmoid(1.702 * gate) * (of(3, x).clamp(-7, 7) + 1)
+            else:
+                inner = self._activated(of(1, x))
+                inner = inner if self.shape.ungated else inner * of(3, x)
             share = scores[expert] / scores[best].sum()
-            total = total + share * (w2 @ inner)
+            total = total + share * of(2, inner)
         return total
 
 
@@ -262,7 +280,9 @@ def test_logits_are_those_of_a_model_computed_by_hand(name: str) -> None:
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("name", ["dense", "experts", "latent", "gemma", "gpt", "squared"])
+@pytest.mark.parametrize(
+    "name", ["dense", "experts", "latent", "gemma", "gpt", "squared", "gpt-oss"]
+)
 def test_gradients_are_those_of_a_model_computed_by_hand(name: str) -> None:
     model, tokens, targets = _restless(SHAPES[name]), _tokens(), _tokens(1)
     found = torch.autograd.grad(loss(model(tokens), targets), tuple(model.parameters()))
