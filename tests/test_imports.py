@@ -17,6 +17,7 @@ BY_NAME = {
     "runtime/optimizer.py": "the class of a row of optimizers",
     "torchrec/__init__.py": "public names of the adapter",
     "train/writers.py": "what a user may have installed",
+    "trace/module.py": "a module of torch, so that it is there before a step",
 }
 
 
