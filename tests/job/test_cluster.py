@@ -48,6 +48,8 @@ def job(tmp_path: Path) -> Path:
         ("8xh100", {"preset": "h100-8", "world_size": 8}),
         ("H100", {"preset": "h100-8", "world_size": 1}),
         ("1xRTX4090", {"preset": "rtx4090-1", "world_size": 1}),
+        ("2xRTX4090", {"preset": "rtx4090-1", "world_size": 2, "local_world_size": 2}),
+        ("16xRTX4090", {"preset": "rtx4090-1", "world_size": 16}),
         ("16xA100-40", {"preset": "a100-40-8", "world_size": 16}),
         ("2x4xA100", {"preset": "a100-8", "world_size": 8, "local_world_size": 4}),
         ("4xcpu", {"preset": "local", "world_size": 4}),

@@ -176,6 +176,9 @@ def settings_of(
         for name, value in values.items()
         if value != getattr(usual, name)
     }
+    kernels = section.megatron_settings
+    if kernels and kernels.fp8_format != "none":
+        changed["fp8_format"] = kernels.fp8_format
     own = " and ".join(sorted({tensor.dtype for tensor in tensors}))
     return {
         # First what most asks for: bytes and seconds hang on it.

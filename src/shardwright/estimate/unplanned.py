@@ -138,7 +138,9 @@ class _Estimate:
         found = rank_memories(classes, setting, details=details, named=rank)
         if self.device == "cuda":
             self.assumptions += assumptions_on_gpu(self.operators)
-        keys = ", ".join(f"{key} = {value}" for key, _, value in unplanned(self.job))
+        # Of a section its name: what all it holds says nothing of why.
+        why = unplanned(self.job)
+        keys = ", ".join(key if "=" in value else f"{key} = {value}" for key, _, value in why)
         return Footprint(
             model=self.job.model.name,
             parameters=self.model.parameters,

@@ -151,9 +151,12 @@ def in_one_word(text: str, where: str = "--on") -> dict[str, Any]:
         raise InputError(expected(where, wanted, f"'{found['device']}'", remedy))
     hosts, each = found["hosts"], int(found["each"])
     section = {"preset": preset, "world_size": int(hosts or 1) * each}
-    return section | ({"local_world_size": each} if hosts else {})
+    # Of cards that a host usually has one of a few are meant to be in one.
+    together = hosts or (preset.endswith("-1") and 1 < each <= MOST_CARDS)
+    return section | ({"local_world_size": each} if together else {})
 
 
+MOST_CARDS = 8  # in one host
 BESIDE = re.compile(r"\d+-?gb?\b|hbm\d?|sxm\d?|pcie\d?")  # what shops write beside a device
 
 
