@@ -196,24 +196,18 @@ def _happening(asked: Sequence[Asked], there: set[int]) -> list[Asked]:
 def _again(step: Sequence[Asked]) -> Iterator[Asked]:
     """A step once more. What it frees without having taken it the step before has left, which has
     that from the one before it in turn: a batch that was fetched ahead."""
-    own: set[int] = set()
-    for number, nbytes, _, _ in step:
-        if nbytes > 0:
-            own.add(number)
-        elif number in own:
-            own.remove(number)
-        else:
-            break
-    else:  # as nearly every step
-        yield from [(AGAIN + number, nbytes, stream, 0) for number, nbytes, stream, _ in step]
-        return
     left: dict[int, int] = {}
+    closed = True
     for number, nbytes, _, _ in step:
         if nbytes > 0:
             left[number] = nbytes
-        else:
-            left.pop(number, None)
-    own = set()
+        elif left.pop(number, None) is None:
+            closed = False
+    # A replay is made of every layout that is looked at, and nearly every step frees its own alone.
+    if closed:
+        yield from [(AGAIN + number, nbytes, stream, 0) for number, nbytes, stream, _ in step]
+        return
+    own: set[int] = set()
     for number, nbytes, stream, _ in step:
         if nbytes > 0:
             own.add(number)
